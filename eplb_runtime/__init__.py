@@ -1,0 +1,1 @@
+"""Expert-parallel load balancing for MoE training: the public names, nothing else."""

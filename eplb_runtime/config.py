@@ -1,0 +1,129 @@
+"""What a user can choose, in one frozen value that is checked when it is made; the only room that reads the environment.
+
+No torch.distributed here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from .placement import Placement
+
+GATES = ("payoff", "always")
+POLICIES = ("incremental", "static")
+TRANSPORTS = ("torch",)
+DISPATCHES = ("all_to_all",)
+DENSE_GRADIENTS = ("host", "allreduce")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message says which and what would."""
+
+
+@dataclass(frozen=True)
+class BalancerConfig:
+    """Settings of a balancer; the same on every rank (checked at attach).
+
+    Args:
+        interval: optimizer steps between decisions.
+        window: steps of load history that a decision looks at; None: ``4 * interval``.
+        lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
+            run in the background. Fixed, so that a rerun commits at the same steps.
+        replica_slots: k, weights-only copies that each rank can hold per layer.
+        policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
+        gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
+            whenever the plan lowers the imbalance.
+        max_moves: at most so many experts move in one decision, over all layers; None: no limit.
+        max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
+        horizon_steps: steps over which the gate counts what a rebalance saves; None: ``10 * interval``.
+        moe_share: share of a step that expert compute and dispatch take, in (0, 1]; for the gate's prediction.
+        timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
+        staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
+            Never less than one expert with its state.
+        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL).
+        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed).
+        dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
+            ``"allreduce"`` (the balancer, before the optimizer's step).
+        move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
+            after each step; otherwise the gradients left over from the step are zeroed where experts moved.
+        initial_placement: a placement, or its file, to start from instead of logical order.
+
+    Raises:
+        ConfigError: a value is out of range or a name is unknown.
+    """
+
+    interval: int = 50
+    window: int | None = None
+    lag: int = 1
+    replica_slots: int = 0
+    policy: str = "incremental"
+    gate: Literal["payoff", "always"] = "payoff"
+    max_moves: int | None = None
+    max_pause_seconds: float | None = None
+    horizon_steps: int | None = None
+    moe_share: float = 0.5
+    timeout_seconds: float = 30.0
+    staging_bytes: int = 256 << 20
+    transport: str = "torch"
+    dispatch: str = "all_to_all"
+    dense_gradients: Literal["host", "allreduce"] = "host"
+    move_gradients: bool = False
+    initial_placement: Placement | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self._at_least("interval", 1)
+        self._at_least("window", 1)
+        self._at_least("lag", 0)
+        self._at_least("replica_slots", 0)
+        self._at_least("max_moves", 0)
+        self._at_least("horizon_steps", 1)
+        self._at_least("staging_bytes", 1)
+        if self.lag >= self.interval:
+            raise ConfigError(f"lag={self.lag} must be less than interval={self.interval}: one decision at a time")
+        for name in ("timeout_seconds", "max_pause_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value}: give a positive number of seconds")
+        if not 0 < self.moe_share <= 1:
+            raise ConfigError(f"moe_share={self.moe_share}: give a share of the step in (0, 1]")
+        self._one_of("policy", POLICIES)
+        self._one_of("gate", GATES)
+        self._one_of("transport", TRANSPORTS)
+        self._one_of("dispatch", DISPATCHES)
+        self._one_of("dense_gradients", DENSE_GRADIENTS)
+
+    @property
+    def window_steps(self) -> int:
+        return self.window if self.window is not None else 4 * self.interval
+
+    @property
+    def horizon(self) -> int:
+        """Steps over which a rebalance is expected to go on paying."""
+        return self.horizon_steps if self.horizon_steps is not None else 10 * self.interval
+
+    def describe(self) -> str:
+        """One canonical line, equal on ranks whose settings are equal."""
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            shown.append(f"{field.name}={value.digest() if isinstance(value, Placement) else value}")
+        return " ".join(shown)
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value}: give at least {least}")
+
+    def _one_of(self, name: str, known: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            raise ConfigError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+
+
+def launcher_environment() -> Mapping[str, str]:
+    """The process environment, for the few facts that a launcher hands over (``LOCAL_WORLD_SIZE``)."""
+    return os.environ

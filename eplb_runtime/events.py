@@ -1,0 +1,101 @@
+"""What the balancer tells the world: small frozen records, and the log that hands them to listeners.
+
+Rooms emit events; metrics, traces and reports read them. No room waits for a listener, and a listener that raises
+cannot hurt the job.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+logger = logging.getLogger("eplb_runtime")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. ``step`` counts optimizer steps since attach."""
+
+    step: int
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"event": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class LoadMeasured(Event):
+    """The aggregated load of the steps since the last measurement, known on rank 0 only.
+
+    ``imbalance``: per step and layer max/mean rank load under the placement that was active, ``[T][L]``.
+    """
+
+    first_step: int
+    imbalance: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class RebalancePlanned(Event):
+    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay."""
+
+    epoch: int
+    moves: int
+    decision: str
+    reason: str
+    imbalance_before: float
+    imbalance_after: float
+    plan_seconds: float
+
+
+@dataclass(frozen=True)
+class RebalanceCommitted(Event):
+    """Experts moved; every rank holds the new placement. Bytes are those this rank received."""
+
+    epoch: int
+    digest: str
+    moved_experts: int
+    received_bytes: int
+    pause_seconds: float
+
+
+@dataclass(frozen=True)
+class RebalanceAborted(Event):
+    """A rebalance was dropped before agreement: the old placement is whole. ``phase`` names where it broke."""
+
+    epoch: int
+    phase: str
+    cause: str
+
+
+class EventLog:
+    """Keeps the last ``capacity`` events and calls every listener with each new one."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def subscribe(self, listener: Callable[[Event], None]) -> None:
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("an event listener failed on %s; the job goes on", event.name)
+
+    def of_type(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self._events if isinstance(event, kind)]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(tuple(self._events))
+
+    def __len__(self) -> int:
+        return len(self._events)

@@ -1,0 +1,413 @@
+"""Which logical expert stands in each physical slot, per layer: the value that planner, router and migration share.
+
+A ground-floor value type: numpy only, no torch.distributed. Every rule of a placement is checked when one is made, so
+whoever holds a ``Placement`` holds a valid one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FILE_FORMAT = "eplb-runtime-placement"
+FILE_VERSION = 1
+EMPTY = -1
+"""What stands in a replica slot that holds no expert (``home`` layout only)."""
+
+IntArray = NDArray[np.int32]
+
+
+class PlacementError(ValueError):
+    """A placement that breaks a rule, or a file that is not a placement for this model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The expert of every slot, for L layers, E logical experts, R ranks and P = R * S slots.
+
+    Slot ``p`` is local slot ``p % S`` of rank ``p // S``. Two layouts:
+
+    * ``home`` (``home`` is given): training. Local slots ``0 .. E/R - 1`` of a rank are its home slots, the rest its
+      replica slots. Every expert has exactly one home; a replica stands on another rank than its home; no expert
+      stands twice on a rank; a replica slot may be empty (-1).
+    * ``free`` (``home`` is None): planning, export, inference. Any expert in any slot, each at least once, none empty.
+
+    Args:
+        physical_to_logical: int ``[L, P]``, the logical expert of each slot.
+        num_experts: E.
+        num_ranks: R; divides P.
+        home: int ``[L, E]``, the home slot of each expert, or None.
+        epoch: counts commits.
+
+    Raises:
+        PlacementError: a rule is broken; the message names layer, rank and expert.
+    """
+
+    physical_to_logical: IntArray
+    num_experts: int
+    num_ranks: int
+    home: IntArray | None = None
+    epoch: int = 0
+
+    def __init__(
+        self,
+        physical_to_logical: ArrayLike,
+        num_experts: int,
+        num_ranks: int,
+        home: ArrayLike | None = None,
+        epoch: int = 0,
+    ) -> None:
+        object.__setattr__(self, "physical_to_logical", _frozen_copy(physical_to_logical, "physical_to_logical"))
+        object.__setattr__(self, "num_experts", int(num_experts))
+        object.__setattr__(self, "num_ranks", int(num_ranks))
+        object.__setattr__(self, "home", None if home is None else _frozen_copy(home, "home"))
+        object.__setattr__(self, "epoch", int(epoch))
+        self._check()
+
+    @classmethod
+    def initial(cls, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int = 0) -> Placement:
+        """Experts in logical order over the ranks, replica slots empty: where every job starts.
+
+        Args:
+            replica_slots: k, replica slots on each rank.
+
+        Raises:
+            PlacementError: ``num_ranks`` does not divide ``num_experts``.
+        """
+        if num_ranks < 1 or num_experts % num_ranks:
+            raise PlacementError(
+                f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: "
+                f"choose an EP size that divides {num_experts}"
+            )
+        homes = num_experts // num_ranks
+        row = np.full((num_ranks, homes + replica_slots), EMPTY, dtype=np.int32)
+        row[:, :homes] = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, homes)
+        experts = np.arange(num_experts)
+        home = (experts // homes) * (homes + replica_slots) + experts % homes
+        return cls(
+            np.broadcast_to(row.reshape(1, -1), (num_layers, row.size)),
+            num_experts,
+            num_ranks,
+            np.broadcast_to(home, (num_layers, num_experts)),
+        )
+
+    # -- shape ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return self.physical_to_logical.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """P, all slots of a layer."""
+        return self.physical_to_logical.shape[1]
+
+    @property
+    def slots_per_rank(self) -> int:
+        """S."""
+        return self.num_slots // self.num_ranks
+
+    @property
+    def homes_per_rank(self) -> int:
+        """E/R, the home slots of a rank (``home`` layout)."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def replica_slots(self) -> int:
+        """k, the replica slots of a rank (``home`` layout)."""
+        return self.slots_per_rank - self.homes_per_rank
+
+    @property
+    def layout(self) -> str:
+        return "free" if self.home is None else "home"
+
+    # -- derived maps --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def copy_count(self) -> IntArray:
+        """int32 ``[L, E]``: slots that hold each expert."""
+        layers, slots = np.nonzero(self.physical_to_logical != EMPTY)
+        flat = layers * self.num_experts + self.physical_to_logical[layers, slots]
+        counts = np.bincount(flat, minlength=self.num_layers * self.num_experts)
+        return _read_only(counts.reshape(self.num_layers, self.num_experts).astype(np.int32))
+
+    @cached_property
+    def logical_to_physical(self) -> IntArray:
+        """int32 ``[L, E, C]``: the slots of each expert, home first, then ascending; padded with -1."""
+        layers, slots = np.nonzero(self.physical_to_logical != EMPTY)
+        experts = self.physical_to_logical[layers, slots]
+        not_home = np.ones(len(slots), dtype=bool) if self.home is None else self.home[layers, experts] != slots
+        order = np.lexsort((slots, not_home, experts, layers))
+        layers, experts, slots = layers[order], experts[order], slots[order]
+        group = layers * self.num_experts + experts
+        first = np.searchsorted(group, np.arange(self.num_layers * self.num_experts))
+        copy = np.arange(len(group)) - first[group]
+        table = np.full((self.num_layers, self.num_experts, int(self.copy_count.max())), -1, dtype=np.int32)
+        table[layers, experts, copy] = slots
+        return _read_only(table)
+
+    @cached_property
+    def home_rank(self) -> IntArray:
+        """int32 ``[L, E]``: the rank that owns each expert (``home`` layout)."""
+        if self.home is None:
+            raise PlacementError("a free placement has no homes: make one in the home layout")
+        return _read_only((self.home // self.slots_per_rank).astype(np.int32))
+
+    def with_epoch(self, epoch: int) -> Placement:
+        return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
+
+    def digest(self) -> str:
+        """32 hex digits over shape and content (not the epoch): equal digests mean equal placements."""
+        hasher = hashlib.blake2b(digest_size=16)
+        shape = (self.num_layers, self.num_experts, self.num_ranks, self.slots_per_rank, self.home is not None)
+        hasher.update(np.array(shape, dtype="<i8").tobytes())
+        hasher.update(self.physical_to_logical.astype("<i4").tobytes())
+        if self.home is not None:
+            hasher.update(self.home.astype("<i4").tobytes())
+        return hasher.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return self.epoch == other.epoch and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash((self.digest(), self.epoch))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.layout} placement, epoch {self.epoch}: {self.num_layers} layers, {self.num_experts} experts, "
+            f"{self.num_ranks} ranks x {self.slots_per_rank} slots, digest {self.digest()[:12]}"
+        ]
+        width = len(str(self.num_experts - 1))
+        for layer in range(min(self.num_layers, 4)):
+            ranks = self.physical_to_logical[layer].reshape(self.num_ranks, -1)
+            shown = [" ".join("." * width if e == EMPTY else f"{e:>{width}}" for e in row) for row in ranks[:8]]
+            more = f" | ... {self.num_ranks - 8} ranks more" if self.num_ranks > 8 else ""
+            lines.append(f"  layer {layer}: " + " | ".join(shown) + more)
+        if self.num_layers > 4:
+            lines.append(f"  ... {self.num_layers - 4} layers more")
+        return "\n".join(lines)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "format": FILE_FORMAT,
+                "version": FILE_VERSION,
+                "layers": self.num_layers,
+                "experts": self.num_experts,
+                "ranks": self.num_ranks,
+                "slots_per_rank": self.slots_per_rank,
+                "epoch": self.epoch,
+                "physical_to_logical": self.physical_to_logical.tolist(),
+                "home": None if self.home is None else self.home.tolist(),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            PlacementError: not JSON, not a placement, another version, or fields that contradict each other.
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise PlacementError(f"not a JSON placement: {error}") from None
+        if not isinstance(fields, dict) or fields.get("format") != FILE_FORMAT:
+            raise PlacementError(f'not a placement file: its "format" is not "{FILE_FORMAT}"')
+        return cls._from_fields(fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``.json`` or ``.safetensors``, by the file's ending. A half-written file never takes the name."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import save_file
+
+            arrays = {"physical_to_logical": np.array(self.physical_to_logical)}
+            if self.home is not None:
+                arrays["home"] = np.array(self.home)
+            scalars = {
+                "format": FILE_FORMAT,
+                "version": FILE_VERSION,
+                "layers": self.num_layers,
+                "experts": self.num_experts,
+                "ranks": self.num_ranks,
+                "slots_per_rank": self.slots_per_rank,
+                "epoch": self.epoch,
+            }
+            save_file(arrays, partial, metadata={key: str(value) for key, value in scalars.items()})
+        elif path.suffix == ".json":
+            partial.write_text(self.to_json())
+        else:
+            raise PlacementError(f"{path}: a placement is written as .json or .safetensors")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Placement:
+        """Read a placement file.
+
+        Raises:
+            PlacementError: the file is missing or is not a valid placement; the message names the file.
+        """
+        path = Path(path)
+        try:
+            if path.suffix == ".safetensors":
+                return cls._from_fields(_read_safetensors(path))
+            return cls.from_json(path.read_text())
+        except OSError as error:
+            raise PlacementError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise PlacementError(f"{path}: not a text file; a placement is .json or .safetensors") from None
+        except PlacementError as error:
+            raise PlacementError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Placement:
+        try:
+            version = int(fields["version"])
+            if version != FILE_VERSION:
+                raise PlacementError(f"version {version} of the placement format; this release reads {FILE_VERSION}")
+            placement = cls(
+                fields["physical_to_logical"], fields["experts"], fields["ranks"], fields["home"], fields["epoch"]
+            )
+            said = tuple(int(fields[key]) for key in ("layers", "slots_per_rank"))
+        except KeyError as error:
+            raise PlacementError(f"the field {error} is missing") from None
+        except (TypeError, ValueError) as error:
+            if isinstance(error, PlacementError):
+                raise
+            raise PlacementError(f"a field has the wrong type: {error}") from None
+        if said != (placement.num_layers, placement.slots_per_rank):
+            raise PlacementError(
+                f"the file says {said[0]} layers and {said[1]} slots per rank, its map has "
+                f"{placement.num_layers} and {placement.slots_per_rank}"
+            )
+        return placement
+
+    def require_model(self, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int) -> None:
+        """Check that this is a ``home`` placement for such a model and EP group.
+
+        Raises:
+            PlacementError: it is for another model, another number of ranks or slots, or in the free layout.
+        """
+        if self.layout != "home":
+            raise PlacementError("the placement is in the free layout; training needs the home layout")
+        mine = (self.num_layers, self.num_experts, self.num_ranks, self.replica_slots)
+        wanted = (num_layers, num_experts, num_ranks, replica_slots)
+        if mine != wanted:
+            words = "{} MoE layers x {} experts on {} ranks with {} replica slots"
+            raise PlacementError(
+                f"the placement is for {words.format(*mine)}, this job has {words.format(*wanted)}: "
+                "give the placement of this model and EP size, or none"
+            )
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        map_ = self.physical_to_logical
+        if map_.ndim != 2 or map_.size == 0:
+            raise PlacementError(f"physical_to_logical has shape {map_.shape}; it must be [layers, slots], not empty")
+        if self.num_experts < 1 or self.num_ranks < 1:
+            raise PlacementError(f"{self.num_experts} experts on {self.num_ranks} ranks: both must be positive")
+        if self.num_slots % self.num_ranks:
+            raise PlacementError(f"{self.num_slots} slots cannot be spread evenly over {self.num_ranks} ranks")
+        lowest = 0 if self.home is None else EMPTY
+        self._refuse((map_ < lowest) | (map_ >= self.num_experts), f"no such expert; ids are 0..{self.num_experts - 1}")
+        missing = np.argwhere(self.copy_count == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise PlacementError(f"layer {layer}: expert {expert} stands in no slot; every expert needs one")
+        if self.home is not None:
+            self._check_home(self.home)
+
+    def _check_home(self, home: IntArray) -> None:
+        layers, experts, ranks = self.num_layers, self.num_experts, self.num_ranks
+        if experts % ranks:
+            raise PlacementError(f"home layout: {ranks} ranks do not divide {experts} experts")
+        if self.replica_slots < 0:
+            raise PlacementError(f"home layout: {self.slots_per_rank} slots per rank hold fewer than {experts}/{ranks}")
+        if home.shape != (layers, experts):
+            raise PlacementError(f"home has shape {home.shape}; it must be [{layers}, {experts}]")
+        outside = np.argwhere((home < 0) | (home >= self.num_slots))
+        if len(outside):
+            layer, expert = outside[0]
+            raise PlacementError(f"layer {layer}: expert {expert} has home slot {home[layer, expert]}, which is none")
+        wrong = np.argwhere(np.take_along_axis(self.physical_to_logical, home, 1) != np.arange(experts))
+        if len(wrong):
+            layer, expert = wrong[0]
+            slot = home[layer, expert]
+            raise PlacementError(
+                f"layer {layer}, rank {slot // self.slots_per_rank}: slot {slot} is said to be the home of expert "
+                f"{expert} but holds {self.physical_to_logical[layer, slot]}"
+            )
+        in_replica_slot = np.argwhere(home % self.slots_per_rank >= self.homes_per_rank)
+        if len(in_replica_slot):
+            layer, expert = in_replica_slot[0]
+            raise PlacementError(
+                f"layer {layer}, rank {home[layer, expert] // self.slots_per_rank}: the home of expert {expert} is "
+                f"local slot {home[layer, expert] % self.slots_per_rank}, but homes are local slots "
+                f"0..{self.homes_per_rank - 1}"
+            )
+        by_rank = np.sort(self.physical_to_logical.reshape(layers, ranks, -1), axis=2)
+        twice = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] != EMPTY)
+        if twice.any():
+            layer, rank, slot = np.argwhere(twice)[0]
+            raise PlacementError(
+                f"layer {layer}, rank {rank}: expert {by_rank[layer, rank, slot]} stands there twice; "
+                "a rank holds an expert once"
+            )
+
+    def _refuse(self, bad: NDArray[np.bool_], why: str) -> None:
+        where = np.argwhere(bad)
+        if len(where):
+            layer, slot = where[0]
+            raise PlacementError(
+                f"layer {layer}, rank {slot // self.slots_per_rank}: slot {slot} holds expert "
+                f"{self.physical_to_logical[layer, slot]}: {why}"
+            )
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            fields: dict[str, Any] = dict(file.metadata() or {})
+            if fields.get("format") != FILE_FORMAT:
+                raise PlacementError(f'its "format" is not "{FILE_FORMAT}"')
+            names = set(file.keys())
+            if "physical_to_logical" in names:
+                fields["physical_to_logical"] = file.get_tensor("physical_to_logical")
+            fields["home"] = file.get_tensor("home") if "home" in names else None
+            return fields
+    except SafetensorError as error:
+        raise PlacementError(f"not a safetensors file: {error}") from None
+
+
+def _frozen_copy(values: ArrayLike, name: str) -> IntArray:
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise PlacementError(f"{name} is ragged: every layer needs the same number of entries") from None
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise PlacementError(f"{name} holds {array.dtype}; it must hold integers")
+    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min):
+        raise PlacementError(f"{name} holds {array.max()}, which is no id")
+    return _read_only(np.array(array, dtype=np.int32, order="C"))
+
+
+def _read_only(array: NDArray[np.int32]) -> IntArray:
+    array.setflags(write=False)
+    return array

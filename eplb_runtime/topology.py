@@ -1,0 +1,76 @@
+"""How ranks sit on nodes and how fast the links between them are.
+
+A value type of the ground floor: no torch.distributed here. Measuring a live cluster is the balancer's business;
+this room only holds the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_INTRA_NODE_BANDWIDTH = 400e9
+DEFAULT_INTER_NODE_BANDWIDTH = 50e9
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks of one EP group and the links between them. Hashable.
+
+    Args:
+        num_ranks: ranks R of the EP group.
+        ranks_per_node: how many consecutive ranks share a node; divides ``num_ranks``.
+            Defaults to all of them (one node).
+        intra_node_bandwidth: bytes/s that one rank can send to a rank of its own node
+            (default 400e9: NVLink, one direction).
+        inter_node_bandwidth: bytes/s that one rank can send to a rank of another node
+            (default 50e9: one 400 Gbit/s NIC a GPU).
+
+    Raises:
+        ValueError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.
+    """
+
+    num_ranks: int
+    ranks_per_node: int = 0
+    intra_node_bandwidth: float = DEFAULT_INTRA_NODE_BANDWIDTH
+    inter_node_bandwidth: float = DEFAULT_INTER_NODE_BANDWIDTH
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks is {self.num_ranks}: a topology needs at least one rank")
+        if self.ranks_per_node == 0:
+            object.__setattr__(self, "ranks_per_node", self.num_ranks)
+        if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node={self.ranks_per_node} does not divide num_ranks={self.num_ranks}: "
+                "every node must hold the same number of ranks"
+            )
+        for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: give a positive number of bytes/s")
+
+    @classmethod
+    def from_launcher(cls, environ: Mapping[str, str], num_ranks: int) -> Topology:
+        """Read the node size from torchrun's variables (``LOCAL_WORLD_SIZE``); one node if they say nothing usable.
+
+        Args:
+            environ: the process environment (or a stand-in).
+            num_ranks: ranks of the EP group, which may be fewer than the world.
+        """
+        local = int(environ.get("LOCAL_WORLD_SIZE", "0") or 0)
+        fits = 0 < local <= num_ranks and num_ranks % local == 0
+        return cls(num_ranks, local if fits else num_ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def same_node(self, a: int, b: int) -> bool:
+        return self.node_of(a) == self.node_of(b)
+
+    def bandwidth(self, source: int, destination: int) -> float:
+        """Bytes/s between two different ranks."""
+        return self.intra_node_bandwidth if self.same_node(source, destination) else self.inter_node_bandwidth
