@@ -1,4 +1,4 @@
-"""What a user can choose, in one frozen value that is checked when it is made; the only room that reads the environment.
+"""What a user can choose, in one frozen value that is checked when made; the only room that reads the environment.
 
 No torch.distributed here.
 """
