@@ -102,12 +102,12 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        return self.physical_to_logical.shape[0]
+        return int(self.physical_to_logical.shape[0])
 
     @property
     def num_slots(self) -> int:
         """P, all slots of a layer."""
-        return self.physical_to_logical.shape[1]
+        return int(self.physical_to_logical.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
