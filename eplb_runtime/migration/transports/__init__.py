@@ -1,0 +1,1 @@
+"""Carriers of expert bytes; one file each, all behind `base.Transport`."""

@@ -1,0 +1,158 @@
+"""Token dispatch over torch.distributed's all-to-all, with gradients, uneven splits and empty ranks.
+
+Shape suffixes: T tokens of this rank, K top-k, N = T * K choices, M rows that arrive here, D model width, R ranks,
+S slots a rank, P = R * S slots.
+
+Exactness (the order of every sum is independent of where experts stand): a slot's rows come ordered by (source rank,
+position in the source's batch); the K results of a token are summed in the router's order, and so are the K gradients
+of its hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``) -> ``[M, D]``."""
+
+
+class AllToAllDispatcher:
+    """Dispatch and combine for one EP group.
+
+    Args:
+        group: the EP group, on the tokens' device; the dispatcher is its only user.
+        slots_per_rank: S.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slots_per_rank: int) -> None:
+        self._group = group
+        self._num_ranks = group.size()
+        self._slots_per_rank = slots_per_rank
+
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        compute: Compute,
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Run every (token, choice) through its slot's expert and sum each token's choices.
+
+        Args:
+            hidden_TD: ``[T, D]``; T may differ between ranks and may be 0.
+            slots_TK: int64 ``[T, K]``, physical slots.
+            weights_TK: ``[T, K]``, router weights.
+            compute: the experts of this rank; not called when no row arrives.
+            parameters: what ``compute`` reads, so that an idle rank's gradients are zeros and not None.
+
+        Returns:
+            ``[T, D]`` in ``hidden_TD``'s dtype.
+        """
+        tokens, top_k = slots_TK.shape
+        slots_N = slots_TK.reshape(-1)
+        order_N = torch.argsort(slots_N, stable=True)
+        sent, received, slot_M = self._exchange_counts(slots_N)
+
+        rows_ND = _Spread.apply(hidden_TD, order_N, top_k)
+        rows_MD = _AllToAll.apply(rows_ND, sent, received, self._group)
+        by_slot_M = torch.argsort(slot_M, stable=True)
+        rows_MD = _Permute.apply(rows_MD, by_slot_M)
+        out_MD = compute(rows_MD, slot_M[by_slot_M]) if rows_MD.shape[0] else _Idle.apply(rows_MD, *parameters)
+        out_MD = _Permute.apply(out_MD, _inverse(by_slot_M))
+        out_ND = _AllToAll.apply(out_MD, received, sent, self._group)
+        out_TKD = _Permute.apply(out_ND, _inverse(order_N)).view(tokens, top_k, -1)
+        return (out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+    def _exchange_counts(self, slots_N: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Rows sent to and received from each rank, and the local slot of each arriving row.
+
+        The one host sync of a dispatch: torch.distributed takes split sizes as host integers.
+        """
+        ranks, slots = self._num_ranks, self._slots_per_rank
+        sent_P = slots_N.new_zeros(ranks * slots)
+        sent_P.scatter_add_(0, slots_N, torch.ones_like(slots_N))
+        received_P = torch.empty_like(sent_P)
+        dist.all_to_all_single(received_P, sent_P, group=self._group)
+        per_rank = torch.stack((sent_P, received_P)).view(2, ranks, slots).sum(dim=2)
+        sent, received = per_rank.tolist()
+        local_slot_P = torch.arange(slots, device=slots_N.device).repeat(ranks)
+        slot_M = local_slot_P.repeat_interleave(received_P, output_size=sum(received))
+        return sent, received, slot_M
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(permutation.shape[0], device=permutation.device)
+    return inverse
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows grouped by destination rank -> rows grouped by source rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+class _Spread(torch.autograd.Function):
+    """Each token's hidden state once per choice, in ``order``. Backward sums a token's choices in the router's order,
+    which index_select's own backward would do in the order of the slots."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, order_N: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.top_k = top_k
+        return hidden_TD.index_select(0, order_N // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        grad_TKD = torch.empty_like(grad_ND).index_copy_(0, order_N, grad_ND)
+        return grad_TKD.view(-1, ctx.top_k, grad_ND.shape[1]).sum(dim=1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the gradient goes back by a copy, since no row appears twice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: Tensor) -> Tensor:
+        ctx.save_for_backward(permutation)
+        return rows.index_select(0, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (permutation,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(0, permutation, grad), None
+
+
+class _Idle(torch.autograd.Function):
+    """Stands in for the experts on a rank that no token reached: keeps the graph whole, so that this rank enters the
+    collectives of the backward pass, and gives its parameters zero gradients, as a batch without their tokens would."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        zeros = (torch.zeros_like(p) if need else None for p, need in zip(ctx.saved_tensors, needed, strict=True))
+        return grad, *zeros

@@ -1,0 +1,135 @@
+"""The explicit list of tensors that have an expert dimension, per MoE layer.
+
+What stands here was registered by a host; nothing is guessed from names. Optimizer state is found through the
+optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers make it lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .optimizer_state import expert_state
+
+Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
+
+
+class RegistryError(ValueError):
+    """A tensor that cannot be registered, or one with an expert dimension that was not."""
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """One tensor whose rows along dimension 0 are this rank's home slots ``[E/R, ...]``.
+
+    Args:
+        name: unique within its layer; qualifies the parameter it belongs to, such as ``"down_proj/exp_avg"``.
+        tensor: the live tensor; it is written in place and never replaced.
+        kind: what it is to the training step.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: Kind
+
+    @property
+    def row_shape(self) -> torch.Size:
+        return self.tensor.shape[1:]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_shape.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class _Registered:
+    name: str
+    tensor: Tensor
+    kind: Kind
+
+
+class ExpertTensors:
+    """The registry of one model on one rank.
+
+    Args:
+        num_layers: L.
+        homes_per_rank: E/R, the rows that every registered tensor has.
+        optimizer: where the state of the registered parameters lives; None for inference.
+        move_gradients: whether gradients that exist move too.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        homes_per_rank: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        move_gradients: bool = False,
+    ) -> None:
+        self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
+        self._homes_per_rank = homes_per_rank
+        self._optimizer = optimizer
+        self._move_gradients = move_gradients
+        self._on_moved: list[Callable[[int, Sequence[int]], None]] = []
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def add(self, layer: int, name: str, tensor: Tensor, kind: Kind = "parameter") -> None:
+        """Register a tensor ``[E/R, ...]`` of a layer.
+
+        Raises:
+            RegistryError: wrong number of rows, or the name is taken.
+        """
+        if tensor.ndim == 0 or tensor.shape[0] != self._homes_per_rank:
+            raise RegistryError(
+                f"layer {layer}: {name} has shape {tuple(tensor.shape)}; its first dimension must be the "
+                f"{self._homes_per_rank} experts of this rank"
+            )
+        if any(entry.name == name for entry in self._layers[layer]):
+            raise RegistryError(f"layer {layer}: {name} is registered already")
+        self._layers[layer].append(_Registered(name, tensor, kind))
+
+    def on_moved(self, callback: Callable[[int, Sequence[int]], None]) -> None:
+        """Call ``callback(layer, local_slots)`` after rows changed, for caches made from them (quantised copies...)."""
+        self._on_moved.append(callback)
+
+    def notify_moved(self, layer: int, local_slots: Sequence[int]) -> None:
+        for callback in self._on_moved:
+            callback(layer, local_slots)
+
+    def parameters(self, layer: int | None = None) -> list[Tensor]:
+        layers = self._layers if layer is None else [self._layers[layer]]
+        return [entry.tensor for entries in layers for entry in entries if entry.kind == "parameter"]
+
+    def named_parameters(self, layer: int) -> list[tuple[str, Tensor]]:
+        return [(entry.name, entry.tensor) for entry in self._layers[layer] if entry.kind == "parameter"]
+
+    def of_home(self, layer: int) -> list[ExpertTensor]:
+        """Everything that moves with a home of this layer, in an order that is equal on every rank.
+
+        Optimizer state that does not exist yet is not in the list: it moves as not existing.
+        """
+        tensors: list[ExpertTensor] = []
+        for entry in self._layers[layer]:
+            tensors.append(ExpertTensor(entry.name, entry.tensor, entry.kind))
+            if entry.kind != "parameter":
+                continue
+            if self._move_gradients and entry.tensor.grad is not None:
+                tensors.append(ExpertTensor(f"{entry.name}/grad", entry.tensor.grad, "gradient"))
+            if self._optimizer is not None:
+                for key, state in expert_state(self._optimizer, entry.tensor):
+                    tensors.append(ExpertTensor(f"{entry.name}/{key}", state, "optimizer_state"))
+        return tensors
+
+    def of_replica(self, layer: int) -> list[ExpertTensor]:
+        """What a replica slot holds: parameters and buffers, no state."""
+        return [
+            ExpertTensor(entry.name, entry.tensor, entry.kind)
+            for entry in self._layers[layer]
+            if entry.kind in ("parameter", "buffer")
+        ]

@@ -1,0 +1,33 @@
+"""Sum the load of all ranks: one all-reduce for all layers, on the balancer's own CPU group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class HostCopy:
+    """A device tensor on its way to the host: started without waiting, awaited by whoever needs the numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.to("cpu", copy=True)
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def aggregate(rows: HostCopy, group: dist.ProcessGroup) -> Tensor:
+    """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, the same on every rank."""
+    total = rows.wait()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,134 @@
+"""The balancer's own process groups: made once at attach, shared with nobody (design rule 9).
+
+A timeout on gloo closes the connections of the group it happened on, and no other; `rebuild` makes the groups that a
+rebalance uses anew, so that one slow moment does not end balancing for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("eplb_runtime")
+
+
+class GroupError(ValueError):
+    """The EP group given cannot be used."""
+
+
+class ProcessGroups:
+    """Groups of one balancer.
+
+    * ``control``: gloo, all ranks that train this model (EP x EDP): counts, plans, votes.
+    * ``migration``: the device's backend, one EP group: experts on their way.
+    * ``dispatch``: the device's backend, one EP group: tokens.
+    * ``data``: the device's backend, all ranks: gradients outside the experts, norms.
+    * ``expert_data``: the device's backend, the EDP ranks, which hold the same experts; None when there is one.
+
+    Args:
+        ep_group: the host's EP group (its ranks are read, nothing is sent on it); None: all ranks.
+        device: where the model is.
+        timeout_seconds: for control and migration; dispatch and data keep the host's default.
+
+    Raises:
+        GroupError: EP groups of different sizes, or overlapping ones.
+    """
+
+    def __init__(self, ep_group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float) -> None:
+        if not dist.is_initialized():
+            raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._device_backend = backend_for(device)
+        self.world_size = dist.get_world_size()
+        self._everyone = list(range(self.world_size))
+        self.control = self._control()
+        self._ep_sets = self._gather_ep_sets(ep_group)
+        rank = dist.get_rank()
+        self.ep_ranks = next(ranks for ranks in self._ep_sets if rank in ranks)
+        self.ep_rank = self.ep_ranks.index(rank)
+        self.dispatch = self._one_per_ep_set("eplb_runtime dispatch", None)
+        self.data = dist.new_group(self._everyone, backend=self._device_backend, group_desc="eplb_runtime data")
+        self.expert_data = self._make_expert_data()
+        self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.ep_ranks)
+
+    @property
+    def migration_backend(self) -> str:
+        return self._device_backend
+
+    def rebuild(self) -> None:
+        """Make control and migration anew; all ranks call it at the same step boundary.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout.
+        """
+        self.control = self._control()
+        self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
+
+    def close(self) -> None:
+        """Give the groups back. After a failure some may be broken; that is not worth an error any more."""
+        for group in (self.control, self.migration, self.dispatch, self.data, self.expert_data):
+            if group is not None:
+                try:
+                    dist.destroy_process_group(group)
+                except Exception as error:
+                    logger.debug("a process group could not be destroyed: %s", error)
+
+    def _control(self) -> dist.ProcessGroup:
+        return dist.new_group(self._everyone, timeout=self._timeout, backend="gloo", group_desc="eplb_runtime control")
+
+    def _one_per_ep_set(self, description: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        # new_group is collective over the world: every rank makes every group, and keeps its own.
+        mine: dist.ProcessGroup | None = None
+        for ranks in self._ep_sets:
+            group = dist.new_group(ranks, timeout=timeout, backend=self._device_backend, group_desc=description)
+            if ranks == self.ep_ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def _make_expert_data(self) -> dist.ProcessGroup | None:
+        mine: dist.ProcessGroup | None = None
+        if len(self._ep_sets) > 1:
+            for position in range(len(self.ep_ranks)):
+                ranks = [ep_set[position] for ep_set in self._ep_sets]
+                group = dist.new_group(ranks, backend=self._device_backend, group_desc="eplb_runtime expert data")
+                if position == self.ep_rank:
+                    mine = group
+        return mine
+
+    def _gather_ep_sets(self, ep_group: dist.ProcessGroup | None) -> list[list[int]]:
+        """The EP groups of all ranks, ordered by their first rank."""
+        ranks = self._everyone if ep_group is None else dist.get_process_group_ranks(ep_group)
+        mine = torch.full((self.world_size,), -1, dtype=torch.int64)
+        mine[: len(ranks)] = torch.tensor(ranks)
+        all_ = [torch.empty_like(mine) for _ in self._everyone]
+        dist.all_gather(all_, mine, group=self.control)
+        sets = sorted({tuple(r for r in row.tolist() if r >= 0) for row in all_})
+        if sorted(r for ranks_ in sets for r in ranks_) != self._everyone:
+            raise GroupError(f"the EP groups {sets} do not partition the {self.world_size} ranks of the job")
+        if len({len(ranks_) for ranks_ in sets}) > 1:
+            raise GroupError(f"the EP groups {sets} differ in size: every EP group must hold all experts once")
+        return [list(ranks_) for ranks_ in sets]
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend that the world uses for this kind of device (``gloo``, ``nccl``, ...).
+
+    Raises:
+        GroupError: it has none.
+    """
+    per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    backend = per_device.get(device.type)
+    if backend is None:
+        raise GroupError(
+            f"the process group has no backend for {device.type} tensors ({dist.get_backend_config()}): initialise it "
+            f"with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
+        )
+    return backend
