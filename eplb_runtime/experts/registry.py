@@ -98,6 +98,14 @@ class ExpertTensors:
         """Call ``callback(layer, local_slots)`` after rows changed, for caches made from them (quantised copies...)."""
         self._on_moved.append(callback)
 
+    def settle_gradients(self, layer: int, local_slots: Sequence[int]) -> None:
+        """Gradients that did not move along belong to the experts that left: nothing of them may stay behind."""
+        if self._move_gradients:
+            return
+        for entry in self._layers[layer]:
+            if entry.kind == "parameter" and entry.tensor.grad is not None:
+                entry.tensor.grad[list(local_slots)] = 0
+
     def notify_moved(self, layer: int, local_slots: Sequence[int]) -> None:
         for callback in self._on_moved:
             callback(layer, local_slots)

@@ -47,7 +47,7 @@ class ProcessGroups:
         self.control = self._control()
         self._ep_sets = self._gather_ep_sets(ep_group)
         rank = dist.get_rank()
-        self.ep_ranks = next(ranks for ranks in self._ep_sets if rank in ranks)
+        self.ep_ranks: list[int] = next(ranks for ranks in self._ep_sets if rank in ranks)
         self.ep_rank = self.ep_ranks.index(rank)
         self.dispatch = self._one_per_ep_set("eplb_runtime dispatch", None)
         self.data = dist.new_group(self._everyone, backend=self._device_backend, group_desc="eplb_runtime data")
@@ -90,7 +90,8 @@ class ProcessGroups:
             group = dist.new_group(ranks, timeout=timeout, backend=self._device_backend, group_desc=description)
             if ranks == self.ep_ranks:
                 mine = group
-        assert mine is not None
+        if mine is None:
+            raise GroupError("this rank is in no EP group")
         return mine
 
     def _make_expert_data(self) -> dist.ProcessGroup | None:

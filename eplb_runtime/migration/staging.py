@@ -73,12 +73,12 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
     """16 bytes over flat uint8 tensors; on a GPU the blocks are hashed there and only their hashes come to the host."""
     hasher = xxhash.xxh3_128()
     for row in rows:
-        if row.device.type == "cpu":
-            hasher.update(row.numpy())
-        else:
+        rest = row
+        if row.device.type != "cpu":
             whole = row.shape[0] // _HASH_BLOCK_BYTES * _HASH_BLOCK_BYTES
-            if whole:
-                blocks = torch.hash_tensor(row[:whole].view(torch.int64).view(-1, _HASH_BLOCK_BYTES // 8), dim=1)
-                hasher.update(blocks.view(torch.uint8).cpu().numpy())
-            hasher.update(row[whole:].cpu().numpy())
+            words = row[:whole] if row.storage_offset() % 8 == 0 else row[:whole].clone()
+            blocks = torch.hash_tensor(words.view(torch.int64).view(-1, _HASH_BLOCK_BYTES // 8), dim=1)
+            hasher.update(memoryview(blocks.view(torch.uint8).cpu().numpy()))
+            rest = row[whole:].cpu()
+        hasher.update(memoryview(rest.numpy()))
     return hasher.digest()
