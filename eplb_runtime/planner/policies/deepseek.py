@@ -1,0 +1,210 @@
+"""DeepSeek's EPLB, exactly, at compiled speed: the reference that other planners are compared with.
+
+Source of the algorithm: deepseek-ai/EPLB, ``rebalance_experts`` (hierarchical and global policy). Written from its
+behaviour: the arithmetic is float32 as there, so that ties fall the same way; equal loads go to the lower id.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.int32]
+
+
+def balance(
+    load: ArrayLike, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
+) -> tuple[Array, Array, Array]:
+    """Plan every layer as DeepSeek's EPLB does.
+
+    Groups are packed onto nodes, the hottest experts of a node get its spare slots, and the copies are packed onto the
+    node's ranks; each step is greedy. If ``num_nodes`` does not divide ``num_groups`` the group rule is dropped and
+    all ranks are one node.
+
+    Args:
+        load: ``[L, E]``, tokens of each logical expert; taken in float32.
+        num_slots: P, all slots of a layer.
+        num_groups: expert groups, each of E / num_groups consecutive experts.
+        num_nodes: nodes.
+        num_ranks: R.
+
+    Returns:
+        ``physical_to_logical`` int32 ``[L, P]``; ``logical_to_physical`` int32 ``[L, E, C]``, padded with -1, C the
+        largest copy count of any layer; ``copy_count`` int32 ``[L, E]``.
+
+    Raises:
+        ValueError: sizes that do not divide each other, or fewer slots than experts.
+    """
+    weight = np.ascontiguousarray(load, dtype=np.float32)
+    if weight.ndim != 2:
+        raise ValueError(f"load has shape {weight.shape}; it must be [layers, experts]")
+    if num_groups % num_nodes:
+        num_groups, num_nodes = 1, 1
+    layers, experts = weight.shape
+    for whole, whole_name, part, part_name in (
+        (experts, "experts", num_groups, "groups"),
+        (num_ranks, "ranks", num_nodes, "nodes"),
+        (num_slots, "slots", num_ranks, "ranks"),
+    ):
+        if part < 1 or whole % part:
+            raise ValueError(f"{whole} {whole_name} cannot be divided evenly over {part} {part_name}")
+    if num_slots < experts:
+        raise ValueError(f"{num_slots} slots cannot hold {experts} experts: give each expert at least one slot")
+
+    group_load = weight.reshape(layers, num_groups, -1).sum(axis=2)
+    physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)
+    copy_index = np.empty((layers, num_slots), dtype=np.int32)
+    copy_count = np.empty((layers, experts), dtype=np.int32)
+    _balance(weight, group_load, num_nodes, num_ranks, physical_to_logical, copy_index, copy_count)
+    logical_to_physical = np.full((layers, experts, int(copy_count.max())), -1, dtype=np.int32)
+    logical_to_physical[np.arange(layers)[:, None], physical_to_logical, copy_index] = np.arange(num_slots)
+    return physical_to_logical, logical_to_physical, copy_count
+
+
+@njit(nogil=True, cache=True)
+def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position: Array) -> None:
+    """Put equally many items into each pack, heaviest first, each into the lightest pack that has room.
+
+    Args:
+        weight: float32 ``[n]``; n is a multiple of ``num_packs``.
+        item_pack: out, int32 ``[n]``, the pack of each item.
+        position: out, int32 ``[n]``, its place within the pack.
+    """
+    count = weight.size
+    capacity = count // num_packs
+    if capacity == 1:
+        for item in range(count):
+            item_pack[item] = item
+            position[item] = 0
+        return
+    order = np.argsort(-weight, kind="mergesort")
+    # a binary heap of packs, lightest on top, ties to the lower pack; packs 0.. in order are a heap of zeros
+    heap = np.arange(num_packs)
+    size = num_packs
+    filled = np.zeros(num_packs, dtype=np.int32)
+    total = np.zeros(num_packs, dtype=np.float32)
+    for item in order:
+        top = heap[0]
+        item_pack[item] = top
+        position[item] = filled[top]
+        filled[top] += 1
+        total[top] += weight[item]
+        if filled[top] == capacity:
+            size -= 1
+            if size == 0:
+                break
+            top = heap[size]
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= size:
+                break
+            if child + 1 < size:
+                left, right = heap[child], heap[child + 1]
+                if total[right] < total[left] or (total[right] == total[left] and right < left):
+                    child += 1
+            best = heap[child]
+            if total[best] < total[top] or (total[best] == total[top] and best < top):
+                heap[node] = best
+                node = child
+            else:
+                break
+        heap[node] = top
+
+
+@njit(nogil=True, cache=True)
+def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, slot_copy: Array, count: Array) -> None:
+    """Give each spare slot to the expert whose copies are hottest; ties to the lower id.
+
+    Args:
+        weight: float32 ``[n]``.
+        slot_expert: out, int32 ``[num_slots]``; first the experts in order, then the spare copies as they are given.
+        slot_copy: out, int32 ``[num_slots]``: which copy of its expert a slot holds.
+        count: out, int32 ``[n]``.
+    """
+    experts = weight.size
+    for expert in range(experts):
+        slot_expert[expert] = expert
+        slot_copy[expert] = 0
+        count[expert] = 1
+    if num_slots == experts:
+        return
+    hottest = np.argsort(-weight, kind="mergesort")  # sorted: a heap already
+    key = weight[hottest].copy()
+    for slot in range(experts, num_slots):
+        expert = hottest[0]
+        slot_expert[slot] = expert
+        slot_copy[slot] = count[expert]
+        count[expert] += 1
+        share = np.float32(weight[expert] / np.float32(count[expert]))
+        node = 0
+        while True:
+            child = 2 * node + 1
+            if child >= experts:
+                break
+            if child + 1 < experts and (
+                key[child + 1] > key[child] or (key[child + 1] == key[child] and hottest[child + 1] < hottest[child])
+            ):
+                child += 1
+            if key[child] > share or (key[child] == share and hottest[child] < expert):
+                key[node] = key[child]
+                hottest[node] = hottest[child]
+                node = child
+            else:
+                break
+        key[node] = share
+        hottest[node] = expert
+
+
+@njit(nogil=True, cache=True)
+def _balance(
+    weight: NDArray[np.float32],
+    group_load: NDArray[np.float32],
+    num_nodes: int,
+    num_ranks: int,
+    physical_to_logical: Array,
+    copy_index: Array,
+    copy_count: Array,
+) -> None:
+    layers, experts = weight.shape
+    groups = group_load.shape[1]
+    group_size = experts // groups
+    node_groups = groups // num_nodes
+    node_experts = experts // num_nodes
+    node_slots = physical_to_logical.shape[1] // num_nodes
+    node_ranks = num_ranks // num_nodes
+    rank_slots = node_slots // node_ranks
+
+    group_node = np.empty(groups, dtype=np.int32)
+    group_position = np.empty(groups, dtype=np.int32)
+    member = np.empty(experts, dtype=np.int32)  # the experts, node by node
+    node_weight = np.empty(node_experts, dtype=np.float32)
+    slot_expert = np.empty(node_slots, dtype=np.int32)
+    slot_copy = np.empty(node_slots, dtype=np.int32)
+    count = np.empty(node_experts, dtype=np.int32)
+    slot_weight = np.empty(node_slots, dtype=np.float32)
+    slot_rank = np.empty(node_slots, dtype=np.int32)
+    slot_position = np.empty(node_slots, dtype=np.int32)
+
+    for layer in range(layers):
+        pack(group_load[layer], num_nodes, group_node, group_position)
+        for group in range(groups):
+            start = (group_node[group] * node_groups + group_position[group]) * group_size
+            for offset in range(group_size):
+                member[start + offset] = group * group_size + offset
+        for node in range(num_nodes):
+            first = node * node_experts
+            for index in range(node_experts):
+                node_weight[index] = weight[layer, member[first + index]]
+            replicate(node_weight, node_slots, slot_expert, slot_copy, count)
+            for slot in range(node_slots):
+                index = slot_expert[slot]
+                slot_weight[slot] = np.float32(node_weight[index] / np.float32(count[index]))
+            pack(slot_weight, node_ranks, slot_rank, slot_position)
+            for slot in range(node_slots):
+                place = node * node_slots + slot_rank[slot] * rank_slots + slot_position[slot]
+                physical_to_logical[layer, place] = member[first + slot_expert[slot]]
+                copy_index[layer, place] = slot_copy[slot]
+            for index in range(node_experts):
+                copy_count[layer, member[first + index]] = count[index]
