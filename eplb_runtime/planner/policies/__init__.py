@@ -1,0 +1,22 @@
+"""Policies: pure functions from a ``PlanRequest`` to a ``Placement``, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...placement import Placement
+from ..types import PlanRequest
+from .incremental import incremental
+from .static import static
+
+POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
+    "static": static,
+    "incremental": incremental,
+}
+"""Every policy by the name that users give."""
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "static": ("home", "free"),
+    "incremental": ("home",),
+}
+"""The layouts each policy plans; the first is its default."""

@@ -1,0 +1,83 @@
+"""What a rebalance costs and saves, in seconds, and the gate that compares the two.
+
+Step time grows as ``1 + moe_share * (imbalance - 1)``; so a plan saves, over the horizon,
+``horizon_steps * moe_share * step_seconds * mean over layers of (imbalance before - after)``, and spends the transfer
+of its bytes over the links plus a stall. Layers are judged one by one: a layer's gain counts in full, whatever the
+others do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..topology import Topology
+from .types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
+
+HYSTERESIS = 1.2
+"""A rebalance must save so many times what it costs: a forecast that errs must not make experts swing to and fro."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Bytes and seconds that the gate weighs.
+
+    Args:
+        home_bytes: bytes of one expert with its optimizer state.
+        replica_bytes: bytes of one expert's weights alone.
+        step_seconds: measured time of one training step.
+        moe_share: share of a step that expert compute and dispatch take, in [0, 1].
+        horizon_steps: steps over which a rebalance is expected to go on paying.
+        stall_seconds: fixed cost of a rebalance (agreement, commit, cold caches).
+
+    Raises:
+        ValueError: a number is negative or not finite.
+    """
+
+    home_bytes: int = 0
+    replica_bytes: int = 0
+    step_seconds: float = 0.0
+    moe_share: float = 0.5
+    horizon_steps: int = 500
+    stall_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("home_bytes", "replica_bytes", "step_seconds", "moe_share", "horizon_steps", "stall_seconds"):
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value}: give a finite number that is not negative")
+
+    def seconds_per_imbalance(self, num_layers: int) -> float:
+        """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon."""
+        return self.horizon_steps * self.moe_share * self.step_seconds / num_layers
+
+    def bytes_by_link(
+        self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes that each rank sends and receives, inside its node and beyond it.
+
+        Args:
+            moves: int32 ``[M, 5]`` as in ``Plan.moves``.
+
+        Returns:
+            int64 ``[R, 2]`` sent (columns: inside the node, between nodes) and int64 ``[R, 2]`` received.
+        """
+        sent = np.zeros((topology.num_ranks, 2), dtype=np.int64)
+        received = np.zeros_like(sent)
+        source = moves[:, MOVE_SOURCE_RANK]
+        destination = moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
+        size = np.where(moves[:, MOVE_IS_HOME] != 0, self.home_bytes, self.replica_bytes).astype(np.int64)
+        travels = (source >= 0) & (source != destination)
+        source, destination, size = source[travels], destination[travels], size[travels]
+        between = (source // topology.ranks_per_node != destination // topology.ranks_per_node).astype(np.int64)
+        np.add.at(sent, (source, between), size)
+        np.add.at(received, (destination, between), size)
+        return sent, received
+
+    def transfer_seconds(self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int) -> float:
+        """Seconds to carry the moves: the busiest rank's, links inside and between nodes used one after the other."""
+        sent, received = self.bytes_by_link(moves, topology, slots_per_rank)
+        per_rank = np.maximum(sent, received) / np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
+        return float(per_rank.sum(axis=1).max(initial=0.0))

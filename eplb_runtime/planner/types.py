@@ -1,0 +1,182 @@
+"""What the planner is asked and what it answers: frozen values, and the errors it raises.
+
+No decisions here; policies decide, ``entry.plan`` puts the answer together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..placement import Placement
+from ..topology import Topology
+
+MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
+"""Columns of ``Plan.moves``."""
+
+
+class PlanError(ValueError):
+    """A question the planner cannot answer; the message is one line that says what is wrong and how to mend it."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything a policy may look at. Policies are pure functions of it.
+
+    Args:
+        load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
+        forecast: float64 ``[L, E]``, the load to plan for.
+        topology: ranks and nodes.
+        slots_per_rank: S.
+        current: the placement that stands now, or None.
+        layout: ``"home"`` or ``"free"``.
+        groups: expert groups of group-limited routing (1: none); only the ``hierarchical`` and ``deepseek`` policies
+            look at it.
+        max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit.
+        max_bytes: the same in bytes, by ``home_bytes`` and ``replica_bytes``; None: no limit.
+        home_bytes, replica_bytes: bytes of one expert with and without optimizer state (0: unknown).
+        seconds_per_imbalance: what one unit of one layer's imbalance costs over the horizon, in seconds; None: moves
+            need not pay for themselves.
+        options: further settings of single policies.
+    """
+
+    load: NDArray[np.float64]
+    forecast: NDArray[np.float64]
+    topology: Topology
+    slots_per_rank: int
+    current: Placement | None = None
+    layout: str = "home"
+    groups: int = 1
+    max_moves: int | None = None
+    max_bytes: int | None = None
+    home_bytes: int = 0
+    replica_bytes: int = 0
+    seconds_per_imbalance: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.forecast.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.forecast.shape[1])
+
+    @property
+    def num_slots(self) -> int:
+        return self.topology.num_ranks * self.slots_per_rank
+
+    @property
+    def start(self) -> Placement:
+        """``current``, or experts in logical order with empty replica slots where there is none (``home`` layout)."""
+        if self.current is not None:
+            return self.current
+        homes_per_rank = self.num_experts // self.topology.num_ranks
+        return Placement.initial(
+            self.num_layers, self.num_experts, self.topology.num_ranks, self.slots_per_rank - homes_per_rank
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A placement, the way to it, and why to take it or leave it.
+
+    Args:
+        policy: name of the policy that made it.
+        placement: the placement to go to; ``current`` itself when the decision is ``"stay"``.
+        current: the placement that stands now, or None.
+        moves: int32 ``[M, 5]``, columns (layer, expert, source rank, destination slot, is home), in that order of
+            layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
+            (its nearest copy in the free layout; -1 without ``current``). A source equal to the destination's own rank
+            is a copy inside the rank.
+        imbalance_before: float64 ``[L]``, max / mean rank load of ``current`` under the load planned for, or None.
+        imbalance_after: float64 ``[L]``, the same of ``placement``; by water-filling in the home layout, by even split
+            in the free layout.
+        lower_bound: float64 ``[L]``, no placement of this shape has less imbalance.
+        bytes_intra_node, bytes_inter_node: bytes to move by link class; 0 when the bytes of an expert are unknown.
+        seconds_saved: predicted over the horizon; nan when unknown.
+        seconds_spent: predicted for moving; nan when unknown.
+        decision: ``"rebalance"`` or ``"stay"``.
+        reason: one sentence.
+        plan_seconds: wall time of planning.
+    """
+
+    policy: str
+    placement: Placement
+    current: Placement | None
+    moves: NDArray[np.int32]
+    imbalance_before: NDArray[np.float64] | None
+    imbalance_after: NDArray[np.float64]
+    lower_bound: NDArray[np.float64]
+    bytes_intra_node: int
+    bytes_inter_node: int
+    seconds_saved: float
+    seconds_spent: float
+    decision: str
+    reason: str
+    plan_seconds: float
+
+    @property
+    def moved_slots(self) -> int:
+        """Slots that get an expert, or its ownership, from another rank."""
+        slots_per_rank = self.placement.slots_per_rank
+        return int(
+            np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != self.moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank)
+        )
+
+    @property
+    def moved_homes(self) -> int:
+        """Home slots among the moved: these carry optimizer state."""
+        return int(np.count_nonzero(self.moves[:, MOVE_IS_HOME]))
+
+    def __str__(self) -> str:
+        placement = self.placement
+        lines = [
+            f"plan by {self.policy}: {self.decision} - {self.reason}",
+            f"  {placement.num_layers} layers, {placement.num_experts} experts, {placement.num_ranks} ranks x "
+            f"{placement.slots_per_rank} slots, {placement.layout} layout, planned in {self.plan_seconds * 1e3:.1f} ms",
+            f"  moves {self.moved_slots} slots ({self.moved_homes} homes): {_bytes(self.bytes_intra_node)} inside "
+            f"nodes, {_bytes(self.bytes_inter_node)} between nodes",
+        ]
+        if not np.isnan(self.seconds_saved):
+            lines.append(
+                f"  predicted: {self.seconds_saved:.3g} s saved over the horizon for {self.seconds_spent:.3g} s spent"
+            )
+        lines.append(f"  {'imbalance (max / mean)':<24}{'mean':>8}{'worst':>8}  worst layer")
+        rows = [("before", self.imbalance_before), ("after", self.imbalance_after), ("lower bound", self.lower_bound)]
+        for name, values in rows:
+            if values is not None:
+                lines.append(f"  {name:<24}{values.mean():>8.3f}{values.max():>8.3f}  {int(values.argmax())}")
+        lines += self._layers_that_move()
+        return "\n".join(lines)
+
+    def _layers_that_move(self, shown: int = 8) -> list[str]:
+        before = self.imbalance_before
+        if before is None or not len(self.moves):
+            return []
+        moved = np.bincount(self.moves[:, MOVE_LAYER], minlength=self.placement.num_layers)
+        gain = before - self.imbalance_after
+        order = np.lexsort((np.arange(len(gain)), -gain))
+        order = order[moved[order] > 0]
+        lines = [f"  {'layer':>7}{'before':>9}{'after':>8}{'bound':>8}{'slots':>7}"]
+        lines += [
+            f"  {layer:>7}{before[layer]:>9.3f}{self.imbalance_after[layer]:>8.3f}{self.lower_bound[layer]:>8.3f}"
+            f"{moved[layer]:>7}"
+            for layer in order[:shown]
+        ]
+        if len(order) > shown:
+            lines.append(f"  ... {len(order) - shown} layers more")
+        return lines
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,84 @@
+"""The incremental policy in the home layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import CostModel, PlanError, plan
+from eplb_runtime.planner.align import simple_cycles
+from eplb_runtime.planner.types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
+from eplb_runtime.topology import Topology
+
+
+def skewed(layers: int, experts: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(sigma=0.5, size=(layers, experts)) * 1000
+
+
+def test_a_plan_lowers_the_imbalance_and_moves_homes_by_whole_swaps() -> None:
+    load, topology = skewed(6, 64), Topology(8, 4)
+    current = Placement.initial(6, 64, 8)
+    made = plan(load, topology, slots_per_rank=8, current=current)
+    assert made.decision == "rebalance"
+    assert made.imbalance_before is not None
+    assert (made.imbalance_after <= made.imbalance_before).all()
+    assert made.imbalance_after.mean() < 1.03
+    destination = made.moves[:, MOVE_DESTINATION_SLOT] // 8
+    assert made.moves[:, MOVE_IS_HOME].all()
+    assert np.array_equal(np.sort(made.moves[:, MOVE_SOURCE_RANK]), np.sort(destination))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 7, 20])
+def test_the_budget_of_moves_is_kept(budget: int) -> None:
+    current = Placement.initial(6, 64, 8)
+    made = plan(skewed(6, 64), Topology(8, 4), slots_per_rank=8, current=current, max_moves=budget)
+    assert made.moved_slots <= budget
+    assert (made.moved_slots > 0) == (budget >= 2)
+
+
+def test_a_balanced_load_moves_nothing() -> None:
+    current = Placement.initial(3, 32, 8)
+    made = plan(np.full((3, 32), 500), Topology(8), slots_per_rank=4, current=current)
+    assert (made.decision, made.moved_slots) == ("stay", 0)
+    assert made.placement == current
+
+
+def test_the_gate_stays_when_moving_costs_more_than_it_saves() -> None:
+    current, load = Placement.initial(6, 64, 8), skewed(6, 64)
+    dear = CostModel(home_bytes=1 << 40, replica_bytes=1 << 38, step_seconds=1.0, horizon_steps=10)
+    cheap = CostModel(home_bytes=1 << 20, replica_bytes=1 << 18, step_seconds=1.0, horizon_steps=1000)
+    assert plan(load, Topology(8, 4), slots_per_rank=8, current=current, cost=dear, gate="payoff").decision == "stay"
+    made = plan(load, Topology(8, 4), slots_per_rank=8, current=current, cost=cheap, gate="payoff")
+    assert made.decision == "rebalance"
+    assert made.seconds_saved > made.seconds_spent > 0
+    assert made.bytes_intra_node + made.bytes_inter_node == made.moved_homes << 20
+
+
+def test_experts_that_stay_on_a_rank_stay_in_their_slot_and_cycles_visit_a_rank_once() -> None:
+    current = Placement.initial(4, 64, 8)
+    made = plan(skewed(4, 64, 3), Topology(8, 4), slots_per_rank=8, current=current)
+    assert made.placement.home is not None and current.home is not None
+    stays = made.placement.home_rank == current.home_rank
+    assert np.array_equal(made.placement.home[stays], current.home[stays])
+    for layer in range(4):
+        for cycle in simple_cycles(current.home_rank[layer], made.placement.home_rank[layer]):
+            ranks = current.home_rank[layer][cycle].tolist()
+            assert len(set(ranks)) == len(ranks)
+            assert made.placement.home_rank[layer][cycle].tolist() == ranks[1:] + ranks[:1]
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        ([[1.0, float("nan")]], "not a finite number"),
+        ([[1.0, -2.0]], "negative"),
+        ([1.0, 2.0], "shape"),
+        ([[1.0, 2.0, 3.0]], "evenly"),
+        ([["a", "b"]], "numbers"),
+    ],
+)
+def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        plan(load, Topology(2), slots_per_rank=2)
+    assert "\n" not in str(caught.value)
