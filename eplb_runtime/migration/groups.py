@@ -87,7 +87,9 @@ class ProcessGroups:
         # new_group is collective over the world: every rank makes every group, and keeps its own.
         mine: dist.ProcessGroup | None = None
         for ranks in self._ep_sets:
-            group = dist.new_group(ranks, timeout=timeout, backend=self._device_backend, group_desc=description)
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=timeout, backend=self._device_backend, group_desc=description
+            )
             if ranks == self.ep_ranks:
                 mine = group
         if mine is None:

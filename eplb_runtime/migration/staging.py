@@ -78,7 +78,7 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
             whole = row.shape[0] // _HASH_BLOCK_BYTES * _HASH_BLOCK_BYTES
             words = row[:whole] if row.storage_offset() % 8 == 0 else row[:whole].clone()
             blocks = torch.hash_tensor(words.view(torch.int64).view(-1, _HASH_BLOCK_BYTES // 8), dim=1)
-            hasher.update(memoryview(blocks.view(torch.uint8).cpu().numpy()))
+            hasher.update(blocks.view(torch.uint8).cpu().numpy().data)
             rest = row[whole:].cpu()
-        hasher.update(memoryview(rest.numpy()))
+        hasher.update(rest.numpy().data)
     return hasher.digest()
