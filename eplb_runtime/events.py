@@ -31,12 +31,13 @@ class Event:
 
 @dataclass(frozen=True)
 class LoadMeasured(Event):
-    """The aggregated load of the steps since the last measurement, known on rank 0 only.
+    """The load that the last decision was made on, summed over all ranks and reported when it is acted on.
 
-    ``imbalance``: per step and layer max/mean rank load under the placement that was active, ``[T][L]``.
+    ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
+    load under the placement that stood then, ``[T][L]``.
     """
 
-    first_step: int
+    steps: int
     imbalance: tuple[tuple[float, ...], ...]
 
 

@@ -98,21 +98,22 @@ class MigrationEngine:
         self._budget = staging_bytes
         self._arrivals = Arena(transport, min(staging_bytes, self._largest_layer_bytes()))
         self._departures = Arena(transport, 0)
-        self._count = 0
         self.probe: Probe = lambda phase, subject: None
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Go on with new connections after a failure broke the old ones."""
         self._transport, self._agreement = transport, agreement
 
-    def migrate(self, current: Placement, target: Placement, on_commit: Callable[[Placement], None]) -> Outcome:
+    def migrate(
+        self, current: Placement, target: Placement, key: str, on_commit: Callable[[Placement], None]
+    ) -> Outcome:
         """Take the experts from ``current`` to ``target``; both are the same on every rank.
 
         Args:
+            key: names this migration's decisions; new for each, equal on every rank.
             on_commit: called after each committed round with the placement that stands now.
         """
         started = time.perf_counter()
-        self._count += 1
         standing, moved, received = current, 0, 0
 
         def outcome(phase: Phase | None = None, verdict: Verdict | None = None) -> Outcome:
@@ -125,7 +126,7 @@ class MigrationEngine:
             return outcome(Phase.PREPARED, agreed)
         for number, round_ in enumerate(schedule.rounds):
             staged, problem, timed_out = self._stage_and_verify(round_, layouts)
-            decided = self._agreement.decide(f"decision/{self._count}/{number}", problem, timed_out)
+            decided = self._agreement.decide(f"{key}/{number}", problem, timed_out)
             self.probe(Phase.DECIDED, decided)
             if not decided.commit:
                 return outcome(Phase.STAGED, decided)

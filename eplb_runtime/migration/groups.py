@@ -81,7 +81,10 @@ class ProcessGroups:
                     logger.debug("a process group could not be destroyed: %s", error)
 
     def _control(self) -> dist.ProcessGroup:
-        return dist.new_group(self._everyone, timeout=self._timeout, backend="gloo", group_desc="eplb_runtime control")
+        group: dist.ProcessGroup = dist.new_group(
+            self._everyone, timeout=self._timeout, backend="gloo", group_desc="eplb_runtime control"
+        )
+        return group
 
     def _one_per_ep_set(self, description: str, timeout: timedelta | None) -> dist.ProcessGroup:
         # new_group is collective over the world: every rank makes every group, and keeps its own.

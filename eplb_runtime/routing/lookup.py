@@ -13,6 +13,9 @@ class SlotTable:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self._home_LE = torch.empty(placement.num_layers, placement.num_experts, dtype=torch.int64, device=device)
+        self._logical_LRH = torch.empty(
+            placement.num_layers, placement.num_ranks, placement.homes_per_rank, dtype=torch.int64, device=device
+        )
         self.update(placement)
 
     def update(self, placement: Placement) -> None:
@@ -20,7 +23,14 @@ class SlotTable:
         if placement.home is None:
             raise ValueError("a slot table needs a placement in the home layout")
         self._home_LE.copy_(torch.from_numpy(placement.home.astype("int64")))
+        by_rank = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+        homes = by_rank[:, :, : placement.homes_per_rank].astype("int64")
+        self._logical_LRH.copy_(torch.from_numpy(homes))
 
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
         """Physical slot of each choice, int64 ``[T, K]``."""
         return self._home_LE[layer][topk_ids_TK]
+
+    def logical_of_rows(self, rank: int) -> Tensor:
+        """int64 ``[L, E/R]``: the logical expert in each home slot of an EP rank."""
+        return self._logical_LRH[:, rank]

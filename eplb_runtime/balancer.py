@@ -1,0 +1,354 @@
+"""The runtime that each rank has: measures, decides in the background, migrates at the step boundary.
+
+One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), ``lag``
+steps later every rank acts on it, between its optimizer step and its next forward. What can fail is dropped, reported
+as an event and a warning, and training goes on with the old placement.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import BalancerConfig
+from .decision import Decision, DecisionMaker, Measurement
+from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
+from .experts.gradients import average_gradients, total_norm
+from .experts.registry import ExpertTensors
+from .load.aggregate import HostCopy
+from .load.recorder import LoadRecorder
+from .migration.agreement import Agreement
+from .migration.bandwidth import measure
+from .migration.engine import MigrationEngine, Outcome
+from .migration.groups import ProcessGroups
+from .migration.transports.base import Transport
+from .migration.transports.torch_p2p import TorchPointToPoint
+from .placement import Placement
+from .routing.lookup import SlotTable
+from .topology import Topology
+
+logger = logging.getLogger("eplb_runtime")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A decision on its way, and the step at whose end every rank acts on it."""
+
+    due_step: int
+    decision: Future[Decision]
+
+
+class Balancer:
+    """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
+
+    Attributes:
+        config: its settings.
+        topology: ranks, nodes and measured bandwidths.
+        events: what happened (`eplb_runtime.events`).
+        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: BalancerConfig,
+        groups: ProcessGroups,
+        topology: Topology,
+        placement: Placement,
+        registry: ExpertTensors,
+        recorder: LoadRecorder,
+        table: SlotTable,
+        dense_parameters: Sequence[Tensor],
+        device: torch.device,
+        layer_of_parameter: Mapping[str, int],
+    ) -> None:
+        self.config = config
+        self.layer_of_parameter = dict(layer_of_parameter)
+        self.events = EventLog()
+        self._groups = groups
+        self._registry = registry
+        self._recorder = recorder
+        self._table = table
+        self._dense_parameters = list(dense_parameters)
+        self._device = device
+        self._placement = placement
+        self._step = 0
+        self._clock = _StepClock()
+        self._gradients_reduced = False
+        self._quiesced = 0
+        self._disabled = False
+        self._pending: _Pending | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+        transport = self._new_transport()
+        transport.warm_up()
+        self.topology = measure(topology, transport, groups.ep_rank, groups.control)
+        agreement = Agreement(groups.control)
+        self._engine = MigrationEngine(
+            registry,
+            transport,
+            agreement,
+            self.topology,
+            placement.slots_per_rank,
+            groups.ep_rank,
+            config.staging_bytes,
+        )
+        self._decisions = DecisionMaker(
+            config, self.topology, groups.control, agreement, registry, recorder.steps_per_row
+        )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
+        self._compiler.submit(self._decisions.warm_up)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that stands now; its ``epoch`` counts commits."""
+        return self._placement
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
+
+        ``attach`` hooks it to the optimizer; call it yourself only without one.
+        """
+        self._gradients_reduced = False
+        self._step += 1
+        self._clock.tick()
+        self._recorder.advance()
+        if self._disabled:
+            return
+        if self._pending is None and self._step % self.config.interval == 0:
+            self._pending = _Pending(self._step + self.config.lag, self._start_decision())
+        if self._pending is not None and self._step >= self._pending.due_step and not self._quiesced:
+            decision, self._pending = self._pending.decision.result(), None
+            self._act_on(decision)
+
+    def _start_decision(self) -> Future[Decision]:
+        measurement = Measurement(
+            rows=HostCopy(self._recorder.take()),
+            placement=self._placement,
+            step=self._step,
+            step_seconds=self._clock.step_seconds,
+            stall_seconds=self._clock.stall_seconds,
+        )
+        return self._worker.submit(self._decisions.decide, measurement)
+
+    def _act_on(self, decision: Decision) -> None:
+        if decision.imbalance is not None:
+            rows = tuple(tuple(row) for row in decision.imbalance.tolist())
+            self.events.emit(LoadMeasured(self._step, len(rows) * self._recorder.steps_per_row, rows))
+        if decision.failure:
+            self._drop("planned", decision.failure, decision.connections_broken)
+            return
+        summary = decision.summary or {}
+        self.events.emit(
+            RebalancePlanned(
+                self._step,
+                epoch=summary["epoch"],
+                moves=summary["moves"],
+                decision=summary["decision"],
+                reason=summary["reason"],
+                imbalance_before=summary["imbalance_before"],
+                imbalance_after=summary["imbalance_after"],
+                plan_seconds=summary["plan_seconds"],
+            )
+        )
+        if decision.target is not None:
+            self._migrate(decision.target)
+
+    def _migrate(self, target: Placement) -> Outcome:
+        outcome = self._engine.migrate(self._placement, target, f"step/{self._step}", self._take_over)
+        self._clock.exclude(outcome.pause_seconds)
+        if outcome.moved_experts:
+            self.events.emit(
+                RebalanceCommitted(
+                    self._step,
+                    epoch=self._placement.epoch,
+                    digest=self._placement.digest(),
+                    moved_experts=outcome.moved_experts,
+                    received_bytes=outcome.received_bytes,
+                    pause_seconds=outcome.pause_seconds,
+                )
+            )
+        if outcome.failed_phase is not None:
+            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken)
+        return outcome
+
+    def _take_over(self, placement: Placement) -> None:
+        """A round is committed: maps change in place, before anybody routes again."""
+        self._placement = placement
+        self._table.update(placement)
+
+    def _drop(self, phase: str, cause: str, connections_broken: bool) -> None:
+        logger.warning(
+            "step %d: rebalance dropped (%s): %s; training goes on with placement epoch %d",
+            self._step,
+            phase,
+            cause,
+            self._placement.epoch,
+        )
+        self.events.emit(RebalanceAborted(self._step, self._placement.epoch, phase, cause))
+        if connections_broken:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """After a timeout: new groups on all ranks, or no more rebalancing on this one."""
+        try:
+            self._groups.rebuild()
+            agreement, transport = Agreement(self._groups.control), self._new_transport()
+            self._decisions.reconnect(self._groups.control, agreement)
+            self._engine.reconnect(transport, agreement)
+        except Exception:
+            self._disabled = True
+            logger.error("the ranks did not find together again: no more rebalancing in this job", exc_info=True)
+
+    def _new_transport(self) -> Transport:
+        groups = self._groups
+        return TorchPointToPoint(groups.migration, groups.migration_backend, self._device, self.config.timeout_seconds)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
+
+        Call it yourself when gradients are looked at earlier (clipping by hand, a GradScaler). A second call before
+        the next step does nothing. Expert gradients need no averaging inside the EP group: the tokens of all ranks
+        reached them in the backward pass, already divided by the number of ranks as data parallelism does it.
+        """
+        if self._gradients_reduced:
+            return
+        if self.config.dense_gradients == "allreduce":
+            average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
+        if self._groups.expert_data is not None:
+            average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
+        self._gradients_reduced = True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+
+        Args:
+            max_norm: gradients are scaled down to it.
+
+        Returns:
+            The norm before clipping, a scalar, equal on every rank.
+        """
+        self.reduce_gradients()
+        experts = [
+            (layer, parameter.grad)
+            for layer in range(self._registry.num_layers)
+            for parameter in self._registry.parameters(layer)
+            if parameter.grad is not None
+        ]
+        dense = [p.grad for p in self._dense_parameters if p.grad is not None]
+        norm = total_norm(
+            experts,
+            self._table.logical_of_rows(self._groups.ep_rank),
+            self._placement.num_experts,
+            dense,
+            self._groups.dispatch,
+            self._device,
+        )
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in [*(g for _, g in experts), *dense]:
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    @torch.no_grad()
+    def gather_experts(self, layer: int, rows: Tensor) -> Tensor:
+        """All experts of a layer in logical order, from every rank's home rows. Collective over the EP group.
+
+        Args:
+            rows: ``[E/R, ...]``, a registered parameter or its optimizer state.
+
+        Returns:
+            ``[E, ...]`` on the same device.
+        """
+        parts = [torch.empty_like(rows) for _ in range(self._groups.ep_size)]
+        dist.all_gather(parts, rows.detach().contiguous(), group=self._groups.dispatch)
+        by_slot = torch.cat(parts)
+        logical = torch.cat([self._table.logical_of_rows(rank)[layer] for rank in range(self._groups.ep_size)])
+        return torch.empty_like(by_slot).index_copy_(0, logical, by_slot)
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def quiesce(self) -> Iterator[None]:
+        """No migration while inside (weight reload, asynchronous save); enter and leave at the same step on all ranks.
+
+        A decision that becomes due meanwhile waits for the first step after.
+        """
+        self._quiesced += 1
+        try:
+            yield
+        finally:
+            self._quiesced -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and placement, to warm-start a later run; JSON-able."""
+        return {"step": self._step, "placement": self._placement.to_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved placement, moving experts as needed. Collective; between steps.
+
+        Raises:
+            PlacementError: the placement is for another model or EP size.
+            RuntimeError: the migration was dropped; the old placement stands.
+        """
+        target = Placement.from_json(state["placement"])
+        here = self._placement
+        target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+        self._step = int(state["step"])
+        outcome = self._migrate(target)
+        if outcome.failed_phase is not None:
+            raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+        self._take_over(target)
+
+    def own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Remove this hook at ``close``."""
+        self._hooks.append(handle)
+
+    def close(self) -> None:
+        """Stop balancing: no more hooks, threads and groups. The model keeps the placement that stands."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._disabled = True
+        if self._pending is not None:
+            self._pending.decision.result()
+            self._pending = None
+        self._worker.shutdown()
+        self._compiler.shutdown()
+
+
+class _StepClock:
+    """Smoothed seconds of a step, without the pauses that rebalancing made itself."""
+
+    WEIGHT = 0.2
+    DEFAULT_STALL_SECONDS = 0.01
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self.stall_seconds = self.DEFAULT_STALL_SECONDS
+        self._last: float | None = None
+        self._excluded = 0.0
+
+    def tick(self) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            seconds = now - self._last - self._excluded
+            self.step_seconds += (self.WEIGHT if self.step_seconds else 1.0) * (seconds - self.step_seconds)
+        self._last, self._excluded = now, 0.0
+
+    def exclude(self, seconds: float) -> None:
+        self._excluded += seconds

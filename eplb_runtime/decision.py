@@ -1,0 +1,217 @@
+"""One decision, made off the critical path by a worker thread of every rank: sum the load, plan on rank 0, hand the
+plan to all, compare. Rank 0 alone plans; the others take its bytes (design rule 2).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from .config import BalancerConfig
+from .experts.layout import RecordLayout
+from .experts.registry import ExpertTensors
+from .load.aggregate import HostCopy, aggregate
+from .migration.agreement import Agreement
+from .placement import Placement
+from .planner import CostModel, plan
+from .topology import Topology
+
+logger = logging.getLogger("eplb_runtime")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks were told. ``target`` is None when nothing is to move or the decision failed.
+
+    Args:
+        failure: why there is no plan; empty when there is one.
+        connections_broken: a timeout closed the control group's connections.
+        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
+        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
+    """
+
+    target: Placement | None = None
+    failure: str = ""
+    connections_broken: bool = False
+    imbalance: NDArray[np.float64] | None = None
+    summary: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a decision starts from: this rank's load since the last one, and what rank 0 knows of time."""
+
+    rows: HostCopy
+    placement: Placement
+    step: int
+    step_seconds: float
+    stall_seconds: float
+
+
+class DecisionMaker:
+    """Makes decisions for one rank, in the balancer's worker thread.
+
+    Args:
+        registry: tells the planner how many bytes an expert has.
+    """
+
+    def __init__(
+        self,
+        config: BalancerConfig,
+        topology: Topology,
+        control: dist.ProcessGroup,
+        agreement: Agreement,
+        registry: ExpertTensors,
+        steps_per_row: int,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._registry = registry
+        self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_row))
+        self._ready = threading.Event()
+        self._is_planner = dist.get_rank() == 0
+        self.on_plan_received: Callable[[bytearray], None] = lambda message: None
+        self.reconnect(control, agreement)
+
+    def warm_up(self) -> None:
+        """Compile the planner, on rank 0, while the job starts."""
+        try:
+            if self._is_planner:
+                plan(
+                    np.ones((1, 1, self._topology.num_ranks)),
+                    self._topology,
+                    slots_per_rank=1,
+                    current=Placement.initial(1, self._topology.num_ranks, self._topology.num_ranks),
+                    policy=self._config.policy,
+                )
+        finally:
+            self._ready.set()
+
+    def reconnect(self, control: dist.ProcessGroup, agreement: Agreement) -> None:
+        self._control, self._agreement = control, agreement
+
+    def decide(self, measurement: Measurement) -> Decision:
+        """Collective over the control group; never raises."""
+        try:
+            total = aggregate(measurement.rows, self._control).numpy()
+            imbalance = rank_imbalance(total, measurement.placement)
+            message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
+            self.on_plan_received(message)
+            target, summary, digest = self._read(message, measurement.placement)
+            verdict = self._agreement.same_on_all(digest, "plan")
+        except Exception as error:
+            broken = isinstance(error, RuntimeError)
+            return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=broken)
+        if summary.get("failure"):
+            return Decision(failure=summary["failure"], imbalance=imbalance)
+        if not verdict.commit:
+            return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken, imbalance=imbalance)
+        return Decision(target=target, imbalance=imbalance, summary=summary)
+
+    def _plan(self, total: NDArray[np.int64], measurement: Measurement) -> bytes:
+        """Rank 0: the plan as bytes, or why there is none."""
+        self._history.extend(total)
+        try:
+            if not self._ready.wait(self._config.timeout_seconds / 2):
+                return json.dumps({"failure": "the planner is still being compiled"}).encode()
+            made = plan(
+                np.stack(self._history),
+                self._topology,
+                slots_per_rank=measurement.placement.slots_per_rank,
+                current=measurement.placement,
+                policy=self._config.policy,
+                layout="home",
+                max_moves=self._config.max_moves,
+                max_bytes=self._max_bytes(),
+                cost=self._cost(measurement),
+                gate=self._config.gate,
+            )
+        except Exception as error:
+            logger.warning("planning failed", exc_info=True)
+            return json.dumps({"failure": f"planning failed: {type(error).__name__}: {error}"}).encode()
+        moves = made.decision == "rebalance"
+        target = made.placement.with_epoch(measurement.placement.epoch + 1)
+        before = made.imbalance_before
+        return json.dumps(
+            {
+                "decision": made.decision,
+                "reason": made.reason,
+                "moves": made.moved_slots,
+                "imbalance_before": 0.0 if before is None else float(before.mean()),
+                "imbalance_after": float(made.imbalance_after.mean()),
+                "plan_seconds": made.plan_seconds,
+                "epoch": target.epoch,
+                "digest": target.digest(),
+                "placement": target.to_json() if moves else None,
+            }
+        ).encode()
+
+    def _cost(self, measurement: Measurement) -> CostModel:
+        home = max(RecordLayout.of(self._registry.of_home(layer)).nbytes for layer in range(self._registry.num_layers))
+        replica = max(
+            RecordLayout.of(self._registry.of_replica(layer)).nbytes for layer in range(self._registry.num_layers)
+        )
+        return CostModel(
+            home_bytes=home,
+            replica_bytes=replica,
+            step_seconds=max(measurement.step_seconds, 1e-9),
+            moe_share=self._config.moe_share,
+            horizon_steps=self._config.horizon,
+            stall_seconds=measurement.stall_seconds,
+        )
+
+    def _max_bytes(self) -> int | None:
+        """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
+        if self._config.max_pause_seconds is None:
+            return None
+        slowest = self._topology.intra_node_bandwidth
+        if self._topology.num_nodes > 1:
+            slowest = min(slowest, self._topology.inter_node_bandwidth)
+        return int(self._config.max_pause_seconds * slowest)
+
+    def _broadcast(self, message: bytes) -> bytearray:
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, src=0, group=self._control)
+        buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0, group=self._control)
+        return buffer
+
+    def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
+        """The plan as this rank understands it, and the digest to compare (zeros: the bytes contradict themselves)."""
+        try:
+            fields = json.loads(message)
+            if fields.get("failure"):
+                return None, fields, b"f" * 16
+            if fields["placement"] is None:
+                return None, fields, b"s" * 16
+            target = Placement.from_json(fields["placement"])
+            target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
+            if (target.digest(), target.epoch) != (fields["digest"], fields["epoch"]):
+                raise ValueError("its digest is not the one it was sent with")
+        except ValueError as error:
+            logger.warning("the plan that arrived on this rank is not usable: %s", error)
+            return None, {}, bytes(16)
+        return target, fields, bytes.fromhex(target.digest())
+
+
+def rank_imbalance(load: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:
+    """Max / mean rank load with each expert computed at home, float64 ``[T, L]``; 1 where nothing was counted.
+
+    Args:
+        load: ``[T, L, E]``.
+    """
+    by_home = np.argsort(placement.home_rank, axis=1, kind="stable")  # experts rank by rank
+    ordered = np.take_along_axis(load, by_home[None], axis=2)
+    ranks = ordered.reshape(*load.shape[:2], placement.num_ranks, -1).sum(axis=3)
+    mean = ranks.mean(axis=2)
+    return np.divide(ranks.max(axis=2), mean, out=np.ones_like(mean), where=mean > 0)

@@ -1,0 +1,305 @@
+"""``attach``: from a model and an optimizer to a running balancer, the same way for every framework.
+
+A host file answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..balancer import Balancer
+from ..config import BalancerConfig, launcher_environment
+from ..dispatch.all_to_all import AllToAllDispatcher, Compute
+from ..dispatch.layer import ExpertParallelLayer
+from ..experts.layout import ALIGNMENT
+from ..experts.optimizer_state import OptimizerStateError, check_element_wise, replace_parameter
+from ..experts.registry import ExpertTensors
+from ..load.recorder import LoadRecorder
+from ..migration.groups import ProcessGroups
+from ..migration.staging import as_bytes, checksum
+from ..placement import Placement, PlacementError
+from ..routing.lookup import SlotTable
+from ..topology import Topology
+
+logger = logging.getLogger("eplb_runtime")
+
+
+class AttachError(ValueError):
+    """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer as its host describes it.
+
+    Args:
+        name: of the experts module within the model.
+        experts: the module that holds the expert weights; its parameters are replaced by the local ones.
+        num_experts: E.
+        parameters: names (within ``experts``) of the tensors whose first dimension is E.
+        compute: runs rows through local slots with the module's own code.
+        install: puts the expert-parallel way in the place of the module's own forward.
+        after_sharding: told the local number of experts, for modules that keep it.
+    """
+
+    name: str
+    experts: nn.Module
+    num_experts: int
+    parameters: tuple[str, ...]
+    compute: Compute
+    install: Callable[[ExpertParallelLayer], None]
+    after_sharding: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """What a host knows of a model.
+
+    Args:
+        layers: in model order.
+        real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
+        watch_batches: hooks into the model what ``real_tokens`` needs.
+    """
+
+    layers: tuple[MoELayer, ...]
+    real_tokens: Callable[[int], Tensor | None]
+    watch_batches: Callable[[], RemovableHandle]
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: BalancerConfig | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+) -> Balancer:
+    """Spread a model's experts over the EP group and keep them balanced. Collective: every rank calls it once.
+
+    The model must be the same on every rank (same seed or checkpoint; checked). Afterwards each rank holds E/R experts
+    of every MoE layer; the rest of the model is untouched. An optimizer made before keeps its groups, options and
+    state: full expert parameters are replaced by local ones. Wrap the model in DistributedDataParallel after this call
+    (expert parameters are excluded from it), or set ``dense_gradients="allreduce"`` and use no wrapper.
+
+    Gradients of experts are divided by the number of ranks, so that they match what data parallelism's averaging gives
+    the dense parameters: both are the gradient of the mean over ranks of each rank's loss.
+
+    Args:
+        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface.
+        optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). None: inference, load counts in
+            evaluation too.
+        config: settings, the same on every rank.
+        ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
+            placement, and expert gradients are averaged over them.
+
+    Returns:
+        The balancer, hooked to the optimizer's step.
+
+    Raises:
+        AttachError: there is nothing to balance, or it cannot be done; the model and optimizer are as they were.
+    """
+    config = config if config is not None else BalancerConfig()
+    if config.replica_slots:
+        raise AttachError(f"replica_slots={config.replica_slots}: this release re-homes experts only; set it to 0")
+    host = _describe(model)
+    device = _device_of(host)
+    try:
+        groups = ProcessGroups(ep_group, device, config.timeout_seconds)
+    except ValueError as error:
+        raise AttachError(str(error)) from None
+    try:
+        placement = _check(model, optimizer, host, config, groups)
+    except BaseException:
+        groups.close()
+        raise
+    return _build(model, optimizer, host, config, groups, placement, device)
+
+
+def _describe(model: nn.Module) -> HostModel:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
+    if hasattr(model, "_eplb_runtime_balancer"):
+        raise AttachError("the model is attached already: close() does not undo sharding; build the model anew")
+    try:
+        from .transformers import describe
+    except ImportError:
+        raise AttachError("no supported framework is installed: pip install 'eplb-runtime[transformers]'") from None
+    host = describe(model)
+    if not host.layers:
+        raise AttachError(
+            f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: nothing to "
+            "balance"
+        )
+    return host
+
+
+def _device_of(host: HostModel) -> torch.device:
+    devices = {getattr(layer.experts, name).device for layer in host.layers for name in layer.parameters}
+    if len(devices) > 1:
+        raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
+    device = devices.pop()
+    if device.type == "meta":
+        raise AttachError("the experts are on the meta device: load the weights first, then attach")
+    return device
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    host: HostModel,
+    config: BalancerConfig,
+    groups: ProcessGroups,
+) -> Placement:
+    """Everything that can be refused, before anything is changed. Returns the placement to start from."""
+    counts = {layer.num_experts for layer in host.layers}
+    if len(counts) > 1:
+        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
+    num_experts = counts.pop()
+    if num_experts % groups.ep_size:
+        raise AttachError(
+            f"{num_experts} experts cannot be spread evenly over {groups.ep_size} ranks: choose an EP size that "
+            f"divides {num_experts}"
+        )
+    if optimizer is not None:
+        _check_optimizer(optimizer, host)
+    try:
+        placement = _initial_placement(config, len(host.layers), num_experts, groups.ep_size)
+    except PlacementError as error:
+        raise AttachError(f"initial_placement: {error}") from None
+    _same_everywhere(config.describe() + placement.digest(), "configuration", groups, "give all ranks the same config")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
+    _same_everywhere(shapes, "model", groups, "build the same model on every rank")
+    fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values()])
+    hint = "seed all ranks equally, or load the same checkpoint"
+    _same_everywhere(fingerprint.hex(), "set of weights", groups, hint)
+    return placement
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
+    try:
+        check_element_wise(optimizer)
+    except OptimizerStateError as error:
+        raise AttachError(str(error)) from None
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in host.layers:
+        for name in layer.parameters:
+            parameter = getattr(layer.experts, name)
+            if parameter.requires_grad and id(parameter) not in held:
+                raise AttachError(
+                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters(), or freeze "
+                    "that parameter"
+                )
+
+
+def _initial_placement(config: BalancerConfig, layers: int, experts: int, ranks: int) -> Placement:
+    given = config.initial_placement
+    if given is None:
+        return Placement.initial(layers, experts, ranks, config.replica_slots)
+    placement = given if isinstance(given, Placement) else Placement.load(given)
+    placement.require_model(layers, experts, ranks, config.replica_slots)
+    return placement.with_epoch(0)
+
+
+def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str) -> None:
+    mine = torch.frombuffer(bytearray(xxhash.xxh3_128(text.encode()).digest()), dtype=torch.uint8)
+    all_ = [torch.empty_like(mine) for _ in range(groups.world_size)]
+    dist.all_gather(all_, mine, group=groups.control)
+    odd = [rank for rank, theirs in enumerate(all_) if not torch.equal(theirs, all_[0])]
+    if odd:
+        raise AttachError(f"rank {', '.join(map(str, odd))} has another {what} than rank 0: {hint}")
+
+
+def _build(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    host: HostModel,
+    config: BalancerConfig,
+    groups: ProcessGroups,
+    placement: Placement,
+    device: torch.device,
+) -> Balancer:
+    homes = placement.homes_per_rank
+    registry = ExpertTensors(len(host.layers), homes, optimizer, config.move_gradients)
+    recorder = LoadRecorder(len(host.layers), placement.num_experts, config.interval, device)
+    table = SlotTable(placement, device)
+    dispatcher = AllToAllDispatcher(groups.dispatch, placement.slots_per_rank)
+    layer_of_parameter: dict[str, int] = {}
+    for index, layer in enumerate(host.layers):
+        mine = table.logical_of_rows(groups.ep_rank)[index]
+        for name in layer.parameters:
+            local = _shard(layer.experts, name, mine, groups.world_size, optimizer)
+            registry.add(index, name, local)
+            layer_of_parameter[f"{layer.name}.{name}"] = index
+            _warn_of_odd_rows(f"{layer.name}.{name}", local)
+        layer.after_sharding(homes)
+        layer.install(
+            ExpertParallelLayer(
+                index,
+                layer.experts,
+                layer.compute,
+                registry.parameters(index),
+                recorder=recorder,
+                table=table,
+                dispatcher=dispatcher,
+                counts_in_evaluation=optimizer is None,
+                real_tokens=host.real_tokens,
+            )
+        )
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(layer_of_parameter))
+    experts = {id(p) for p in registry.parameters()}
+    balancer = Balancer(
+        config=config,
+        groups=groups,
+        topology=Topology.from_launcher(launcher_environment(), groups.ep_size),
+        placement=placement,
+        registry=registry,
+        recorder=recorder,
+        table=table,
+        dense_parameters=[p for p in model.parameters() if id(p) not in experts],
+        device=device,
+        layer_of_parameter=layer_of_parameter,
+    )
+    balancer.own_hook(host.watch_batches())
+    if optimizer is not None:
+        balancer.own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
+        balancer.own_hook(optimizer.register_step_post_hook(lambda *_: balancer.step()))
+    object.__setattr__(model, "_eplb_runtime_balancer", balancer)
+    return balancer
+
+
+def _shard(
+    experts: nn.Module, name: str, rows: Tensor, world_size: int, optimizer: torch.optim.Optimizer | None
+) -> nn.Parameter:
+    """Replace a full expert parameter by this rank's rows, in the module and in the optimizer."""
+    full = getattr(experts, name)
+
+    def take_rows(tensor: Tensor) -> Tensor:
+        return tensor.detach()[rows.to(tensor.device)].contiguous()
+
+    local = nn.Parameter(take_rows(full), requires_grad=full.requires_grad)
+    if optimizer is not None and full.requires_grad:
+        replace_parameter(optimizer, full, local, take_rows)
+        local.register_hook(lambda gradient: gradient / world_size)
+    setattr(experts, name, local)
+    return local
+
+
+def _warn_of_odd_rows(name: str, tensor: Tensor) -> None:
+    """On a CPU the last bits of a matrix product depend on how its rows are aligned; say so where they are odd."""
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    if tensor.device.type == "cpu" and tensor.ndim > 2 and row_bytes % ALIGNMENT:
+        logger.warning(
+            "%s has rows of %d bytes: on a CPU results may differ in the last bits by placement; widths that are "
+            "multiples of %d bytes avoid it",
+            name,
+            row_bytes,
+            ALIGNMENT,
+        )

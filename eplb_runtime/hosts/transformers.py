@@ -1,0 +1,98 @@
+"""Hugging Face Transformers 5: every MoE whose experts module follows the library's experts interface.
+
+Such a module keeps its experts in tensors ``[E, ...]`` and has ``forward(hidden_states, top_k_index, top_k_weights)``.
+Cut to the local slots and called with one choice per row and weight 1, its own code (eager, grouped_mm, ...) computes
+the rows that arrive here, whatever the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dispatch.layer import ExpertParallelLayer
+from .entry import AttachError, HostModel, MoELayer
+
+
+def describe(model: nn.Module) -> HostModel:
+    """The MoE layers of ``model`` in model order, and the padding of its batches.
+
+    Raises:
+        AttachError: an experts module holds tensors whose expert dimension cannot be told.
+    """
+    layers = tuple(
+        _describe_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
+    )
+    padding = _Padding()
+    return HostModel(
+        layers,
+        padding.real_tokens,
+        lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+    )
+
+
+def follows_experts_interface(module: nn.Module) -> bool:
+    """Whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
+
+
+def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
+    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    if experts._is_expert_parallel:
+        raise AttachError(f"{name} is expert-parallel already: load the model without an expert-parallel plan")
+    tensors = [*experts.named_parameters(), *experts.named_buffers()]
+    odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != num_experts or "." in key]
+    if odd or not tensors:
+        raise AttachError(
+            f"{name} ({type(experts).__name__}) has {', '.join(odd) or 'no tensors'} without the {num_experts} experts "
+            "as first dimension: this layer cannot be split by expert"
+        )
+    buffers = [key for key, _ in experts.named_buffers()]
+    if buffers:
+        raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
+    own_forward = experts.forward
+
+    def compute(rows_MD: Tensor, slot_M: Tensor) -> Tensor:
+        one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
+        result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
+        return result
+
+    def install(layer: ExpertParallelLayer) -> None:
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return layer(hidden_states, top_k_index, top_k_weights)
+
+        experts.forward = forward  # type: ignore[method-assign]
+
+    def after_sharding(local_experts: int) -> None:
+        experts.num_experts = local_experts  # type: ignore[assignment]
+
+    return MoELayer(
+        name=name,
+        experts=experts,
+        num_experts=num_experts,
+        parameters=tuple(key for key, _ in experts.named_parameters()),
+        compute=compute,
+        install=install,
+        after_sharding=after_sharding,
+    )
+
+
+class _Padding:
+    """Remembers the attention mask of the batch that is running, so that padding does not count as load."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+        self._tokens_per_row = 0
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def real_tokens(self, tokens: int) -> Tensor | None:
+        """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
+        mask = self._mask
+        if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
+            return None
+        return mask[:, mask.shape[1] - tokens // mask.shape[0] :].to(torch.bool).reshape(-1)

@@ -1,0 +1,75 @@
+"""An attached model computes what the same model computes whole, in one process: output and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_models import FAMILIES, batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+
+TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (2e-3, 2e-6)}
+"""(relative, absolute): the order of sums differs from one process to several."""
+
+
+def whole_model(
+    family: str, dtype: torch.dtype, implementation: str, world_size: int
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Logits per rank's batch, and gradients of the mean of the ranks' losses."""
+    model = make_model(family).to(dtype)
+    model.set_experts_implementation(implementation)
+    logits = []
+    for rank in range(world_size):
+        ids = batch_of(rank, 0)
+        out = model(input_ids=ids, labels=ids)
+        (out.loss / world_size).backward()
+        logits.append(out.logits.detach())
+    return logits, {name: p.grad for name, p in model.named_parameters()}
+
+
+def attached_model(rank: int, family: str, dtype: torch.dtype, implementation: str) -> tuple:
+    model = make_model(family).to(dtype)
+    model.set_experts_implementation(implementation)
+    # Momentum's buffer after the first step is the gradient.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
+    ids = batch_of(rank, 0)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    optimizer.step()
+    state = eplb.logical_state_dict(model, optimizer)
+    balancer.close()
+    suffix = ".momentum_buffer"
+    gradients = {
+        key.removeprefix("optimizer.").removesuffix(suffix): value for key, value in state.items() if suffix in key
+    }
+    return out.logits.detach(), gradients
+
+
+def assert_same(results: list[tuple], logits: list, gradients: dict, dtype: torch.dtype) -> None:
+    relative, absolute = TOLERANCE[dtype]
+    for rank, (rank_logits, rank_gradients) in enumerate(results):
+        torch.testing.assert_close(rank_logits, logits[rank], rtol=relative, atol=absolute * 100)
+        assert rank_gradients.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert gradient.abs().max() > 100 * absolute, f"{name}: nothing to compare"
+            difference = (rank_gradients[name] - gradient).abs().max().item()
+            assert difference <= absolute + relative * gradient.abs().max().item(), f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_and_gradients_are_those_of_the_whole_model(family: str, dtype: torch.dtype, world_size: int) -> None:
+    # The library's grouped_mm, its default, has no float64.
+    implementation = "eager" if dtype == torch.float64 else "grouped_mm"
+    logits, gradients = whole_model(family, dtype, implementation, world_size)
+    assert_same(run_ranks(world_size, attached_model, family, dtype, implementation), logits, gradients, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_every_experts_implementation_of_the_library_is_kept(implementation: str) -> None:
+    logits, gradients = whole_model("qwen3_moe", torch.float32, implementation, 2)
+    results = run_ranks(2, attached_model, "qwen3_moe", torch.float32, implementation)
+    assert_same(results, logits, gradients, torch.float32)

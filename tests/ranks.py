@@ -1,0 +1,79 @@
+"""Run a function on several ranks, each a process, and hand back what each returned.
+
+The test process hosts the store, as torchrun's agent does. Ranks are forked from a server that has imported the heavy
+modules once, so a test costs a second and not ten.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["torch", "torch.distributed", "transformers.models", "eplb_runtime", "moe_models", "ranks"]
+FINISH_SECONDS = 240
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, expect_exit: tuple[int, ...] = ()
+) -> list[Any]:
+    """``[function(rank, *args) for every rank]``, run at once with gloo between them.
+
+    Args:
+        expect_exit: ranks that are meant to end without returning (killed); their result is None.
+
+    Raises:
+        AssertionError: a rank raised, died or did not finish; the message holds its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, store.port, folder, function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(FINISH_SECONDS)
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        results = []
+        for rank in range(world_size):
+            path = Path(folder) / f"{rank}.pt"
+            if not path.exists():
+                if rank in expect_exit:
+                    results.append(None)
+                    continue
+                raise AssertionError(f"rank {rank} {'did not finish' if rank in stuck else 'died'} (stuck: {stuck})")
+            error, value = torch.load(path, weights_only=False)
+            assert error is None, f"rank {rank}:\n{error}"
+            results.append(value)
+    return results
+
+
+def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        outcome = (None, function(rank, *args))
+    except BaseException:
+        outcome = (traceback.format_exc(), None)
+    partial = Path(folder) / f"{rank}.partial"
+    torch.save(outcome, partial)
+    partial.rename(Path(folder) / f"{rank}.pt")
+    if outcome[0] is None:
+        dist.barrier()
+    os._exit(0)
