@@ -9,7 +9,7 @@ FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 VOCABULARY = 96
 
 
-def make_model(family: str, *, experts: int = 8, layers: int = 2, seed: int = 0, **changes: object) -> nn.Module:
+def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2, seed: int = 0) -> nn.Module:
     """A causal language model with ``layers`` MoE layers of ``experts`` experts, weights from ``seed``."""
     import transformers as hf
 
@@ -26,22 +26,19 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, seed: int = 0,
         "attn_implementation": "eager",
     }
     if family == "olmoe":
-        config = hf.OlmoeConfig(**common, intermediate_size=16, num_experts=experts, num_experts_per_tok=2, **changes)
+        config = hf.OlmoeConfig(**common, intermediate_size=16, num_experts=experts, num_experts_per_tok=top_k)
     elif family == "qwen3_moe":
         config = hf.Qwen3MoeConfig(
             **common,
             intermediate_size=32,
             moe_intermediate_size=16,
             num_experts=experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=top_k,
             head_dim=8,
             norm_topk_prob=True,
-            **changes,
         )
     elif family == "mixtral":
-        config = hf.MixtralConfig(
-            **common, intermediate_size=16, num_local_experts=experts, num_experts_per_tok=2, **changes
-        )
+        config = hf.MixtralConfig(**common, intermediate_size=16, num_local_experts=experts, num_experts_per_tok=top_k)
     elif family == "deepseek_v3":
         # Layer 0 is dense, as in the original; the router limits itself to 2 of 4 groups.
         config = hf.DeepseekV3Config(
@@ -49,7 +46,7 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, seed: int = 0,
             intermediate_size=32,
             moe_intermediate_size=16,
             n_routed_experts=experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=top_k,
             n_shared_experts=1,
             n_group=4,
             topk_group=2,
@@ -59,17 +56,15 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, seed: int = 0,
             qk_rope_head_dim=8,
             qk_nope_head_dim=8,
             v_head_dim=8,
-            **changes,
         )
     elif family == "gpt_oss":
         config = hf.GptOssConfig(
             **common,
             intermediate_size=16,
             num_local_experts=experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=top_k,
             head_dim=8,
             sliding_window=16,
-            **changes,
         )
     else:
         raise ValueError(family)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..dispatch.layer import ExpertParallelLayer
 from .entry import AttachError, HostModel, MoELayer
@@ -56,7 +57,8 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
 
     def compute(rows_MD: Tensor, slot_M: Tensor) -> Tensor:
         one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
-        result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
+        with _StableSort():
+            result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
         return result
 
     def install(layer: ExpertParallelLayer) -> None:
@@ -77,6 +79,23 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
         install=install,
         after_sharding=after_sharding,
     )
+
+
+class _StableSort(TorchFunctionMode):
+    """Makes sorting stable while the library computes: its grouped_mm sorts rows by expert with a sort that may put
+    equal keys in any order, and does on CPUs; then an expert's rows would be summed in an order that depends on
+    which experts stand beside it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SORTS and len(args) == 1:
+            kwargs = {**kwargs, "stable": True}
+        return func(*args, **kwargs)
+
+
+_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
 class _Padding:

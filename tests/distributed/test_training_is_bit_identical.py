@@ -1,0 +1,146 @@
+"""Training with migrations gives the very bits of training without: losses, every parameter, every optimizer tensor.
+
+Each claim has its control: break one rule on purpose and the same comparison must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.experts.registry import ExpertTensors
+
+EXPERTS = 16
+
+
+def break_nothing() -> None:
+    pass
+
+
+def forget_second_moment() -> None:
+    """An optimizer-state tensor that does not move."""
+    whole = ExpertTensors.of_home
+    ExpertTensors.of_home = lambda self, layer: [t for t in whole(self, layer) if not t.name.endswith("exp_avg_sq")]
+
+
+def combine_in_physical_order() -> None:
+    """Each token's results summed in the order of their slots, as a scatter-add over arriving rows would."""
+    call = AllToAllDispatcher.__call__
+
+    def by_slot(
+        self: AllToAllDispatcher, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, *rest: object
+    ):
+        order = slots.argsort(dim=1, stable=True)
+        return call(self, hidden, slots.gather(1, order), weights.gather(1, order), *rest)
+
+    AllToAllDispatcher.__call__ = by_slot
+
+
+@dataclass(frozen=True)
+class Job:
+    steps: int
+    optimizer: str = "AdamW"
+    dtype: torch.dtype = torch.float32
+    implementation: str = "grouped_mm"
+    checkpointing: bool = False
+    damage: Callable[[], None] = break_nothing
+
+
+def train(rank: int, policy: str, job: Job) -> dict:
+    job.damage()
+    model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
+    model.set_experts_implementation(job.implementation)
+    if job.checkpointing:
+        model.gradient_checkpointing_enable()
+    options = {"AdamW": {"weight_decay": 0.1}, "SGD": {"momentum": 0.9}}.get(job.optimizer, {})
+    optimizer = getattr(torch.optim, job.optimizer)(model.parameters(), lr=3e-3, **options)
+    config = eplb.BalancerConfig(interval=8, window=8, policy=policy, gate="always", dense_gradients="allreduce")
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    losses = []
+    for step in range(job.steps):
+        # The text changes every 16 steps, and with it the experts that it calls for.
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 16) % 7)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        balancer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    result = {
+        "losses": losses,
+        "state": eplb.logical_state_dict(model, optimizer),
+        "migrations": len(balancer.events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+        "placement": balancer.placement.digest(),
+    }
+    balancer.close()
+    return result
+
+
+def differences(one: list[dict], other: list[dict]) -> list[str]:
+    """Names of everything that is not the same bits in two runs."""
+    found = []
+    for rank, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a["losses"] != b["losses"]:
+            found.append(f"losses of rank {rank}")
+        assert a["state"].keys() == b["state"].keys()
+        found += [
+            f"{name} on rank {rank}" for name in a["state"] if not torch.equal(a["state"][name], b["state"][name])
+        ]
+    return found
+
+
+def compare(world_size: int, job: Job) -> tuple[list[str], int]:
+    """What differs between the run that never moves experts and the one that does, and how often that one did."""
+    static = run_ranks(world_size, train, "static", job)
+    balanced = run_ranks(world_size, train, "incremental", job)
+    assert static[0]["migrations"] == 0
+    assert balanced[0]["aborted"] == []
+    assert len({result["placement"] for result in balanced}) == 1
+    return differences(static, balanced), balanced[0]["migrations"]
+
+
+def test_200_steps_of_adamw_with_decay_and_clipping_and_at_least_20_migrations() -> None:
+    found, migrations = compare(4, Job(steps=200))
+    assert migrations >= 20
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(steps=60, implementation="eager"),
+        Job(steps=60, implementation="batched_mm"),
+        Job(steps=40, optimizer="SGD"),
+        Job(steps=40, optimizer="Adagrad"),
+        Job(steps=40, optimizer="RMSprop"),
+        Job(steps=60, dtype=torch.bfloat16),
+        Job(steps=40, checkpointing=True),
+    ],
+    ids=["eager", "batched_mm", "SGD", "Adagrad", "RMSprop", "bfloat16", "activation checkpointing"],
+)
+def test_so_is_training_with(job: Job) -> None:
+    found, migrations = compare(2, job)
+    assert migrations >= 2
+    assert found == []
+
+
+def test_control_a_state_tensor_left_behind_is_noticed() -> None:
+    found, migrations = compare(2, Job(steps=40, damage=forget_second_moment))
+    assert migrations >= 2
+    assert any("exp_avg_sq" in name for name in found)
+
+
+def test_control_combining_in_physical_order_is_noticed() -> None:
+    found, migrations = compare(4, Job(steps=60, damage=combine_in_physical_order))
+    assert migrations >= 2
+    assert found
