@@ -86,7 +86,9 @@ class Balancer:
         self._gradients_reduced = False
         self._quiesced = 0
         self._disabled = False
+        self._closed = False
         self._pending: _Pending | None = None
+        self._earlier: list[tuple[int, Placement]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
         transport = self._new_transport()
@@ -125,7 +127,7 @@ class Balancer:
         self._step += 1
         self._clock.tick()
         self._recorder.advance()
-        if self._disabled:
+        if self._disabled or self._closed:
             return
         if self._pending is None and self._step % self.config.interval == 0:
             self._pending = _Pending(self._step + self.config.lag, self._start_decision())
@@ -137,10 +139,11 @@ class Balancer:
         measurement = Measurement(
             rows=HostCopy(self._recorder.take()),
             placement=self._placement,
-            step=self._step,
+            earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
         )
+        self._earlier.clear()
         return self._worker.submit(self._decisions.decide, measurement)
 
     def _act_on(self, decision: Decision) -> None:
@@ -186,6 +189,7 @@ class Balancer:
 
     def _take_over(self, placement: Placement) -> None:
         """A round is committed: maps change in place, before anybody routes again."""
+        self._earlier.append((self._recorder.rows, self._placement))
         self._placement = placement
         self._table.update(placement)
 
@@ -319,16 +323,19 @@ class Balancer:
         self._hooks.append(handle)
 
     def close(self) -> None:
-        """Stop balancing: no more hooks, threads and groups. The model keeps the placement that stands."""
+        """Stop balancing; collective. The model keeps the placement that stands; its experts stay spread over ranks."""
+        if self._closed:
+            return
+        self._closed = True
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self._disabled = True
         if self._pending is not None:
             self._pending.decision.result()
             self._pending = None
         self._worker.shutdown()
         self._compiler.shutdown()
+        self._groups.close_balancing()
 
 
 class _StepClock:

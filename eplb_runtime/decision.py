@@ -49,11 +49,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a decision starts from: this rank's load since the last one, and what rank 0 knows of time."""
+    """What a decision starts from.
+
+    Args:
+        rows: this rank's load since the last decision.
+        placement: the one that stands.
+        earlier: ``(end, placement)``: rows before ``end`` were computed under another placement.
+        step_seconds: measured, smoothed.
+        stall_seconds: what a rebalance costs besides its transfers.
+    """
 
     rows: HostCopy
     placement: Placement
-    step: int
+    earlier: tuple[tuple[int, Placement], ...]
     step_seconds: float
     stall_seconds: float
 
@@ -104,7 +112,7 @@ class DecisionMaker:
         """Collective over the control group; never raises."""
         try:
             total = aggregate(measurement.rows, self._control).numpy()
-            imbalance = rank_imbalance(total, measurement.placement)
+            imbalance = _imbalance_as_it_was(total, measurement)
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
             self.on_plan_received(message)
             target, summary, digest = self._read(message, measurement.placement)
@@ -202,6 +210,15 @@ class DecisionMaker:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
             return None, {}, bytes(16)
         return target, fields, bytes.fromhex(target.digest())
+
+
+def _imbalance_as_it_was(load: NDArray[np.int64], measurement: Measurement) -> NDArray[np.float64]:
+    """Each row's imbalance under the placement that stood while it was counted."""
+    parts, start = [], 0
+    for end, placement in (*measurement.earlier, (len(load), measurement.placement)):
+        parts.append(rank_imbalance(load[start:end], placement))
+        start = end
+    return np.concatenate(parts)
 
 
 def rank_imbalance(load: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:

@@ -72,8 +72,13 @@ class LoadRecorder:
         self._counts.zero_()
         self._steps += 1
 
+    @property
+    def rows(self) -> int:
+        """Rows of history so far."""
+        return -(-self._steps // self.steps_per_row)
+
     def take(self) -> Tensor:
         """The rows since the last call, int64 ``[T, L, E]``, oldest first, as a copy on the device; starts anew."""
-        rows = self._rows[: -(-self._steps // self.steps_per_row)].clone()
+        rows = self._rows[: self.rows].clone()
         self._steps = 0
         return rows

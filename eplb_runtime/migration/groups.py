@@ -71,13 +71,23 @@ class ProcessGroups:
         self.control = self._control()
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
 
+    def close_balancing(self) -> None:
+        """Give back what only rebalancing needs; the model goes on with dispatch, data and expert_data."""
+        self._destroy(self.control, self.migration)
+
     def close(self) -> None:
-        """Give the groups back. After a failure some may be broken; that is not worth an error any more."""
-        for group in (self.control, self.migration, self.dispatch, self.data, self.expert_data):
+        """Give back all of them."""
+        self.close_balancing()
+        self._destroy(self.dispatch, self.data, self.expert_data)
+
+    @staticmethod
+    def _destroy(*groups: dist.ProcessGroup | None) -> None:
+        for group in groups:
             if group is not None:
                 try:
                     dist.destroy_process_group(group)
                 except Exception as error:
+                    # After a failure some are broken already; that is not worth an error any more.
                     logger.debug("a process group could not be destroyed: %s", error)
 
     def _control(self) -> dist.ProcessGroup:

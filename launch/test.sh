@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# All tests: style and types first, then pytest. Arguments go to pytest:
+#   bash launch/test.sh tests/unit -k placement
+set -euo pipefail
+. "$(dirname "$0")/environment.sh"
+install_project dev
+if [ $# = 0 ]; then
+    command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
+        say "without iproute2 the multi-node tests are skipped"
+    say "ruff and mypy"
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check --quiet .
+    .venv/bin/mypy eplb_runtime
+fi
+say "pytest"
+exec .venv/bin/python -m pytest "$@"
