@@ -1,0 +1,223 @@
+"""Whatever goes wrong in a rebalance, the old placement stands on every rank, an event says why, and training goes on
+to the very bits that it reaches without a balancer's help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration.engine import Phase
+
+STEPS = 24
+INTERVAL = 4
+Injection = Callable[[int, eplb.Balancer], None]
+
+
+def train(rank: int, policy: str, inject: Injection, timeout_seconds: float = 20.0) -> dict:
+    model = make_model("olmoe", experts=16, top_k=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = eplb.BalancerConfig(
+        interval=INTERVAL,
+        policy=policy,
+        gate="always",
+        dense_gradients="allreduce",
+        timeout_seconds=timeout_seconds,
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    inject(rank, balancer)
+    placements, losses = [], []
+    for step in range(STEPS):
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        placements.append((balancer.placement.digest(), balancer.placement.epoch))
+    result = {
+        "losses": losses,
+        "state": eplb.logical_state_dict(model, optimizer),
+        "placements": placements,
+        "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
+        "committed": [e.step for e in balancer.events.of_type(RebalanceCommitted)],
+    }
+    balancer.close()
+    return result
+
+
+def nothing(rank: int, balancer: eplb.Balancer) -> None:
+    pass
+
+
+class Once:
+    """Does something the first time a phase is reached on one rank."""
+
+    def __init__(self, phase: Phase, action: Callable[[object], None]) -> None:
+        self.phase, self.action, self.done = phase, action, False
+
+    def __call__(self, phase: Phase, subject: object) -> None:
+        if phase is self.phase and subject and not self.done:
+            self.done = True
+            self.action(subject)
+
+
+def corrupt_a_staged_byte(rank: int, balancer: eplb.Balancer) -> None:
+    def flip(staged: list) -> None:
+        remote = next(s for s in staged if not balancer._engine._is_local(s.transfer))
+        remote.record[3] ^= 1
+
+    if rank == 1:
+        balancer._engine.probe = Once(Phase.STAGED, flip)
+
+
+def alter_the_plan_on_the_way(rank: int, balancer: eplb.Balancer) -> None:
+    """On rank 2 the first plan that moves anything arrives with two experts exchanged, its digest mended to match."""
+    done = []
+
+    def alter(message: bytearray) -> None:
+        import json
+
+        fields = json.loads(bytes(message))
+        if done or not fields.get("placement"):
+            return
+        done.append(True)
+        placement = eplb.Placement.from_json(fields["placement"])
+        map_, home = placement.physical_to_logical.copy(), placement.home.copy()
+        a, b = map_[0, 0], map_[0, -1]
+        map_[0, [0, -1]] = b, a
+        home[0, [a, b]] = home[0, [b, a]]
+        other = eplb.Placement(map_, 16, 4, home, placement.epoch)
+        fields["placement"], fields["digest"] = other.to_json(), other.digest()
+        message[:] = json.dumps(fields).encode()
+
+    if rank == 2:
+        balancer._decisions.on_plan_received = alter
+
+
+def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
+    done = []
+
+    def garble(message: bytearray) -> None:
+        if not done and b'"placement": "' in message:
+            done.append(True)
+            message[-20:] = b"#" * 20
+
+    if rank == 3:
+        balancer._decisions.on_plan_received = garble
+
+
+def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:
+    def fail(subject: object) -> None:
+        raise MemoryError("no memory for staging")
+
+    if rank == 3:
+        balancer._engine.probe = Once(Phase.PREPARED, fail)
+
+
+def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
+    def fail(subject: object) -> None:
+        raise OSError("the device went away")
+
+    if rank == 0:
+        balancer._engine.probe = Once(Phase.VERIFIED, fail)
+
+
+def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
+    import eplb_runtime.decision as decision
+
+    real, calls = decision.plan, []
+
+    def failing(*args: object, **options: object) -> eplb.Plan:
+        calls.append(True)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a planner's bug")
+        return real(*args, **options)
+
+    decision.plan = failing
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[dict]:
+    return run_ranks(4, train, "static", nothing)
+
+
+@pytest.mark.parametrize(
+    ("inject", "phase", "cause"),
+    [
+        (corrupt_a_staged_byte, "staged", "checksum"),
+        (alter_the_plan_on_the_way, "planned", "rank 2 has another plan"),
+        (garble_the_plan, "planned", "no plan on rank 3"),
+        (fail_to_prepare, "prepared", "no transfer schedule on rank 3"),
+        (fail_after_staging, "staged", "the device went away"),
+        (fail_to_plan, "planned", "a planner's bug"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_rebalance_is_dropped_and_the_next_one_works(
+    undisturbed: list[dict], inject: Injection, phase: str, cause: str
+) -> None:
+    results = run_ranks(4, train, "incremental", inject)
+    for rank, result in enumerate(results):
+        assert len(result["aborted"]) == 1, f"rank {rank}: {result['aborted']}"
+        step, where, why = result["aborted"][0]
+        assert (where, step % INTERVAL) == (phase, 1)
+        assert cause in why
+        before, after = result["placements"][step - 2], result["placements"][step - 1]
+        assert before == after, "a dropped rebalance changed the placement"
+        assert [s for s in result["committed"] if s > step], "no rebalance after the dropped one"
+        assert result["placements"] == results[0]["placements"]
+        assert result["losses"] == undisturbed[rank]["losses"]
+        for name, tensor in result["state"].items():
+            assert torch.equal(tensor, undisturbed[rank]["state"][name]), name
+
+
+def stall_until_the_others_gave_up(rank: int, balancer: eplb.Balancer) -> None:
+    """Rank 1 does not send its experts before the others have dropped the rebalance."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def announce(event: object) -> None:
+        if isinstance(event, RebalanceAborted):
+            store.set(f"gave up {rank}", "1")
+
+    def stall(subject: object) -> None:
+        store.wait([f"gave up {other}" for other in (0, 2, 3)])
+
+    balancer.events.subscribe(announce)
+    if rank == 1:
+        balancer._engine.probe = Once(Phase.PREPARED, stall)
+
+
+def test_ranks_that_waited_in_vain_find_together_again(undisturbed: list[dict]) -> None:
+    results = run_ranks(4, train, "incremental", stall_until_the_others_gave_up, 3.0)
+    for rank, result in enumerate(results):
+        assert len(result["aborted"]) == 1, f"rank {rank}: {result['aborted']}"
+        assert [s for s in result["committed"] if s > result["aborted"][0][0]], "no rebalance after the dropped one"
+        assert result["losses"] == undisturbed[rank]["losses"]
+
+
+def migrate_while_a_rank_dies(rank: int) -> tuple[str, bool]:
+    """Rank 2 dies with its experts staged; returns where the others' rebalance broke off and whether they are whole."""
+    model = make_model("olmoe", experts=16, top_k=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(interval=2, timeout_seconds=3.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    old = balancer.placement
+    if rank == 2:
+        balancer._engine.probe = Once(Phase.STAGED, lambda staged: os._exit(1))
+    rotated = (old.physical_to_logical + 4) % 16
+    balancer._migrate(eplb.Placement(rotated, 16, 4, rotated.argsort(axis=1), old.epoch + 1))
+    whole = balancer.placement == old and all(map(torch.equal, before, model.parameters()))
+    return balancer.events.of_type(RebalanceAborted)[0].phase, whole
+
+
+def test_a_rank_that_dies_while_staging_leaves_the_old_placement() -> None:
+    results = run_ranks(4, migrate_while_a_rank_dies, expect_exit=[0, 1, 2, 3])
+    assert [result for rank, result in enumerate(results) if rank != 2] == [("staged", True)] * 3
