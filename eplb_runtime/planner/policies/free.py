@@ -40,7 +40,7 @@ KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
 
-PAIRING_WORK = 600_000
+PAIRING_WORK = 900_000
 """Copies looked at in the search over counts."""
 
 WANDER = 1.01

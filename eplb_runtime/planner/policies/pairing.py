@@ -11,10 +11,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from eplb_runtime.planner.policies.packing import FloatArray, Layer
+from .packing import FloatArray, Layer
 
-AIMS = (0.005, 0.02, 0.001, 0.01)
-"""How far below the best maximum each round of the search aims, as a share."""
+AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
+"""How far below the best maximum each round of the search aims, as a share. Even rounds try first the experts that would
+make the most and heaviest copies light, odd rounds those with the lightest copies."""
 
 
 @njit(nogil=True, cache=True)
@@ -48,10 +49,12 @@ def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
     aim = 0
     while best > floor and trials < max_trials and fruitless < len(AIMS):
         target = max(best * (1.0 - AIMS[aim]), floor)
-        excess = _excess(copies, target)
+        excess = _excess(copies, target, np.inf)
         found = False
         while excess > 0.0 and trials < max_trials:
-            num_givers, num_takers = _candidates(weight, count, layer.locked, copies, target, givers, takers)
+            num_givers, num_takers = _candidates(
+                weight, count, layer.locked, copies, target, aim % 2 == 0, givers, takers
+            )
             giver = taker = -1
             for giver_index in range(num_givers):
                 for taker_index in range(num_takers):
@@ -59,10 +62,11 @@ def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
                         continue
                     trials += 1
                     _exchange(copies, trial, weight, count, givers[giver_index], takers[taker_index])
-                    lower = _excess(trial[: copies.size], target)
+                    lower = _excess(trial[: copies.size], target, excess)
                     if lower < excess:
                         excess = lower
                         giver, taker = givers[giver_index], takers[taker_index]
+                    if giver >= 0 or trials >= max_trials:
                         break
                 if giver >= 0 or trials >= max_trials:
                     break
@@ -76,8 +80,11 @@ def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
                 best = heaviest
                 best_count[:] = count
                 found = True
-        aim = (aim + 1) % len(AIMS)
-        fruitless = 0 if found else fruitless + 1
+        if found:
+            fruitless = 0
+        else:
+            fruitless += 1
+            aim = (aim + 1) % len(AIMS)
         if not np.array_equal(count, best_count):
             count[:] = best_count
             _sorted_copies(weight, count, copies)
@@ -92,10 +99,11 @@ def _candidates(
     locked: NDArray[np.bool_],
     copies: FloatArray,
     target: float,
+    heaviest_first: bool,
     givers: NDArray[np.int64],
     takers: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """The experts that may lose a copy, and those whose further copy helps the heaviest pair."""
+    """The experts that may lose a copy, lightest copies first, and those whose further copy helps the heaviest pair."""
     num_ranks = copies.size // 2
     _, light = _heaviest_pair(copies)
     heavy = copies[copies.size - 1 - light]
@@ -113,6 +121,11 @@ def _candidates(
             if lighter <= room < unit or lighter < heavy <= unit:
                 takers[num_takers] = expert
                 num_takers += 1
+    key = weight / count
+    givers[:num_givers] = givers[np.argsort(key[givers[:num_givers]], kind="mergesort")]
+    if heaviest_first:
+        key = -key * (count + 1)
+    takers[:num_takers] = takers[np.argsort(key[takers[:num_takers]], kind="mergesort")]
     return num_givers, num_takers
 
 
@@ -141,12 +154,18 @@ def _heaviest_pair(copies: FloatArray) -> tuple[float, int]:
 
 
 @njit(nogil=True, cache=True)
-def _excess(copies: FloatArray, target: float) -> float:
-    """Tokens above ``target``, over all pairs."""
-    total = 0.0
+def _excess(copies: FloatArray, target: float, limit: float) -> float:
+    """Tokens above ``target``, over all pairs; or any number from ``limit`` on, as soon as that is reached."""
     last = copies.size - 1
-    for index in range(copies.size // 2):
-        total += max(copies[index] + copies[last - index] - target, 0.0)
+    pairs = copies.size // 2
+    total = 0.0
+    for start in range(0, pairs, 64):
+        for index in range(start, min(start + 64, pairs)):
+            above = copies[index] + copies[last - index] - target
+            if above > 0.0:
+                total += above
+        if total >= limit:
+            break
     return total
 
 
