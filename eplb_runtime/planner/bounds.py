@@ -1,0 +1,93 @@
+"""What no placement can beat: lower bounds on imbalance, so that a report can say how far a plan is from the best.
+
+Three reasons hold a rank up: the mean (somebody has at least that), the hottest copy (spare slots are few, and the rank
+that holds it holds other copies too), and the group rule (a node has the tokens of its groups). The bounds hold for
+every split of an expert's tokens over its copies and for both layouts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+def lower_bound(
+    load: ArrayLike, num_ranks: int, slots_per_rank: int, *, groups: int = 1, num_nodes: int = 1
+) -> FloatArray:
+    """The imbalance (max / mean rank load) that no placement of this shape gets below.
+
+    Args:
+        load: ``[L, E]``, tokens of each expert.
+        num_ranks: R.
+        slots_per_rank: S; R x S slots hold E experts, the rest are copies.
+        groups: expert groups that must stay on one node each; 1: no such rule.
+        num_nodes: nodes; divides ``groups`` and ``num_ranks``, or the rule does not apply.
+
+    Returns:
+        float64 ``[L]``, at least 1; 1 for a layer without load.
+    """
+    weight = np.ascontiguousarray(load, dtype=np.float64)
+    layers, experts = weight.shape
+    mean = weight.sum(axis=1) / num_ranks
+    floor = floors(weight, num_ranks, slots_per_rank)
+    if groups > 1 and num_nodes > 1 and groups % num_nodes == 0 and experts % groups == 0:
+        group_load = np.ascontiguousarray(weight.reshape(layers, groups, -1).sum(axis=2))
+        floor = np.maximum(floor, floors(group_load, num_nodes, groups // num_nodes) / (num_ranks // num_nodes))
+    return np.asarray(np.where(mean > 0, np.maximum(floor, mean) / np.where(mean > 0, mean, 1.0), 1.0))
+
+
+@njit(nogil=True, cache=True)
+def floors(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatArray:
+    """float64 ``[L]``: ``floor`` of every layer of ``weight`` ``[L, E]``."""
+    result = np.empty(weight.shape[0])
+    for layer in range(weight.shape[0]):
+        result[layer] = floor(weight[layer], num_ranks, slots_per_rank)
+    return result
+
+
+@njit(nogil=True, cache=True)
+def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
+    """Tokens that the heaviest rank has at least, whatever the placement.
+
+    Without spare slots this includes the pigeonhole: among the (j - 1) R + 1 heaviest experts some j share a rank, with
+    the S - j lightest at best; with two slots a rank, heaviest with lightest is the optimum itself.
+    """
+    experts = weight.size
+    lightest = np.sort(weight)
+    best = float(weight.sum()) / num_ranks
+    spare = num_ranks * slots_per_rank - experts
+    if spare > 0:
+        return max(best, hottest_copy(weight, spare, num_ranks))
+    for shared in range(1, slots_per_rank + 1):
+        start = experts - (shared - 1) * num_ranks - 1
+        best = max(best, lightest[start : start + shared].sum() + lightest[: slots_per_rank - shared].sum())
+    if slots_per_rank == 2:
+        for index in range(num_ranks):
+            best = max(best, lightest[index] + lightest[experts - 1 - index])
+    return best
+
+
+@njit(nogil=True, cache=True)
+def hottest_copy(weight: FloatArray, spare: int, num_ranks: int) -> float:
+    """Least possible tokens of the hottest copy with ``spare`` copies to give and at most one a rank.
+
+    Found by bisection on the answer: a maximum of x needs ceil(weight / x) copies of each expert.
+    """
+    slots = spare + weight.size
+    low = float(weight.max()) / num_ranks  # an expert on all ranks: never more than the mean
+    high = float(weight.max())
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        if not low < middle < high:
+            break
+        needed = 0.0
+        for expert in range(weight.size):
+            needed += max(np.ceil(weight[expert] / middle), 1.0)
+        if needed <= slots:
+            high = middle
+        else:
+            low = middle
+    return low

@@ -1,0 +1,194 @@
+"""How many copies each expert should have when a rank has two slots.
+
+Then the counts decide and the packing does not: for given counts, the best packing folds the sorted copies, heaviest
+with lightest. Giving spare slots to the hottest copies keeps the maximum copy low but leaves hot copies with heavy
+partners; a second copy for a middling expert makes two light partners. This room searches over the counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from .packing import FloatArray, Layer
+
+AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
+"""How far below the best maximum each round of the search aims, as a share. Even rounds try first the experts that would
+make the most and heaviest copies light, odd rounds those with the lightest copies."""
+
+
+@njit(nogil=True, cache=True)
+def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
+    """Move spare slots between experts while that lowers the heaviest pair; changes ``count`` and ``unit``.
+
+    First-improvement descent on the tokens above a target just below the best maximum found, over exchanges (one copy
+    less of one expert, one more of another) that can help the heaviest pair: by making copies light enough to stand
+    beside its heavier half, or by making that half lighter.
+
+    Args:
+        layer: two slots a rank; ``count`` gives the start.
+        floor: stop when the heaviest pair is at most this many tokens.
+        max_trials: exchanges to evaluate.
+
+    Returns:
+        Exchanges evaluated.
+    """
+    num_ranks = layer.expert.shape[0]
+    experts = layer.weight.size
+    weight, count = layer.weight, layer.count
+    copies = np.empty(2 * num_ranks)
+    trial = np.empty(2 * num_ranks + 1)
+    _sorted_copies(weight, count, copies)
+    best, _ = _heaviest_pair(copies)
+    best_count = count.copy()
+    givers = np.empty(experts, dtype=np.int64)
+    takers = np.empty(experts, dtype=np.int64)
+    trials = 0
+    fruitless = 0
+    aim = 0
+    while best > floor and trials < max_trials and fruitless < len(AIMS):
+        target = max(best * (1.0 - AIMS[aim]), floor)
+        excess = _excess(copies, target, np.inf)
+        found = False
+        while excess > 0.0 and trials < max_trials:
+            num_givers, num_takers = _candidates(
+                weight, count, layer.locked, copies, target, aim % 2 == 0, givers, takers
+            )
+            giver = taker = -1
+            for giver_index in range(num_givers):
+                for taker_index in range(num_takers):
+                    if givers[giver_index] == takers[taker_index]:
+                        continue
+                    trials += 1
+                    _exchange(copies, trial, weight, count, givers[giver_index], takers[taker_index])
+                    lower = _excess(trial[: copies.size], target, excess)
+                    if lower < excess:
+                        excess = lower
+                        giver, taker = givers[giver_index], takers[taker_index]
+                    if giver >= 0 or trials >= max_trials:
+                        break
+                if giver >= 0 or trials >= max_trials:
+                    break
+            if giver < 0:
+                break
+            copies[:] = trial[: copies.size]
+            count[giver] -= 1
+            count[taker] += 1
+            heaviest, _ = _heaviest_pair(copies)
+            if heaviest < best:
+                best = heaviest
+                best_count[:] = count
+                found = True
+        if found:
+            fruitless = 0
+        else:
+            fruitless += 1
+            aim = (aim + 1) % len(AIMS)
+        if not np.array_equal(count, best_count):
+            count[:] = best_count
+            _sorted_copies(weight, count, copies)
+    layer.unit[:] = weight / count
+    return trials
+
+
+@njit(nogil=True, cache=True)
+def _candidates(
+    weight: FloatArray,
+    count: NDArray[np.int32],
+    locked: NDArray[np.bool_],
+    copies: FloatArray,
+    target: float,
+    heaviest_first: bool,
+    givers: NDArray[np.int64],
+    takers: NDArray[np.int64],
+) -> tuple[int, int]:
+    """The experts that may lose a copy, lightest copies first, and those whose further copy helps the heaviest pair."""
+    num_ranks = copies.size // 2
+    _, light = _heaviest_pair(copies)
+    heavy = copies[copies.size - 1 - light]
+    room = target - heavy
+    num_givers = num_takers = 0
+    for expert in range(weight.size):
+        if locked[expert]:
+            continue
+        unit = weight[expert] / count[expert]
+        if count[expert] > 1 and weight[expert] / (count[expert] - 1) <= target:
+            givers[num_givers] = expert
+            num_givers += 1
+        if count[expert] < num_ranks:
+            lighter = weight[expert] / (count[expert] + 1)
+            if lighter <= room < unit or lighter < heavy <= unit:
+                takers[num_takers] = expert
+                num_takers += 1
+    key = weight / count
+    givers[:num_givers] = givers[np.argsort(key[givers[:num_givers]], kind="mergesort")]
+    if heaviest_first:
+        key = -key * (count + 1)
+    takers[:num_takers] = takers[np.argsort(key[takers[:num_takers]], kind="mergesort")]
+    return num_givers, num_takers
+
+
+@njit(nogil=True, cache=True)
+def _sorted_copies(weight: FloatArray, count: NDArray[np.int32], copies: FloatArray) -> None:
+    slot = 0
+    for expert in range(weight.size):
+        for _ in range(count[expert]):
+            copies[slot] = weight[expert] / count[expert]
+            slot += 1
+    copies.sort()
+
+
+@njit(nogil=True, cache=True)
+def _heaviest_pair(copies: FloatArray) -> tuple[float, int]:
+    """Tokens of the heaviest pair, and the place of its lighter half."""
+    best = -1.0
+    place = 0
+    last = copies.size - 1
+    for index in range(copies.size // 2):
+        pair = copies[index] + copies[last - index]
+        if pair > best:
+            best = pair
+            place = index
+    return best, place
+
+
+@njit(nogil=True, cache=True)
+def _excess(copies: FloatArray, target: float, limit: float) -> float:
+    """Tokens above ``target``, over all pairs; or any number from ``limit`` on, as soon as that is reached."""
+    last = copies.size - 1
+    pairs = copies.size // 2
+    total = 0.0
+    for start in range(0, pairs, 64):
+        for index in range(start, min(start + 64, pairs)):
+            above = copies[index] + copies[last - index] - target
+            if above > 0.0:
+                total += above
+        if total >= limit:
+            break
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _exchange(
+    copies: FloatArray, trial: FloatArray, weight: FloatArray, count: NDArray[np.int32], giver: int, taker: int
+) -> None:
+    """Into ``trial``: the sorted copies after ``giver`` lost one and ``taker`` got one more."""
+    trial[: copies.size] = copies
+    _move(trial, copies.size, weight[giver] / count[giver], count[giver], weight[giver] / (count[giver] - 1), -1)
+    _move(trial, copies.size - 1, weight[taker] / count[taker], count[taker], weight[taker] / (count[taker] + 1), 1)
+
+
+@njit(nogil=True, cache=True)
+def _move(values: FloatArray, size: int, old: float, old_count: int, new: float, more: int) -> None:
+    """In sorted ``values[:size]`` replace ``old_count`` times ``old`` by ``old_count + more`` times ``new``."""
+    first = np.searchsorted(values[:size], old)
+    for index in range(first, size - old_count):
+        values[index] = values[index + old_count]
+    size -= old_count
+    first = np.searchsorted(values[:size], new)
+    new_count = old_count + more
+    for index in range(size - 1, first - 1, -1):
+        values[index + new_count] = values[index]
+    for index in range(first, first + new_count):
+        values[index] = new
