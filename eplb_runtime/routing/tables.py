@@ -1,0 +1,93 @@
+"""What a splitter must know of a placement, laid out once per placement so that each batch only does arithmetic.
+
+Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks,
+N replicated experts (padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class SplitTables:
+    """Copies of every expert by rank, and the order in which a sweep visits the replicated ones.
+
+    Args:
+        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1. Of several copies on
+            one rank (free layout only) the first alone is listed.
+        first_rank_LE: int32, the rank of each expert's first copy.
+        order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
+        ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
+        count_LN: int32, how many they are.
+        color_LN: int32, the color of each: experts of one color share no rank, and colors ascend along the order. So a
+            sweep may also take a whole color at once.
+        num_ranks: R.
+    """
+
+    copy_slot_LEC: NDArray[np.int32]
+    first_rank_LE: NDArray[np.int32]
+    order_LN: NDArray[np.int32]
+    ranks_LNC: NDArray[np.int32]
+    count_LN: NDArray[np.int32]
+    color_LN: NDArray[np.int32]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, placement: Placement) -> SplitTables:
+        slot = np.asarray(placement.logical_to_physical)
+        if placement.home is None:
+            slot = _first_on_each_rank(slot, placement.slots_per_rank)
+        rank = np.where(slot < 0, -1, slot // placement.slots_per_rank).astype(np.int32)
+        count = (slot >= 0).sum(axis=2).astype(np.int32)
+        orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
+        width = max(1, max(len(order) for order, _ in orders))
+        order_LN = np.full((placement.num_layers, width), -1, dtype=np.int32)
+        color_LN = np.full_like(order_LN, -1)
+        for layer, (order, color) in enumerate(orders):
+            order_LN[layer, : len(order)] = order
+            color_LN[layer, : len(color)] = color
+        expert = np.maximum(order_LN, 0)
+        layers = np.arange(placement.num_layers)[:, None]
+        ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
+        count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
+        first = np.ascontiguousarray(rank[:, :, 0])
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks)
+
+
+def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDArray[np.int32]:
+    last = np.iinfo(np.int32).max
+    rank = slot_LEC // slots_per_rank
+    kept = np.where(slot_LEC < 0, last, slot_LEC)
+    for copy in range(1, slot_LEC.shape[2]):
+        again = (rank[:, :, :copy] == rank[:, :, copy, None]).any(axis=2)
+        kept[again, copy] = last
+    kept = np.sort(kept, axis=2)
+    return np.where(kept == last, -1, kept).astype(np.int32)
+
+
+def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The replicated experts and their colors, by greedy coloring: most copies first, then expert id.
+
+    Args:
+        rank_EC: int32, ranks of each expert's copies.
+        count_E: int32, how many of them count.
+    """
+    replicated = np.flatnonzero(count_E > 1)
+    replicated = replicated[np.lexsort((replicated, -count_E[replicated]))]
+    seen: list[set[int]] = []
+    color = np.zeros(len(replicated), dtype=np.int32)
+    for index, expert in enumerate(replicated):
+        ranks = set(rank_EC[expert, : count_E[expert]].tolist())
+        while color[index] < len(seen) and seen[color[index]] & ranks:
+            color[index] += 1
+        if color[index] == len(seen):
+            seen.append(set())
+        seen[color[index]] |= ranks
+    by_color = np.argsort(color, kind="stable")
+    return replicated[by_color].astype(np.int32), color[by_color]

@@ -1,0 +1,142 @@
+"""The splitter: exact sums, near the linear program's optimum, the same integers in numba and in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.routing import sources, water_filling, water_filling_torch
+from eplb_runtime.routing.tables import SplitTables
+
+
+def random_placement(generator: np.random.Generator, layers: int, ranks: int, homes: int, replicas: int) -> Placement:
+    """Homes in logical order, random replicas where they may stand."""
+    start = Placement.initial(layers, ranks * homes, ranks, replicas)
+    slots = start.physical_to_logical.reshape(layers, ranks, -1).copy()
+    for layer in range(layers):
+        for rank in range(ranks):
+            foreign = np.setdiff1d(np.arange(ranks * homes), slots[layer, rank])
+            chosen = generator.permutation(foreign)[:replicas]
+            slots[layer, rank, homes : homes + len(chosen)] = np.where(
+                generator.random(len(chosen)) < 0.8, chosen, EMPTY
+            )
+    return Placement(slots.reshape(layers, -1), ranks * homes, ranks, start.home)
+
+
+def rank_loads(quota_EC: np.ndarray, slot_EC: np.ndarray, placement: Placement) -> np.ndarray:
+    loads = np.zeros(placement.num_ranks, dtype=np.int64)
+    there = slot_EC >= 0
+    np.add.at(loads, slot_EC[there] // placement.slots_per_rank, quota_EC[there])
+    return loads
+
+
+def optimum(totals_E: np.ndarray, slot_EC: np.ndarray, placement: Placement) -> float:
+    """The exact minimum of the busiest rank's load, by HiGHS."""
+    expert, copy = np.nonzero(slot_EC >= 0)
+    rank = slot_EC[expert, copy] // placement.slots_per_rank
+    count = len(expert)
+    variables = np.arange(count)
+    at_most = coo_matrix(
+        (
+            np.r_[np.ones(count), -np.ones(placement.num_ranks)],
+            (np.r_[rank, np.arange(placement.num_ranks)], np.r_[variables, np.full(placement.num_ranks, count)]),
+        )
+    )
+    exactly = coo_matrix((np.ones(count), (expert, variables)), shape=(len(totals_E), count + 1))
+    solved = linprog(
+        np.r_[np.zeros(count), 1.0],
+        A_ub=at_most,
+        b_ub=np.zeros(placement.num_ranks),
+        A_eq=exactly,
+        b_eq=totals_E,
+        method="highs",
+    )
+    return float(solved.fun)
+
+
+shapes = st.tuples(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(1, 5), st.integers(1, 3))
+scales = st.sampled_from([0, 1, 7, 1000, 10**6, 10**12])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, scale=scales, mode=st.sampled_from(["water_filling", "even"]), locality=st.booleans())
+def test_numba_and_torch_give_the_same_quotas_that_sum_exactly(shape, scale, mode, locality) -> None:
+    seed, ranks, homes, replicas = shape
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 1, ranks, homes, replicas)
+    tables, (device,) = SplitTables.of(placement), water_filling_torch.DeviceTables.of(placement)
+    counts = (generator.pareto(1.0, (ranks, ranks * homes)).clip(0, 1) * scale).astype(np.int64)
+    per_node = next(n for n in (4, 3, 2, 1) if ranks % n == 0)
+    options = {"ranks_per_node": per_node, "mode": mode, "locality": locality}
+    sent = sources.split_counts(counts, tables, 0, **options)
+    assert np.array_equal(sent.sum(axis=2), counts)
+    assert (sent >= 0).all() and (sent[:, tables.copy_slot_LEC[0] < 0] == 0).all()
+    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables, mode=mode)[0])
+    there = water_filling_torch.split_counts(torch.from_numpy(counts), device, **options)
+    assert np.array_equal(there.numpy(), sent)
+    warm = sent.sum(axis=0)
+    again = sources.split_counts(counts[::-1], tables, 0, warm_EC=warm, **options)
+    there = water_filling_torch.split_counts(
+        torch.from_numpy(counts[::-1].copy()), device, warm_EC=torch.from_numpy(warm), **options
+    )
+    assert np.array_equal(there.numpy(), again)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes, scale=scales)
+def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) -> None:
+    seed, ranks, homes, replicas = shape
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 1, ranks, homes, replicas)
+    tables = SplitTables.of(placement)
+    totals = (generator.random((1, ranks * homes)) * scale).astype(np.int64)
+    slots = tables.copy_slot_LEC[0]
+    filled = rank_loads(water_filling.split_totals(totals, tables)[0], slots, placement)
+    even = rank_loads(water_filling.split_totals(totals, tables, mode="even")[0], slots, placement)
+    assert filled.max() <= even.max()
+    assert filled.sum() == even.sum() == totals.sum()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ten_sweeps_come_within_half_a_percent_of_the_linear_program(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 4, 16, 8, 2)
+    tables = SplitTables.of(placement)
+    totals = (generator.lognormal(0, 1, (4, 128)) * 10_000).astype(np.int64)
+    quotas = water_filling.split_totals(totals, tables)
+    for layer in range(4):
+        slots = tables.copy_slot_LEC[layer]
+        best = optimum(totals[layer], slots, placement)
+        assert rank_loads(quotas[layer], slots, placement).max() <= best * 1.005 + 2
+
+
+def test_a_warm_start_saves_sweeps() -> None:
+    ring = Placement([[e for r in range(16) for e in (r, (r - 1) % 16)]], 16, 16, [list(range(0, 32, 2))])
+    tables = SplitTables.of(ring)
+    totals = np.arange(16, 0, -1)[None] * 10_000
+    best = water_filling.split_totals(totals, tables, sweeps=100)
+    warm = water_filling.split_totals(totals, tables, sweeps=1, warm_LEC=best)
+    cold = water_filling.split_totals(totals, tables, sweeps=1)
+    peak = [rank_loads(q[0], tables.copy_slot_LEC[0], ring).max() for q in (best, warm, cold)]
+    assert peak[1] <= peak[0] * 1.001 < peak[2]
+
+
+def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
+    placement = Placement([[0, 1, 1, 0, 2, -1, 3, 0]], 4, 4, [[0, 2, 4, 6]])
+    tables = SplitTables.of(placement)
+    counts = np.array([[0, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0]])
+    sent = sources.split_counts(counts, tables, 0, ranks_per_node=2, mode="even")
+    assert sent[:, 0].tolist() == [[0, 0, 0], [0, 30, 0], [30, 0, 0], [0, 0, 30]]
+
+
+def test_choices_fill_the_copies_in_order_of_tokens() -> None:
+    expert = torch.tensor([[0, 1], [0, -1], [1, 0], [0, 1]])
+    slots = torch.tensor([[5, 7], [2, -1]])
+    sent = torch.tensor([[3, 1], [3, 0]])
+    assert water_filling_torch.assign_slots(expert, sent, slots).tolist() == [[5, 2], [5, -1], [2, 5], [7, 2]]
