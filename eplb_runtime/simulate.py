@@ -62,6 +62,17 @@ class StepModel:
         """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments."""
         return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
 
+    def slot_bytes(self, placement: Placement) -> int:
+        """Bytes to fill a slot that is no home: one expert's weights in the home layout.
+
+        In the free layout no copy is marked as the owner, whose optimizer state must move in training: there each slot
+        counts as the average of E owners and P - E copies.
+        """
+        if placement.layout == "home":
+            return self.replica_bytes
+        owners = placement.num_experts / placement.num_slots
+        return round(owners * self.home_bytes + (1 - owners) * self.replica_bytes)
+
     def seconds(self, busiest_rank_tokens: FloatArray, topology: Topology) -> float:
         """Seconds of all layers for ``busiest_rank_tokens`` [L], token-expert pairs on the busiest rank."""
         ranks, node = topology.num_ranks, topology.ranks_per_node
@@ -180,16 +191,9 @@ def simulate(
         )
     model = step_model or StepModel()
     mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / steps_per_window
-    cost = CostModel(
-        home_bytes=model.home_bytes,
-        replica_bytes=model.replica_bytes,
-        step_seconds=model.seconds(mean_tokens, topology),
-        moe_share=1.0,
-        horizon_steps=10 * every * steps_per_window,
-        stall_seconds=model.stall_seconds,
-    )
+    step_seconds = model.seconds(mean_tokens, topology)
 
-    def ask(policy: str, past: FloatArray, current: Placement) -> Plan:
+    def ask(policy: str, past: FloatArray, current: Placement, cost: CostModel) -> Plan:
         try:
             return plan(
                 past,
@@ -209,10 +213,18 @@ def simulate(
     runs = []
     for policy in policies:
         current = start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank)
-        ask(policy, load[:1], current)  # compiles, so that no measured plan does
+        cost = CostModel(
+            home_bytes=model.home_bytes,
+            replica_bytes=model.slot_bytes(current),
+            step_seconds=step_seconds,
+            moe_share=1.0,
+            horizon_steps=10 * every * steps_per_window,
+            stall_seconds=model.stall_seconds,
+        )
+        ask(policy, load[:1], current, cost)  # compiles, so that no measured plan does
         imbalance, windows = [], []
         for start in range(every, len(load), every):
-            planned = ask(policy, load[max(0, start - (history or 4 * every)) : start], current)
+            planned = ask(policy, load[max(0, start - (history or 4 * every)) : start], current, cost)
             migration = cost.transfer_seconds(planned.moves, topology, slots_per_rank) if len(planned.moves) else 0.0
             current = planned.placement
             for window in range(start, min(start + every, len(load))):

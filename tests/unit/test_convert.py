@@ -49,7 +49,7 @@ def test_a_free_placement_goes_through_any_two_formats_unchanged(tmp_path: Path,
 
 @given(
     seed=st.integers(0, 10_000),
-    layers=st.integers(1, 4),
+    layers=st.integers(1, 12),
     experts=st.integers(1, 20),
     ranks=st.integers(1, 5),
     to=st.sampled_from(FORMATS),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eplb_runtime import simulate as room
+from eplb_runtime.placement import Placement
 from eplb_runtime.planner import PlanError
 from eplb_runtime.simulate import StepModel, merge_windows, num_replans, plot, simulate, write_windows
 from eplb_runtime.topology import Topology
@@ -106,6 +107,14 @@ def test_step_model_is_compute_of_the_busiest_rank_plus_the_slower_link() -> Non
     training = StepModel(hidden_size=10, expert_hidden_size=5, flops=1e3)
     assert training.seconds(np.array([7.0]), fast) == pytest.approx(7 * (0.9 + 0.06))
     assert (training.home_bytes, training.replica_bytes, model.home_bytes) == (1800, 300, 300)
+
+
+def test_a_free_slot_moves_owners_and_copies_on_average() -> None:
+    model = StepModel(hidden_size=10, expert_hidden_size=5)
+    home = room.start_placement("incremental", 1, 8, 4, 3)
+    free = Placement([np.arange(12) % 8], 8, 4)
+    assert model.slot_bytes(home) == 300
+    assert model.slot_bytes(free) == (8 * 1800 + 4 * 300) / 12
 
 
 def test_merged_windows_keep_all_tokens_of_whole_windows() -> None:
