@@ -197,29 +197,10 @@ LEAF = (
     st.none() | st.booleans() | st.integers(-3, 10) | st.floats() | st.just("eplb-runtime-placement") | st.just(10**30)
 )
 ROWS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=3), min_size=1, max_size=3)
-KEYS = st.sampled_from(
-    [
-        "load",
-        "logical_count",
-        "physical_to_logical_map",
-        "layer_list",
-        "device_list",
-        "device_expert",
-        "format",
-        "records",
-        "3",
-        "initial_global_assignments",
-        "last_physical_to_logical_map",
-        "version",
-        "layers",
-        "experts",
-        "ranks",
-        "slots_per_rank",
-        "epoch",
-        "physical_to_logical",
-        "home",
-    ]
-)
+MAP_KEYS = ["physical_to_logical_map", "layer_list", "device_list", "device_expert", "initial_global_assignments", "3"]
+LOAD_KEYS = ["load", "logical_count", "records", "last_physical_to_logical_map"]
+OWN_KEYS = ["format", "version", "layers", "experts", "ranks", "slots_per_rank", "epoch", "physical_to_logical", "home"]
+KEYS = st.sampled_from(MAP_KEYS + LOAD_KEYS + OWN_KEYS)
 ANYTHING = st.recursive(
     LEAF | ROWS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
 )
