@@ -1,11 +1,41 @@
-"""Expert-parallel load balancing for MoE training: the public names, nothing else."""
+"""Expert-parallel load balancing for MoE training: the public names, nothing else.
 
-from .balancer import Balancer
-from .checkpoint import logical_state_dict
-from .config import BalancerConfig
-from .hosts import attach
-from .placement import Placement
-from .planner import Plan, plan
-from .topology import Topology
+Each name is imported when first used, so that the command line and the planner don't wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .balancer import Balancer
+    from .checkpoint import logical_state_dict
+    from .config import BalancerConfig
+    from .hosts import attach
+    from .placement import Placement
+    from .planner import Plan, plan
+    from .topology import Topology
 
 __all__ = ["Balancer", "BalancerConfig", "Placement", "Plan", "Topology", "attach", "logical_state_dict", "plan"]
+
+_ROOM_OF = {
+    "Balancer": "balancer",
+    "BalancerConfig": "config",
+    "Placement": "placement",
+    "Plan": "planner",
+    "Topology": "topology",
+    "attach": "hosts",
+    "logical_state_dict": "checkpoint",
+    "plan": "planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

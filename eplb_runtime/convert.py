@@ -222,7 +222,8 @@ def _sglang_map(content: Mapping[str, Any]) -> _Map:
 
     Its reader (``srt/eplb/expert_location.py``, ``compute_initial_expert_location_metadata``) passes every key on as
     an argument, so the map stands alone; rows are the model's layers, dense ones included (their rows must be valid
-    and are not used); P is experts plus ``--ep-num-redundant-experts`` and must be a multiple of the EP size.
+    and are not used); P is experts plus ``--ep-num-redundant-experts`` and must be a multiple of the EP size. Files
+    written here were read by that function of sglang 0.5.23, as JSON and as ``.pt``.
     """
     rows = content["physical_to_logical_map"]
     return _Map(rows.tolist() if hasattr(rows, "tolist") else rows, False)

@@ -128,19 +128,29 @@ def _sglang_load(contents: list[Mapping[str, Any]]) -> LoadArray:
                 f'no SGLang expert distribution: it holds {_names(content)}, neither "logical_count" nor "records" '
                 'with "last_physical_to_logical_map"'
             )
+        try:
+            records = [
+                (int(record["forward_pass_id"]), record["global_physical_count"]) for record in content["records"]
+            ]
+        except (TypeError, KeyError, ValueError):
+            raise LoadFileError('a record without "forward_pass_id" or "global_physical_count"') from None
         physical_to_logical = _numbers(content["last_physical_to_logical_map"], "last_physical_to_logical_map")
-        for record in content["records"]:
-            slots = _numbers(record["global_physical_count"], "global_physical_count")
+        num_slots = physical_to_logical.shape[-1] if physical_to_logical.ndim == 2 else 0
+        if not num_slots or not ((physical_to_logical >= 0) & (physical_to_logical < num_slots)).all():
+            raise LoadFileError("last_physical_to_logical_map must be [layers, slots] of expert ids")
+        for number, counts in records:
+            slots = _numbers(counts, "global_physical_count")
             if slots.shape != physical_to_logical.shape:
                 raise LoadFileError(
                     f"a record counts {list(slots.shape)} [layers, slots], "
                     f"the map has {list(physical_to_logical.shape)}"
                 )
             logical = _sum_by_expert(slots, physical_to_logical.astype(np.int64))
-            number = int(record["forward_pass_id"])
             by_pass[number] = by_pass[number] + logical if number in by_pass else logical
     if not by_pass:
         raise LoadFileError("the recorder had recorded nothing: start it before the traffic, dump after it")
+    if len({counts.shape for counts in by_pass.values()}) > 1:
+        raise LoadFileError("the dumps in this directory are of different models: give one run's dumps alone")
     return np.stack([by_pass[number] for number in sorted(by_pass)])
 
 

@@ -49,7 +49,7 @@ def test_a_free_placement_goes_through_any_two_formats_unchanged(tmp_path: Path,
 
 @given(
     seed=st.integers(0, 10_000),
-    layers=st.integers(1, 4),
+    layers=st.integers(1, 12),
     experts=st.integers(1, 20),
     ranks=st.integers(1, 5),
     to=st.sampled_from(FORMATS),
@@ -191,3 +191,32 @@ def test_a_load_is_no_placement(tmp_path: Path) -> None:
     write_load(tmp_path / "load.npz", [[1, 2]])
     with pytest.raises(ConvertError, match="holds a load, not a placement"):
         read_placement(tmp_path / "load.npz", 1)
+
+
+LEAF = (
+    st.none() | st.booleans() | st.integers(-3, 10) | st.floats() | st.just("eplb-runtime-placement") | st.just(10**30)
+)
+ROWS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=3), min_size=1, max_size=3)
+MAP_KEYS = ["physical_to_logical_map", "layer_list", "device_list", "device_expert", "initial_global_assignments", "3"]
+LOAD_KEYS = ["load", "logical_count", "records", "last_physical_to_logical_map"]
+OWN_KEYS = ["format", "version", "layers", "experts", "ranks", "slots_per_rank", "epoch", "physical_to_logical", "home"]
+KEYS = st.sampled_from(MAP_KEYS + LOAD_KEYS + OWN_KEYS)
+ANYTHING = st.recursive(
+    LEAF | ROWS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
+)
+
+
+@given(content=ANYTHING, to=st.sampled_from(FORMATS), dense=st.integers(0, 2), ranks=st.sampled_from([None, 1, 2]))
+@settings(max_examples=300, deadline=None)
+def test_no_content_gets_more_than_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, content: object, to: str, dense: int, ranks: int | None
+) -> None:
+    folder = tmp_path_factory.mktemp("anything")
+    (folder / "in.json").write_text(json.dumps(content))
+    (folder / "in.yaml").write_text(yaml.safe_dump(content))
+    torch.save(content, folder / "in.pt")
+    for source in ("in.json", "in.yaml", "in.pt"):
+        try:
+            convert(folder / source, folder / "out.json", to=to, num_ranks=ranks, dense_layers=dense)
+        except (ConvertError, LoadFileError, PlacementError) as refusal:
+            assert "\n" not in str(refusal)

@@ -96,6 +96,12 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     save_file({"counts": LOAD}, folder / "other_name.safetensors")
     torch.save({"code": Path("/")}, folder / "code.pt")
     torch.save({"weights": torch.zeros(2)}, folder / "other.pt")
+    one = torch.ones(1, 2, dtype=torch.int32)
+    record = {"forward_pass_id": 0, "global_physical_count": one}
+    torch.save({"records": [], "last_physical_to_logical_map": one}, folder / "nothing.pt")
+    torch.save({"records": [{}], "last_physical_to_logical_map": one}, folder / "record.pt")
+    torch.save({"records": [record], "last_physical_to_logical_map": 2 * one}, folder / "ids.pt")
+    torch.save({"records": [record], "last_physical_to_logical_map": one[:, :1] - 1}, folder / "slots.pt")
     (folder / "empty").mkdir()
     return {
         "missing": (folder / "missing.npz", "No such file"),
@@ -118,6 +124,10 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "negative": (write("negative.json", '{"load": [[1, 2], [-3, 4]]}'), "layer 1, expert 0: -3.0"),
         "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
         "another .pt": (folder / "other.pt", "no SGLang expert distribution: it holds 'weights'"),
+        "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
+        "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
+        "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
+        "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
         "empty folder": (folder / "empty", "neither *.pt (SGLang) nor rank*.safetensors"),
     }
 

@@ -1,0 +1,349 @@
+"""Play a series of loads through policies: plan on the past, judge on what came next.
+
+Each policy starts from experts in logical order, sees only windows that are over, replans every few windows, and is
+judged window by window with the split that its layout really uses. Step times come from a small model, stated at
+:class:`StepModel`; they compare policies, they do not predict a cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .placement import Placement
+from .planner import CostModel, Plan, PlanError, plan
+from .planner.evaluate import predicted_imbalance
+from .planner.policies import LAYOUTS
+from .topology import Topology
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """How long the expert layers of a step take, by the tokens of the busiest rank; nothing overlaps.
+
+    * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times that in
+      training (forward, and both gradients in backward), at ``flops``.
+    * exchange: a token's hidden vector crosses once in dispatch and once in combine, and again both in backward. The
+      tokens of an expert come from all ranks alike, so of the busiest rank's tokens (G - 1) / R cross links inside
+      the node and (R - G) / R links between nodes, for G ranks a node; both kinds of link work at the same time, so the
+      slower one counts.
+
+    Args:
+        hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
+        flops: FLOP/s that a rank sustains on expert GEMMs.
+        activation_bytes: bytes of one element of a token on the wire.
+        training: count the backward pass.
+        stall_seconds: fixed cost of every rebalance, besides its bytes.
+    """
+
+    hidden_size: int = 7168
+    expert_hidden_size: int = 2048
+    flops: float = 400e12
+    activation_bytes: int = 2
+    training: bool = True
+    stall_seconds: float = 0.0
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of one expert's bf16 weights."""
+        return 2 * 3 * self.hidden_size * self.expert_hidden_size
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments."""
+        return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
+
+    def slot_bytes(self, placement: Placement) -> int:
+        """Bytes to fill a slot that is no home: one expert's weights in the home layout.
+
+        In the free layout no copy is marked as the owner, whose optimizer state must move in training: there each slot
+        counts as the average of E owners and P - E copies.
+        """
+        if placement.layout == "home":
+            return self.replica_bytes
+        owners = placement.num_experts / placement.num_slots
+        return round(owners * self.home_bytes + (1 - owners) * self.replica_bytes)
+
+    def seconds(self, busiest_rank_tokens: FloatArray, topology: Topology) -> float:
+        """Seconds of all layers for ``busiest_rank_tokens`` [L], token-expert pairs on the busiest rank."""
+        ranks, node = topology.num_ranks, topology.ranks_per_node
+        compute = 6 * self.hidden_size * self.expert_hidden_size * (3 if self.training else 1) / self.flops
+        crossings = (4 if self.training else 2) * self.hidden_size * self.activation_bytes
+        exchange = crossings * max(
+            (node - 1) / ranks / topology.intra_node_bandwidth, (ranks - node) / ranks / topology.inter_node_bandwidth
+        )
+        return float(busiest_rank_tokens.sum() * (compute + exchange))
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """One judged window of one policy; the replan just before it, if there was one. Bytes and seconds of the replan."""
+
+    policy: str
+    window: int
+    balancedness_mean: float
+    imbalance_mean: float
+    imbalance_max: float
+    step_seconds: float
+    decision: str = ""
+    moved_slots: int = 0
+    moved_homes: int = 0
+    bytes_intra_node: int = 0
+    bytes_inter_node: int = 0
+    plan_seconds: float = 0.0
+    migration_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyRun:
+    """One policy over the series. ``imbalance``: float64 [W, L], max / mean rank load of each judged window."""
+
+    policy: str
+    layout: str
+    num_slots: int
+    steps_per_window: int
+    imbalance: FloatArray
+    windows: tuple[WindowResult, ...]
+
+    @property
+    def replans(self) -> list[WindowResult]:
+        return [window for window in self.windows if window.decision]
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(window.bytes_intra_node + window.bytes_inter_node for window in self.windows)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the ``simulate`` command.
+
+        Balancedness (mean / max rank load) and imbalance are over all judged windows and layers. ``step_seconds``
+        includes the time that migrations took, spread over all steps; ``plan_seconds`` is the mean of one plan.
+        """
+        balancedness, replans = 1 / self.imbalance, self.replans
+        all_slots = self.num_slots * self.imbalance.shape[1]
+        seconds = sum(window.step_seconds + window.migration_seconds / self.steps_per_window for window in self.windows)
+        return {
+            "policy": self.policy,
+            "balancedness": {
+                "mean": float(balancedness.mean()),
+                "p5": float(np.percentile(balancedness, 5)),
+                "min": float(balancedness.min()),
+            },
+            "imbalance": {
+                "mean": float(self.imbalance.mean()),
+                "p95": float(np.percentile(self.imbalance, 95)),
+                "max": float(self.imbalance.max()),
+            },
+            "moved_slots_share": float(np.mean([replan.moved_slots for replan in replans]) / all_slots),
+            "rebalances": sum(replan.decision == "rebalance" for replan in replans),
+            "plan_seconds": float(np.mean([replan.plan_seconds for replan in replans])),
+            "step_seconds": seconds / len(self.windows),
+        }
+
+
+def simulate(
+    load: FloatArray,
+    topology: Topology,
+    *,
+    slots_per_rank: int,
+    every: int,
+    policies: Sequence[str],
+    history: int | None = None,
+    groups: int = 1,
+    max_moves: int | None = None,
+    gate: str = "always",
+    steps_per_window: int = 1,
+    step_model: StepModel | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[PolicyRun]:
+    """Run each policy over the series.
+
+    Args:
+        load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
+            planned on, the others are judged.
+        topology: ranks and nodes.
+        slots_per_rank: S.
+        every: windows between plans.
+        policies: names of ``planner.policies.POLICIES``, each in its own layout.
+        history: how many windows of the past a plan sees; None: ``4 * every``.
+        groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from ``step_model`` and a horizon
+            of ``10 * every`` windows.
+        steps_per_window: training steps that a window stands for.
+        step_model: None: the defaults of :class:`StepModel`.
+        on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
+
+    Raises:
+        PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
+    """
+    if not 0 < every < len(load):
+        raise PlanError(
+            f"a series of {len(load)} windows cannot be replanned every {every}: give --every between 1 and "
+            f"{len(load) - 1}, or a longer series"
+        )
+    model = step_model or StepModel()
+    mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / steps_per_window
+    step_seconds = model.seconds(mean_tokens, topology)
+
+    def ask(policy: str, past: FloatArray, current: Placement, cost: CostModel) -> Plan:
+        try:
+            return plan(
+                past,
+                topology,
+                slots_per_rank=slots_per_rank,
+                current=current,
+                policy=policy,
+                layout=current.layout,
+                groups=groups,
+                max_moves=max_moves,
+                cost=cost,
+                gate=gate,  # type: ignore[arg-type]
+            )
+        except PlanError as error:
+            raise PlanError(f"policy {policy}: {error}") from None
+
+    runs = []
+    for policy in policies:
+        current = start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank)
+        cost = CostModel(
+            home_bytes=model.home_bytes,
+            replica_bytes=model.slot_bytes(current),
+            step_seconds=step_seconds,
+            moe_share=1.0,
+            horizon_steps=10 * every * steps_per_window,
+            stall_seconds=model.stall_seconds,
+        )
+        ask(policy, load[:1], current, cost)  # compiles, so that no measured plan does
+        imbalance, windows = [], []
+        for start in range(every, len(load), every):
+            planned = ask(policy, load[max(0, start - (history or 4 * every)) : start], current, cost)
+            migration = cost.transfer_seconds(planned.moves, topology, slots_per_rank) if len(planned.moves) else 0.0
+            current = planned.placement
+            for window in range(start, min(start + every, len(load))):
+                judged = predicted_imbalance(load[window], current)
+                imbalance.append(judged)
+                result = WindowResult(
+                    policy=policy,
+                    window=window,
+                    balancedness_mean=float((1 / judged).mean()),
+                    imbalance_mean=float(judged.mean()),
+                    imbalance_max=float(judged.max()),
+                    step_seconds=model.seconds(
+                        judged * load[window].sum(axis=1) / topology.num_ranks / steps_per_window, topology
+                    ),
+                )
+                windows.append(result if window > start else _with_replan(result, planned, migration, model))
+            on_progress()
+        runs.append(
+            PolicyRun(policy, current.layout, current.num_slots, steps_per_window, np.array(imbalance), tuple(windows))
+        )
+    return runs
+
+
+def num_replans(num_windows: int, every: int) -> int:
+    """How often each policy plans in a series."""
+    return len(range(every, num_windows, every))
+
+
+def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int) -> Placement:
+    """Where a policy starts: experts in logical order; replica slots empty (home) or again in logical order (free).
+
+    Raises:
+        PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
+    """
+    if policy not in LAYOUTS:
+        raise PlanError(f"policy {policy!r} is unknown; choose of: {', '.join(LAYOUTS)}")
+    if num_ranks * slots_per_rank < num_experts:
+        raise PlanError(
+            f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "
+            f"give at least {-(-num_experts // num_ranks)} slots per rank"
+        )
+    layouts = LAYOUTS[policy]
+    if layouts[0] == "home" and num_experts % num_ranks == 0:
+        return Placement.initial(num_layers, num_experts, num_ranks, slots_per_rank - num_experts // num_ranks)
+    if "free" not in layouts:
+        raise PlanError(f"policy {policy}: {num_ranks} ranks do not divide {num_experts} experts, as homes need")
+    row = np.arange(num_ranks * slots_per_rank) % num_experts
+    return Placement(np.broadcast_to(row, (num_layers, len(row))), num_experts, num_ranks)
+
+
+def merge_windows(load: FloatArray, count: int) -> FloatArray:
+    """The series in windows ``count`` times as long; a last incomplete one is left out.
+
+    Raises:
+        PlanError: the series has fewer windows than that.
+    """
+    whole = len(load) // count
+    if whole < 1:
+        raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
+    return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
+
+
+def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
+    """Every judged window of every policy, as ``.csv`` (one row each) or ``.json`` (with the summaries).
+
+    Raises:
+        PlanError: another ending.
+    """
+    path = Path(path)
+    rows = [asdict(window) for run in runs for window in run.windows]
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
+    else:
+        raise PlanError(f"{path}: results are written as .csv or .json")
+
+
+def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
+    """Balancedness by window, and slots moved so far, one line a policy, as ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        PlanError: matplotlib is missing, or does not know the file's ending.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("a plot needs matplotlib: pip install 'eplb-runtime[plot]'") from None
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    for run in runs:
+        numbers = [window.window for window in run.windows]
+        moved = np.cumsum([window.moved_slots for window in run.windows])
+        upper.plot(numbers, [window.balancedness_mean for window in run.windows], label=run.policy)
+        lower.step(numbers, moved / (run.num_slots * run.imbalance.shape[1]), where="post", label=run.policy)
+    upper.set_ylabel("balancedness, mean over layers")
+    upper.legend()
+    lower.set_ylabel("slots moved so far / all slots")
+    lower.set_xlabel("window")
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:
+    moved = planned.decision == "rebalance"
+    return WindowResult(
+        **{
+            **asdict(result),
+            "decision": planned.decision,
+            "moved_slots": planned.moved_slots,
+            "moved_homes": planned.moved_homes,
+            "bytes_intra_node": planned.bytes_intra_node,
+            "bytes_inter_node": planned.bytes_inter_node,
+            "plan_seconds": planned.plan_seconds,
+            "migration_seconds": migration_seconds + model.stall_seconds * moved,
+        }
+    )

@@ -1,0 +1,219 @@
+"""The command as a user runs it: tables, JSON with the documented keys, one-line refusals, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_runtime.cli import main
+from eplb_runtime.load.files import read_load, write_load
+from eplb_runtime.placement import Placement
+
+CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
+
+
+@pytest.fixture
+def load_file(tmp_path: Path) -> Path:
+    write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(0, 1000, (8, 3, 8)))
+    return tmp_path / "load.npz"
+
+
+def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eplb_runtime.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+# -- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_printed_as_a_table_and_written(load_file: Path, tmp_path: Path) -> None:
+    done = shell("plan", load_file, *CLUSTER, "-o", tmp_path / "placement.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "imbalance" in done.stdout and "lower bound" in done.stdout and "placement.json" in done.stdout
+    placement = Placement.load(tmp_path / "placement.json")
+    assert (placement.num_layers, placement.num_experts, placement.num_ranks, placement.slots_per_rank) == (3, 8, 4, 3)
+
+
+def test_a_missing_file_is_one_line_and_status_2() -> None:
+    done = shell("plan", "/nowhere/load.npz", *CLUSTER)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "eplb-runtime: /nowhere/load.npz: cannot be read: No such file or directory\n"
+
+
+def test_a_wrong_argument_is_one_line_and_status_2(load_file: Path) -> None:
+    done = shell("plan", load_file, "--ranks", "no", "--ranks-per-node", "2", "--slots-per-rank", "3")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "eplb-runtime plan: argument --ranks: 'no': give a whole number above 0; see eplb-runtime plan --help\n"
+    )
+
+
+def test_help_shows_examples_and_waits_for_no_heavy_import() -> None:
+    done = shell("simulate", "--help")
+    assert done.returncode == 0
+    assert "examples:" in done.stdout and "--every 5" in done.stdout
+    program = """
+import sys
+from eplb_runtime.cli import main
+try:
+    main(["simulate", "--help"])
+except SystemExit:
+    print([name for name in ("numpy", "numba", "torch", "rich") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("[]\n"), done.stdout
+
+
+def test_progress_goes_to_stderr_and_json_stays_clean(load_file: Path) -> None:
+    done = shell("simulate", load_file, *CLUSTER, "--every", "2", "--policies", "static,incremental", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["policies"][1]["policy"] == "incremental"
+    assert "6/6" in done.stderr
+
+
+def test_a_reader_that_goes_away_causes_no_traceback(load_file: Path) -> None:
+    command = [sys.executable, "-m", "eplb_runtime.cli", "plan", str(load_file), *CLUSTER]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write_end)
+    assert done.returncode == 1 and done.stderr == ""
+
+
+# -- in this process -----------------------------------------------------------------------------------------------
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, object]:
+    assert main([*map(str, arguments), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert isinstance(result, dict)
+    return result
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    said = capsys.readouterr()
+    assert status == 2 and said.out == "" and said.err.count("\n") == 1, said
+    return said.err
+
+
+def test_plan_json_has_the_documented_keys(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "plan", load_file, *CLUSTER)
+    assert list(result) == [
+        "policy",
+        "layers",
+        "experts",
+        "ranks",
+        "slots_per_rank",
+        "imbalance",
+        "lower_bound",
+        "moved_slots",
+        "moved_homes",
+        "seconds",
+    ]
+    assert list(result["imbalance"]) == list(result["lower_bound"]) == ["mean", "max"]  # type: ignore[call-overload]
+    assert (result["layers"], result["experts"], result["ranks"], result["slots_per_rank"]) == (3, 8, 4, 3)
+
+
+def test_simulate_json_has_the_documented_keys(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "simulate", load_file, *CLUSTER, "--every", "2", "--policies", "static,incremental")
+    assert list(result) == ["policies"]
+    for policy in result["policies"]:  # type: ignore[attr-defined]
+        assert list(policy) == [
+            "policy",
+            "balancedness",
+            "imbalance",
+            "moved_slots_share",
+            "rebalances",
+            "plan_seconds",
+            "step_seconds",
+        ]
+        assert list(policy["balancedness"]) == ["mean", "p5", "min"]
+        assert list(policy["imbalance"]) == ["mean", "p95", "max"]
+
+
+def test_a_plan_from_a_placement_keeps_its_budget(
+    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Placement.initial(3, 8, 4, replica_slots=1).save(tmp_path / "now.json")
+    result = answer(capsys, "plan", load_file, *CLUSTER, "--current", tmp_path / "now.json", "--max-moves", "2")
+    assert result["moved_slots"] <= 2  # type: ignore[operator]
+
+
+def test_chosen_windows_alone_are_planned_on(
+    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_load(tmp_path / "third.npz", read_load(load_file)[2])
+    chosen = answer(capsys, "plan", load_file, *CLUSTER, "--windows", "2")
+    alone = answer(capsys, "plan", tmp_path / "third.npz", *CLUSTER)
+    assert chosen["imbalance"] == alone["imbalance"]
+    last = answer(capsys, "plan", load_file, *CLUSTER, "--windows=-6:-5")
+    assert last["imbalance"] == alone["imbalance"]
+
+
+def test_a_plan_travels_to_an_engine_and_back(
+    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(capsys, "plan", load_file, *CLUSTER, "-o", tmp_path / "placement.json")
+    done = answer(
+        capsys,
+        "convert",
+        tmp_path / "placement.json",
+        tmp_path / "map.json",
+        *["--to", "sglang", "--dense-layers", "2"],
+    )
+    assert done["kind"] == "placement" and done["format"] == "sglang" and done["shape"] == [3, 12]
+    assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 5
+    assert main(["convert", *map(str, (tmp_path / "map.json", tmp_path / "back.json")), "--ranks", "4"]) == 0
+    assert "placement of 5 layers x 12 slots: sglang -> eplb-runtime" in capsys.readouterr().out
+
+
+def test_layers_without_tokens_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.ones((3, 8))
+    load[0] = 0
+    write_load(tmp_path / "load.npz", load)
+    assert main(["plan", str(tmp_path / "load.npz"), *CLUSTER]) == 0
+    assert "the first 1 layers carry no tokens; --dense-layers 1 leaves them out" in capsys.readouterr().err
+
+
+def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    few = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "1"]
+    odd = ["--ranks", "4", "--ranks-per-node", "3", "--slots-per-rank", "3"]
+    Placement.initial(1, 8, 2).save(tmp_path / "other.json")
+    cases: list[tuple[list[str | Path], str]] = [
+        ([], "arguments are required: COMMAND"),
+        (["bench"], "arguments are required: WHAT"),
+        (["plan", load_file], "--ranks, --ranks-per-node, --slots-per-rank"),
+        (["plan", load_file, *few], "slots"),
+        (["plan", load_file, *odd], "ranks_per_node=3 does not divide num_ranks=4"),
+        (["plan", tmp_path / "broken.json", *CLUSTER], "not JSON"),
+        (["plan", load_file, *CLUSTER, "--policy", "best"], "policy 'best' is unknown"),
+        (["plan", load_file, *CLUSTER, "--windows", "8"], "leaves none of its 8 windows"),
+        (["plan", load_file, *CLUSTER, "--windows", "a"], "give a window, as 3, or a range, as 0:5"),
+        (["plan", load_file, *CLUSTER, "--current", tmp_path / "other.json"], "is for 2 ranks, not 4"),
+        (["plan", load_file, *CLUSTER, "-o", tmp_path / "none" / "p.json"], "No such file or directory"),
+        (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "written as .json or .safetensors"),
+        (["plan", load_file, *CLUSTER, "--dense-layers", "3"], "none would be left"),
+        (["convert", tmp_path / "broken.json", tmp_path / "out.json"], "not JSON"),
+        (["convert", load_file, tmp_path / "out.yaml"], "tensorrt-llm reads no load file"),
+    ]
+    for arguments, says in cases:
+        message = refusal(capsys, *arguments)
+        assert says in message and message.startswith("eplb-runtime"), message
+
+
+def test_a_simulation_refuses_too_short_a_series(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["simulate", str(load_file), *CLUSTER, "--every", "8"])
+    assert status == 2
+    assert "a series of 8 windows cannot be replanned every 8" in capsys.readouterr().err
