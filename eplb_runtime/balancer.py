@@ -24,6 +24,7 @@ from .decision import Decision, DecisionMaker, Measurement
 from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from .experts.gradients import average_gradients, total_norm
 from .experts.registry import ExpertTensors
+from .experts.replica_sync import ReplicaSync
 from .load.aggregate import HostCopy
 from .load.recorder import LoadRecorder
 from .migration.agreement import Agreement
@@ -34,6 +35,7 @@ from .migration.transports.base import Transport
 from .migration.transports.torch_p2p import TorchPointToPoint
 from .placement import Placement
 from .routing.lookup import SlotTable
+from .routing.splitter import BatchSplitter
 from .topology import Topology
 
 logger = logging.getLogger("eplb_runtime")
@@ -67,9 +69,12 @@ class Balancer:
         registry: ExpertTensors,
         recorder: LoadRecorder,
         table: SlotTable,
+        splitter: BatchSplitter | None,
+        replicas: ReplicaSync | None,
         dense_parameters: Sequence[Tensor],
         device: torch.device,
         layer_of_parameter: Mapping[str, int],
+        training: bool,
     ) -> None:
         self.config = config
         self.layer_of_parameter = dict(layer_of_parameter)
@@ -78,6 +83,9 @@ class Balancer:
         self._registry = registry
         self._recorder = recorder
         self._table = table
+        self._splitter = splitter
+        self._replicas = replicas
+        self._training = training
         self._dense_parameters = list(dense_parameters)
         self._device = device
         self._placement = placement
@@ -99,7 +107,6 @@ class Balancer:
             registry,
             transport,
             agreement,
-            self.topology,
             placement.slots_per_rank,
             groups.ep_rank,
             config.staging_bytes,
@@ -110,6 +117,10 @@ class Balancer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
         self._compiler.submit(self._decisions.warm_up)
+        if splitter is not None and replicas is not None:
+            self._compiler.submit(splitter.warm_up)
+            replicas.follow(placement)
+            replicas.refresh()
 
     @property
     def placement(self) -> Placement:
@@ -127,8 +138,13 @@ class Balancer:
         self._step += 1
         self._clock.tick()
         self._recorder.advance()
-        if self._disabled or self._closed:
-            return
+        before = self._placement
+        if not self._disabled:
+            self._rebalance_if_due()
+        if self._replicas is not None and (self._training or self._placement is not before):
+            self._replicas.refresh()
+
+    def _rebalance_if_due(self) -> None:
         if self._pending is None and self._step % self.config.interval == 0:
             self._pending = _Pending(self._step + self.config.lag, self._start_decision())
         if self._pending is not None and self._step >= self._pending.due_step and not self._quiesced:
@@ -170,9 +186,10 @@ class Balancer:
             self._migrate(decision.target)
 
     def _migrate(self, target: Placement) -> Outcome:
+        before = self._placement
         outcome = self._engine.migrate(self._placement, target, f"step/{self._step}", self._take_over)
         self._clock.exclude(outcome.pause_seconds)
-        if outcome.moved_experts:
+        if self._placement is not before:
             self.events.emit(
                 RebalanceCommitted(
                     self._step,
@@ -192,6 +209,9 @@ class Balancer:
         self._earlier.append((self._recorder.rows, self._placement))
         self._placement = placement
         self._table.update(placement)
+        if self._splitter is not None and self._replicas is not None:
+            self._splitter.follow(placement)
+            self._replicas.follow(placement)
 
     def _drop(self, phase: str, cause: str, connections_broken: bool) -> None:
         logger.warning(
@@ -218,12 +238,14 @@ class Balancer:
 
     def _new_transport(self) -> Transport:
         groups = self._groups
-        return TorchPointToPoint(groups.migration, groups.migration_backend, self._device, self.config.timeout_seconds)
+        return TorchPointToPoint(groups.migration, groups.backend, self._device, self.config.timeout_seconds)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
+
+        Gradients of copies are summed into their homes first, in float32 and in the order of the slots.
 
         Call it yourself when gradients are looked at earlier (clipping by hand, a GradScaler). A second call before
         the next step does nothing. Expert gradients need no averaging inside the EP group: the tokens of all ranks
@@ -231,6 +253,9 @@ class Balancer:
         """
         if self._gradients_reduced:
             return
+        if self._replicas is not None:
+            self._replicas.wait_all()
+            self._replicas.reduce_gradients()
         if self.config.dense_gradients == "allreduce":
             average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
         if self._groups.expert_data is not None:
@@ -316,14 +341,17 @@ class Balancer:
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
-        self._take_over(target)
+        if self._replicas is not None:
+            self._replicas.refresh()
 
     def own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Remove this hook at ``close``."""
         self._hooks.append(handle)
 
     def close(self) -> None:
-        """Stop balancing; collective. The model keeps the placement that stands; its experts stay spread over ranks."""
+        """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
+        more, since nobody refreshes them.
+        """
         if self._closed:
             return
         self._closed = True
@@ -335,6 +363,8 @@ class Balancer:
             self._pending = None
         self._worker.shutdown()
         self._compiler.shutdown()
+        if self._replicas is not None:
+            self._take_over(self._placement.without_replicas())
         self._groups.close_balancing()
 
 

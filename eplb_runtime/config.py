@@ -13,6 +13,7 @@ from typing import Literal
 
 from .placement import Placement
 
+SPLITS = ("water_filling", "even")
 GATES = ("payoff", "always")
 POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch",)
@@ -34,6 +35,10 @@ class BalancerConfig:
         lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
             run in the background. Fixed, so that a rerun commits at the same steps.
         replica_slots: k, weights-only copies that each rank can hold per layer.
+        split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
+            has as little as can be) or ``"even"``.
+        split_locality: serve a token on its own rank or node where that does not change the balance.
+        split_least_tokens: a batch with fewer (token, choice) pairs over all ranks is not split: it stays at home.
         policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
         gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
             whenever the plan lowers the imbalance.
@@ -60,6 +65,9 @@ class BalancerConfig:
     window: int | None = None
     lag: int = 1
     replica_slots: int = 0
+    split: Literal["water_filling", "even"] = "water_filling"
+    split_locality: bool = True
+    split_least_tokens: int = 64
     policy: str = "incremental"
     gate: Literal["payoff", "always"] = "payoff"
     max_moves: int | None = None
@@ -79,6 +87,7 @@ class BalancerConfig:
         self._at_least("window", 1)
         self._at_least("lag", 0)
         self._at_least("replica_slots", 0)
+        self._at_least("split_least_tokens", 0)
         self._at_least("max_moves", 0)
         self._at_least("horizon_steps", 1)
         self._at_least("staging_bytes", 1)
@@ -92,6 +101,7 @@ class BalancerConfig:
             raise ConfigError(f"moe_share={self.moe_share}: give a share of the step in (0, 1]")
         self._one_of("policy", POLICIES)
         self._one_of("gate", GATES)
+        self._one_of("split", SPLITS)
         self._one_of("transport", TRANSPORTS)
         self._one_of("dispatch", DISPATCHES)
         self._one_of("dense_gradients", DENSE_GRADIENTS)

@@ -24,6 +24,7 @@ from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
 from .placement import Placement
 from .planner import CostModel, plan
+from .planner.evaluate import predicted_imbalance
 from .topology import Topology
 
 logger = logging.getLogger("eplb_runtime")
@@ -166,12 +167,9 @@ class DecisionMaker:
 
     def _cost(self, measurement: Measurement) -> CostModel:
         home = max(RecordLayout.of(self._registry.of_home(layer)).nbytes for layer in range(self._registry.num_layers))
-        replica = max(
-            RecordLayout.of(self._registry.of_replica(layer)).nbytes for layer in range(self._registry.num_layers)
-        )
         return CostModel(
             home_bytes=home,
-            replica_bytes=replica,
+            replica_bytes=0,  # copies are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
             moe_share=self._config.moe_share,
             horizon_steps=self._config.horizon,
@@ -214,21 +212,9 @@ class DecisionMaker:
 
 def _imbalance_as_it_was(load: NDArray[np.int64], measurement: Measurement) -> NDArray[np.float64]:
     """Each row's imbalance under the placement that stood while it was counted."""
-    parts, start = [], 0
+    parts: list[NDArray[np.float64]] = []
+    start = 0
     for end, placement in (*measurement.earlier, (len(load), measurement.placement)):
-        parts.append(rank_imbalance(load[start:end], placement))
+        parts += [predicted_imbalance(row.astype(np.float64), placement) for row in load[start:end]]
         start = end
-    return np.concatenate(parts)
-
-
-def rank_imbalance(load: NDArray[np.int64], placement: Placement) -> NDArray[np.float64]:
-    """Max / mean rank load with each expert computed at home, float64 ``[T, L]``; 1 where nothing was counted.
-
-    Args:
-        load: ``[T, L, E]``.
-    """
-    by_home = np.argsort(placement.home_rank, axis=1, kind="stable")  # experts rank by rank
-    ordered = np.take_along_axis(load, by_home[None], axis=2)
-    ranks = ordered.reshape(*load.shape[:2], placement.num_ranks, -1).sum(axis=3)
-    mean = ranks.mean(axis=2)
-    return np.divide(ranks.max(axis=2), mean, out=np.ones_like(mean), where=mean > 0)
+    return np.stack(parts)

@@ -163,6 +163,14 @@ class Placement:
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 
+    def without_replicas(self) -> Placement:
+        """The same homes, every replica slot empty (``home`` layout)."""
+        if self.home is None:
+            raise PlacementError("a free placement has no homes: make one in the home layout")
+        is_replica = np.arange(self.num_slots) % self.slots_per_rank >= self.homes_per_rank
+        map_ = np.where(is_replica, EMPTY, self.physical_to_logical)
+        return Placement(map_, self.num_experts, self.num_ranks, self.home, self.epoch)
+
     def digest(self) -> str:
         """32 hex digits over shape and content (not the epoch): equal digests mean equal placements."""
         hasher = hashlib.blake2b(digest_size=16)

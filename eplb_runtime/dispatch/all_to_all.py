@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+LocalCompute = Callable[[Tensor, Tensor], Tensor]
 """(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``) -> ``[M, D]``."""
 
 
@@ -39,8 +39,9 @@ class AllToAllDispatcher:
         hidden_TD: Tensor,
         slots_TK: Tensor,
         weights_TK: Tensor,
-        compute: Compute,
-        parameters: Sequence[Tensor],
+        compute: LocalCompute,
+        weights: Sequence[Tensor],
+        row_counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run every (token, choice) through its slot's expert and sum each token's choices.
 
@@ -49,7 +50,9 @@ class AllToAllDispatcher:
             slots_TK: int64 ``[T, K]``, physical slots.
             weights_TK: ``[T, K]``, router weights.
             compute: the experts of this rank; not called when no row arrives.
-            parameters: what ``compute`` reads, so that an idle rank's gradients are zeros and not None.
+            weights: what ``compute`` reads, so that an idle rank's gradients are zeros and not None.
+            row_counts: int64 ``[P]`` rows sent to each slot, and int64 ``[R * S]`` rows that each rank sends here, when
+                they are known already; None: they are exchanged.
 
         Returns:
             ``[T, D]`` in ``hidden_TD``'s dtype.
@@ -57,33 +60,42 @@ class AllToAllDispatcher:
         tokens, top_k = slots_TK.shape
         slots_N = slots_TK.reshape(-1)
         order_N = torch.argsort(slots_N, stable=True)
-        sent, received, slot_M = self._exchange_counts(slots_N)
+        sent_P, received_P = row_counts if row_counts is not None else self._exchange_counts(slots_N)
+        sent, received, slot_M = self._split_sizes(sent_P, received_P)
 
         rows_ND = _Spread.apply(hidden_TD, order_N, top_k)
         rows_MD = _AllToAll.apply(rows_ND, sent, received, self._group)
         by_slot_M = torch.argsort(slot_M, stable=True)
         rows_MD = _Permute.apply(rows_MD, by_slot_M)
-        out_MD = compute(rows_MD, slot_M[by_slot_M]) if rows_MD.shape[0] else _Idle.apply(rows_MD, *parameters)
+        out_MD = compute(rows_MD, slot_M[by_slot_M]) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
         out_MD = _Permute.apply(out_MD, _inverse(by_slot_M))
         out_ND = _AllToAll.apply(out_MD, received, sent, self._group)
         out_TKD = _Permute.apply(out_ND, _inverse(order_N)).view(tokens, top_k, -1)
         return (out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
-    def _exchange_counts(self, slots_N: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """Every rank's ``[E]``, int64 ``[R, E]``."""
+        counts_RE = counts_E.new_empty(self._num_ranks, counts_E.shape[0])
+        dist.all_gather_into_tensor(counts_RE, counts_E, group=self._group)
+        return counts_RE
+
+    def _exchange_counts(self, slots_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows sent to each slot, and rows that each rank sends to this rank's slots, int64 ``[P]`` both."""
+        sent_P = slots_N.new_zeros(self._num_ranks * self._slots_per_rank)
+        sent_P.scatter_add_(0, slots_N, torch.ones_like(slots_N))
+        received_P = torch.empty_like(sent_P)
+        dist.all_to_all_single(received_P, sent_P, group=self._group)
+        return sent_P, received_P
+
+    def _split_sizes(self, sent_P: Tensor, received_P: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Rows sent to and received from each rank, and the local slot of each arriving row.
 
         The one host sync of a dispatch: torch.distributed takes split sizes as host integers.
         """
         ranks, slots = self._num_ranks, self._slots_per_rank
-        sent_P = slots_N.new_zeros(ranks * slots)
-        sent_P.scatter_add_(0, slots_N, torch.ones_like(slots_N))
-        received_P = torch.empty_like(sent_P)
-        dist.all_to_all_single(received_P, sent_P, group=self._group)
-        per_rank = torch.stack((sent_P, received_P)).view(2, ranks, slots).sum(dim=2)
-        sent, received = per_rank.tolist()
-        local_slot_P = torch.arange(slots, device=slots_N.device).repeat(ranks)
-        slot_M = local_slot_P.repeat_interleave(received_P, output_size=sum(received))
-        return sent, received, slot_M
+        sent, received = torch.stack((sent_P, received_P)).view(2, ranks, slots).sum(dim=2).tolist()
+        local_slot_P = torch.arange(slots, device=sent_P.device).repeat(ranks)
+        return sent, received, local_slot_P.repeat_interleave(received_P, output_size=sum(received))
 
 
 def _inverse(permutation: Tensor) -> Tensor:

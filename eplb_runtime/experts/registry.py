@@ -133,11 +133,3 @@ class ExpertTensors:
                 for key, state in expert_state(self._optimizer, entry.tensor):
                     tensors.append(ExpertTensor(f"{entry.name}/{key}", state, "optimizer_state"))
         return tensors
-
-    def of_replica(self, layer: int) -> list[ExpertTensor]:
-        """What a replica slot holds: parameters and buffers, no state."""
-        return [
-            ExpertTensor(entry.name, entry.tensor, entry.kind)
-            for entry in self._layers[layer]
-            if entry.kind in ("parameter", "buffer")
-        ]

@@ -6,7 +6,7 @@ A host file answers where the experts are (`MoELayer`); everything else - groups
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch.all_to_all import AllToAllDispatcher, Compute
-from ..dispatch.layer import ExpertParallelLayer
+from ..dispatch.all_to_all import AllToAllDispatcher
+from ..dispatch.layer import Compute, ExpertParallelLayer
 from ..experts.layout import ALIGNMENT
 from ..experts.optimizer_state import OptimizerStateError, check_element_wise, replace_parameter
 from ..experts.registry import ExpertTensors
+from ..experts.replica_sync import ReplicaSync
+from ..experts.replicas import ReplicaBank
 from ..load.recorder import LoadRecorder
 from ..migration.groups import ProcessGroups
 from ..migration.staging import as_bytes, checksum
 from ..placement import Placement, PlacementError
 from ..routing.lookup import SlotTable
+from ..routing.splitter import BatchSplitter
 from ..topology import Topology
 
 logger = logging.getLogger("eplb_runtime")
@@ -47,7 +50,7 @@ class MoELayer:
         parameters: names (within ``experts``) of the tensors whose first dimension is E.
         compute: runs rows through local slots with the module's own code.
         install: puts the expert-parallel way in the place of the module's own forward.
-        after_sharding: told the local number of experts, for modules that keep it.
+        after_sharding: told the number of local slots, for modules that keep it.
     """
 
     name: str
@@ -106,8 +109,6 @@ def attach(
         AttachError: there is nothing to balance, or it cannot be done; the model and optimizer are as they were.
     """
     config = config if config is not None else BalancerConfig()
-    if config.replica_slots:
-        raise AttachError(f"replica_slots={config.replica_slots}: this release re-homes experts only; set it to 0")
     host = _describe(model)
     device = _device_of(host)
     try:
@@ -115,7 +116,7 @@ def attach(
     except ValueError as error:
         raise AttachError(str(error)) from None
     try:
-        placement = _check(model, optimizer, host, config, groups)
+        placement = _check(model, optimizer, host, config, groups, device)
     except BaseException:
         groups.close()
         raise
@@ -156,6 +157,7 @@ def _check(
     host: HostModel,
     config: BalancerConfig,
     groups: ProcessGroups,
+    device: torch.device,
 ) -> Placement:
     """Everything that can be refused, before anything is changed. Returns the placement to start from."""
     counts = {layer.num_experts for layer in host.layers}
@@ -167,6 +169,13 @@ def _check(
             f"{num_experts} experts cannot be spread evenly over {groups.ep_size} ranks: choose an EP size that "
             f"divides {num_experts}"
         )
+    if config.replica_slots > num_experts - num_experts // groups.ep_size:
+        raise AttachError(
+            f"replica_slots={config.replica_slots}: a rank has only {num_experts - num_experts // groups.ep_size} "
+            "experts of other ranks to copy"
+        )
+    if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
+        raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
     if optimizer is not None:
         _check_optimizer(optimizer, host)
     try:
@@ -226,30 +235,53 @@ def _build(
     placement: Placement,
     device: torch.device,
 ) -> Balancer:
-    homes = placement.homes_per_rank
-    registry = ExpertTensors(len(host.layers), homes, optimizer, config.move_gradients)
+    training = optimizer is not None
+    registry = ExpertTensors(len(host.layers), placement.homes_per_rank, optimizer, config.move_gradients)
     recorder = LoadRecorder(len(host.layers), placement.num_experts, config.interval, device)
     table = SlotTable(placement, device)
+    topology = Topology.from_launcher(launcher_environment(), groups.ep_size)
     dispatcher = AllToAllDispatcher(groups.dispatch, placement.slots_per_rank)
-    layer_of_parameter: dict[str, int] = {}
+    banks, layer_of_parameter = [], {}
     for index, layer in enumerate(host.layers):
-        mine = table.logical_of_rows(groups.ep_rank)[index]
-        for name in layer.parameters:
-            local = _shard(layer.experts, name, mine, groups.world_size, optimizer)
-            registry.add(index, name, local)
+        rows = table.logical_of_rows(groups.ep_rank)[index]
+        bank = ReplicaBank([_cut(layer, name, rows) for name in layer.parameters], config.replica_slots, training)
+        banks.append(bank)
+        for name, parameter in zip(layer.parameters, bank.parameters, strict=True):
+            _install(layer.experts, name, parameter, rows, groups.world_size, optimizer)
+            registry.add(index, name, parameter)
             layer_of_parameter[f"{layer.name}.{name}"] = index
-            _warn_of_odd_rows(f"{layer.name}.{name}", local)
-        layer.after_sharding(homes)
+            _warn_of_odd_rows(f"{layer.name}.{name}", parameter)
+        layer.after_sharding(placement.slots_per_rank)
+    replicas = splitter = None
+    if config.replica_slots:
+        replicas = ReplicaSync(banks, groups.replicas, groups.ep_rank, groups.world_size)
+        splitter = BatchSplitter(
+            placement,
+            device,
+            ep_rank=groups.ep_rank,
+            ranks_per_node=topology.ranks_per_node,
+            mode=config.split,
+            locality=config.split_locality,
+            least_tokens=config.split_least_tokens,
+        )
+        logger.info(
+            "replica slots: %d per rank and layer, %.1f MiB per rank over %d layers",
+            config.replica_slots,
+            sum(bank.replica_bytes for bank in banks) / 2**20,
+            len(banks),
+        )
+    for index, layer in enumerate(host.layers):
         layer.install(
             ExpertParallelLayer(
                 index,
                 layer.experts,
                 layer.compute,
-                registry.parameters(index),
+                _weights_of(index, banks[index], replicas),
                 recorder=recorder,
                 table=table,
+                splitter=splitter,
                 dispatcher=dispatcher,
-                counts_in_evaluation=optimizer is None,
+                counts_in_evaluation=not training,
                 real_tokens=host.real_tokens,
             )
         )
@@ -258,14 +290,17 @@ def _build(
     balancer = Balancer(
         config=config,
         groups=groups,
-        topology=Topology.from_launcher(launcher_environment(), groups.ep_size),
+        topology=topology,
         placement=placement,
         registry=registry,
         recorder=recorder,
         table=table,
+        splitter=splitter,
+        replicas=replicas,
         dense_parameters=[p for p in model.parameters() if id(p) not in experts],
         device=device,
         layer_of_parameter=layer_of_parameter,
+        training=training,
     )
     balancer.own_hook(host.watch_batches())
     if optimizer is not None:
@@ -275,21 +310,37 @@ def _build(
     return balancer
 
 
-def _shard(
-    experts: nn.Module, name: str, rows: Tensor, world_size: int, optimizer: torch.optim.Optimizer | None
-) -> nn.Parameter:
-    """Replace a full expert parameter by this rank's rows, in the module and in the optimizer."""
+def _weights_of(index: int, bank: ReplicaBank, replicas: ReplicaSync | None) -> Callable[[], Sequence[Tensor]]:
+    """What a layer computes with: its Parameters, or all slots once the copies have arrived."""
+    if replicas is None:
+        return lambda: bank.parameters
+
+    def all_slots() -> Sequence[Tensor]:
+        replicas.wait(index)
+        return bank.weights()
+
+    return all_slots
+
+
+def _cut(layer: MoELayer, name: str, rows: Tensor) -> nn.Parameter:
+    full = getattr(layer.experts, name)
+    return nn.Parameter(full.detach()[rows], requires_grad=full.requires_grad)
+
+
+def _install(
+    experts: nn.Module,
+    name: str,
+    local: nn.Parameter,
+    rows: Tensor,
+    world_size: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Put this rank's rows in the place of a full expert parameter, in the module and in the optimizer."""
     full = getattr(experts, name)
-
-    def take_rows(tensor: Tensor) -> Tensor:
-        return tensor.detach()[rows.to(tensor.device)].contiguous()
-
-    local = nn.Parameter(take_rows(full), requires_grad=full.requires_grad)
     if optimizer is not None and full.requires_grad:
-        replace_parameter(optimizer, full, local, take_rows)
+        replace_parameter(optimizer, full, local, lambda state: state.detach()[rows.to(state.device)])
         local.register_hook(lambda gradient: gradient / world_size)
     setattr(experts, name, local)
-    return local
 
 
 def _warn_of_odd_rows(name: str, tensor: Tensor) -> None:

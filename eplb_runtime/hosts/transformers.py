@@ -7,6 +7,8 @@ the rows that arrive here, whatever the model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,9 +57,11 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
         raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
     own_forward = experts.forward
 
-    def compute(rows_MD: Tensor, slot_M: Tensor) -> Tensor:
+    names = tuple(key for key, _ in experts.named_parameters())
+
+    def compute(rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
         one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
-        with _StableSort():
+        with _reading(experts, names, weights), _StableSort():
             result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
         return result
 
@@ -74,11 +78,22 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
         name=name,
         experts=experts,
         num_experts=num_experts,
-        parameters=tuple(key for key, _ in experts.named_parameters()),
+        parameters=names,
         compute=compute,
         install=install,
         after_sharding=after_sharding,
     )
+
+
+@contextmanager
+def _reading(experts: nn.Module, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Let the module's code read these tensors (home rows with replica rows behind them) as its parameters."""
+    own = {name: experts._parameters[name] for name in names}
+    experts._parameters.update(zip(names, weights, strict=True))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        experts._parameters.update(own)
 
 
 class _StableSort(TorchFunctionMode):

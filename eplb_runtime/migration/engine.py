@@ -21,7 +21,6 @@ from torch import Tensor
 from ..experts.layout import RecordLayout
 from ..experts.registry import ExpertTensors
 from ..placement import Placement
-from ..topology import Topology
 from .agreement import Agreement, Verdict
 from .schedule import Round, Transfer, TransferSchedule, make_schedule
 from .staging import CHECKSUM_BYTES, Arena, as_bytes, checksum, runs_of
@@ -84,7 +83,6 @@ class MigrationEngine:
         registry: ExpertTensors,
         transport: Transport,
         agreement: Agreement,
-        topology: Topology,
         slots_per_rank: int,
         ep_rank: int,
         staging_bytes: int,
@@ -92,7 +90,6 @@ class MigrationEngine:
         self._registry = registry
         self._transport = transport
         self._agreement = agreement
-        self._topology = topology
         self._slots_per_rank = slots_per_rank
         self._ep_rank = ep_rank
         self._budget = staging_bytes
@@ -142,25 +139,15 @@ class MigrationEngine:
 
     def _prepare(
         self, current: Placement, target: Placement
-    ) -> tuple[TransferSchedule | None, dict[tuple[int, bool], RecordLayout], bytes]:
+    ) -> tuple[TransferSchedule | None, list[RecordLayout], bytes]:
         """The schedule, the layout of each record, memory for the largest round, and the digest of all that.
 
         What can fail on one rank alone fails here, before anybody waits for its bytes: then the digest is zeros.
         """
-        layouts: dict[tuple[int, bool], RecordLayout] = {}
+        layouts: list[RecordLayout] = []
         try:
-            for layer in range(self._registry.num_layers):
-                layouts[layer, True] = RecordLayout.of(self._registry.of_home(layer))
-                layouts[layer, False] = RecordLayout.of(self._registry.of_replica(layer))
-            layers = range(self._registry.num_layers)
-            schedule = make_schedule(
-                current,
-                target,
-                self._topology,
-                [layouts[layer, True].nbytes for layer in layers],
-                [layouts[layer, False].nbytes for layer in layers],
-                self._budget,
-            )
+            layouts = [RecordLayout.of(self._registry.of_home(layer)) for layer in range(self._registry.num_layers)]
+            schedule = make_schedule(current, target, [layout.nbytes for layout in layouts], self._budget)
             for round_ in schedule.rounds:
                 arriving = [t.nbytes for t in round_.transfers if self._rank_of(t.destination_slot) == self._ep_rank]
                 leaving = [t.nbytes for t in round_.transfers if self._leaves(t)]
@@ -171,13 +158,11 @@ class MigrationEngine:
             logger.warning("this rank cannot prepare the migration", exc_info=True)
             return None, layouts, bytes(16)
         digest = np.frombuffer(schedule.digest(), dtype=np.uint8)
-        for layout in layouts.values():
+        for layout in layouts:
             digest = digest ^ np.frombuffer(layout.digest(), dtype=np.uint8)
         return schedule, layouts, digest.tobytes()
 
-    def _stage_and_verify(
-        self, round_: Round, layouts: dict[tuple[int, bool], RecordLayout]
-    ) -> tuple[list[_Staged], str, bool]:
+    def _stage_and_verify(self, round_: Round, layouts: list[RecordLayout]) -> tuple[list[_Staged], str, bool]:
         """Bring this rank's part of a round into staging. Returns it, what is wrong with it, and whether by timeout."""
         try:
             staged, expected = self._stage(round_, layouts)
@@ -190,9 +175,7 @@ class MigrationEngine:
         except Exception as error:
             return [], f"{type(error).__name__}: {error}", False
 
-    def _stage(
-        self, round_: Round, layouts: dict[tuple[int, bool], RecordLayout]
-    ) -> tuple[list[_Staged], dict[int, Tensor]]:
+    def _stage(self, round_: Round, layouts: list[RecordLayout]) -> tuple[list[_Staged], dict[int, Tensor]]:
         """Exchange records and their checksums. Pairs of ranks send in the order of the schedule."""
         self._arrivals.restart()
         self._departures.restart()
@@ -202,7 +185,7 @@ class MigrationEngine:
         sent_checksums: dict[int, list[bytes]] = defaultdict(list)
         expected_count: dict[int, int] = defaultdict(int)
         for transfer in round_.transfers:
-            layout = layouts[transfer.layer, transfer.is_home]
+            layout = layouts[transfer.layer]
             source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
             if destination == self._ep_rank:
                 record = self._arrivals.take(layout.nbytes)

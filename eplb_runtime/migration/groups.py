@@ -25,6 +25,7 @@ class ProcessGroups:
     * ``control``: gloo, all ranks that train this model (EP x EDP): counts, plans, votes.
     * ``migration``: the device's backend, one EP group: experts on their way.
     * ``dispatch``: the device's backend, one EP group: tokens.
+    * ``replicas``: the device's backend, one EP group: weights to copies, gradients back.
     * ``data``: the device's backend, all ranks: gradients outside the experts, norms.
     * ``expert_data``: the device's backend, the EDP ranks, which hold the same experts; None when there is one.
 
@@ -50,6 +51,7 @@ class ProcessGroups:
         self.ep_ranks: list[int] = next(ranks for ranks in self._ep_sets if rank in ranks)
         self.ep_rank = self.ep_ranks.index(rank)
         self.dispatch = self._one_per_ep_set("eplb_runtime dispatch", None)
+        self.replicas = self._one_per_ep_set("eplb_runtime replicas", None)
         self.data = dist.new_group(self._everyone, backend=self._device_backend, group_desc="eplb_runtime data")
         self.expert_data = self._make_expert_data()
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
@@ -59,7 +61,8 @@ class ProcessGroups:
         return len(self.ep_ranks)
 
     @property
-    def migration_backend(self) -> str:
+    def backend(self) -> str:
+        """Name of the device's backend."""
         return self._device_backend
 
     def rebuild(self) -> None:
@@ -72,13 +75,13 @@ class ProcessGroups:
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
 
     def close_balancing(self) -> None:
-        """Give back what only rebalancing needs; the model goes on with dispatch, data and expert_data."""
+        """Give back what only rebalancing needs; the model goes on with the other groups."""
         self._destroy(self.control, self.migration)
 
     def close(self) -> None:
         """Give back all of them."""
         self.close_balancing()
-        self._destroy(self.dispatch, self.data, self.expert_data)
+        self._destroy(self.dispatch, self.replicas, self.data, self.expert_data)
 
     @staticmethod
     def _destroy(*groups: dist.ProcessGroup | None) -> None:

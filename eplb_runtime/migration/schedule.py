@@ -14,23 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
-from ..topology import Topology
 
 IntArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One expert's way to one slot. A home transfer carries the whole state, a replica transfer weights only.
+    """One expert's way, with its whole state, from its home slot to its next one (physical slots).
 
-    ``source_slot`` and ``destination_slot`` are physical slots; on equal ranks the transfer is a local copy.
+    On equal ranks the transfer is a local copy.
     """
 
     layer: int
     expert: int
     source_slot: int
     destination_slot: int
-    is_home: bool
     nbytes: int
 
 
@@ -67,7 +65,7 @@ class TransferSchedule:
         for round_ in self.rounds:
             hasher.update(b"round")
             for t in round_.transfers:
-                row = (t.layer, t.expert, t.source_slot, t.destination_slot, t.is_home, t.nbytes)
+                row = (t.layer, t.expert, t.source_slot, t.destination_slot, t.nbytes)
                 hasher.update(np.array(row, dtype="<i8").tobytes())
         return hasher.digest()
 
@@ -75,43 +73,38 @@ class TransferSchedule:
 def make_schedule(
     current: Placement,
     target: Placement,
-    topology: Topology,
-    home_bytes: Sequence[int],
-    replica_bytes: Sequence[int],
+    expert_bytes: Sequence[int],
     budget_bytes: int,
 ) -> TransferSchedule:
     """Rounds that lead from ``current`` to ``target``, both in the home layout.
 
-    In a round no rank receives or sends more than ``budget_bytes``, unless a single cycle of experts needs more: the
-    least that can be committed is one expert per rank. Each expert crosses the wire once per destination rank;
-    replicas are read from the holder that has sent least, on the destination's node where there is one.
+    Homes travel; replica slots only change their map, since copies are refreshed from their homes anyway (after every
+    optimizer step, and after a commit). In a round no rank receives or sends more than ``budget_bytes``, unless a
+    single cycle of experts needs more: the least that can be committed is one expert per rank.
 
     Args:
-        home_bytes: per layer, bytes of an expert with its whole state.
-        replica_bytes: per layer, bytes of its weights alone.
+        expert_bytes: per layer, bytes of an expert with its whole state.
         budget_bytes: bytes per rank and round.
     """
     rounds: list[Round] = []
-    open_round = _OpenRound(current, topology, home_bytes, replica_bytes, budget_bytes)
+    open_round = _OpenRound(current, expert_bytes, budget_bytes)
     changed = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1))
     for layer in changed.tolist():
         before = _layer_of(current, layer)
         whole = _layer_of(target, layer)
-        steps: list[LayerChange] = [whole]
         if not open_round.try_extend(layer, before, whole):
-            if open_round.round.transfers:
+            if open_round.round.after:
                 rounds.append(open_round.close())
             if not open_round.try_extend(layer, before, whole):
-                steps = list(_intermediate(before, whole, current.slots_per_rank, current.homes_per_rank))
                 reached = before
-                for step in steps:
+                for step in _intermediate(before, whole, current.slots_per_rank, current.homes_per_rank):
                     if not open_round.try_extend(layer, before, step):
-                        if open_round.round.transfers:
+                        if open_round.round.after:
                             rounds.append(open_round.close())
                             before = reached
                         open_round.extend(layer, before, step)
                     reached = step
-    if open_round.round.transfers:
+    if open_round.round.after:
         rounds.append(open_round.close())
     return TransferSchedule(tuple(rounds), target)
 
@@ -119,18 +112,10 @@ def make_schedule(
 class _OpenRound:
     """The round being filled, with the bytes that each rank sends and receives in it."""
 
-    def __init__(
-        self,
-        current: Placement,
-        topology: Topology,
-        home_bytes: Sequence[int],
-        replica_bytes: Sequence[int],
-        budget_bytes: int,
-    ) -> None:
+    def __init__(self, current: Placement, expert_bytes: Sequence[int], budget_bytes: int) -> None:
         self._slots_per_rank = current.slots_per_rank
-        self._topology = topology
-        self._home_bytes = home_bytes
-        self._replica_bytes = replica_bytes
+        self._num_ranks = current.num_ranks
+        self._expert_bytes = expert_bytes
         self._budget = budget_bytes
         self._open()
 
@@ -163,8 +148,7 @@ class _OpenRound:
         self.round.after[layer] = after
 
     def _bytes_per_rank(self, transfers: Sequence[Transfer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        ranks = self._topology.num_ranks
-        sent, received = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
         for t in transfers:
             source, destination = t.source_slot // self._slots_per_rank, t.destination_slot // self._slots_per_rank
             received[destination] += t.nbytes  # a local move is staged too
@@ -173,34 +157,13 @@ class _OpenRound:
         return sent, received
 
     def _transfers(self, layer: int, before: LayerChange, after: LayerChange) -> list[Transfer]:
-        """What ``after`` needs that ``before`` does not have, read from where it stands in ``before``."""
-        transfers = []
-        slots = self._slots_per_rank
-        sent = np.zeros(self._topology.num_ranks, dtype=np.int64)
-        home_slots = set(after.home.tolist())
-        for slot in np.flatnonzero(before.physical_to_logical != after.physical_to_logical).tolist():
-            expert = int(after.physical_to_logical[slot])
-            if expert == EMPTY:
-                continue
-            if slot in home_slots:
-                source, is_home, nbytes = int(before.home[expert]), True, self._home_bytes[layer]
-            else:
-                holders = np.flatnonzero(before.physical_to_logical == expert)
-                source = self._nearest(holders, slot // slots, sent)
-                is_home, nbytes = False, self._replica_bytes[layer]
-            if source // slots != slot // slots:
-                sent[source // slots] += nbytes
-            transfers.append(Transfer(layer, expert, source, slot, is_home, nbytes))
-        return transfers
-
-    def _nearest(self, holders: NDArray[np.intp], rank: int, sent: NDArray[np.int64]) -> int:
-        slots: list[int] = holders.tolist()
-
-        def cost(slot: int) -> tuple[bool, bool, int, int]:
-            holder = slot // self._slots_per_rank
-            return holder != rank, not self._topology.same_node(holder, rank), int(sent[holder]), slot
-
-        return min(slots, key=cost)
+        """The homes that ``after`` puts elsewhere, read from where they stand in ``before``; by destination slot."""
+        moved = np.flatnonzero(before.home != after.home)
+        moved = moved[np.argsort(after.home[moved])]
+        return [
+            Transfer(layer, expert, int(before.home[expert]), int(after.home[expert]), self._expert_bytes[layer])
+            for expert in moved.tolist()
+        ]
 
 
 def _layer_of(placement: Placement, layer: int) -> LayerChange:
@@ -211,7 +174,7 @@ def _layer_of(placement: Placement, layer: int) -> LayerChange:
 def _intermediate(
     before: LayerChange, after: LayerChange, slots_per_rank: int, homes_per_rank: int
 ) -> Iterator[LayerChange]:
-    """Valid placements from ``before`` to ``after``: the homes cycle by cycle, then replica slots one by one.
+    """Valid placements from ``before`` to ``after``: the homes cycle by cycle, then the replica slots.
 
     A cycle of slots that exchange their experts can be committed alone: afterwards every expert has one home again.
     """
@@ -226,12 +189,8 @@ def _intermediate(
             map_[slot] = expert
             home[expert] = slot
         yield LayerChange(map_.copy(), home.copy())
-    for slot in np.flatnonzero(map_ != after.physical_to_logical).tolist():
-        rank = slot // slots_per_rank
-        replicas = slice(rank * slots_per_rank + homes_per_rank, (rank + 1) * slots_per_rank)
-        map_[replicas][map_[replicas] == after.physical_to_logical[slot]] = EMPTY
-        map_[slot] = after.physical_to_logical[slot]
-        yield LayerChange(map_.copy(), home.copy())
+    if (map_ != after.physical_to_logical).any():
+        yield after
 
 
 def _cycles(before: LayerChange, after: LayerChange, is_home_slot: NDArray[np.bool_]) -> Iterator[list[int]]:

@@ -89,9 +89,7 @@ def descend(
                 busiest = rank
         if busiest < 0 or load_R[busiest] <= enough:
             break
-        swap_gain, here, there = _best_swap(
-            busiest, homes_RH, ranks_EC, count_E, share_EC, load_R, ranks_per_node
-        )
+        swap_gain, here, there = _best_swap(busiest, homes_RH, ranks_EC, count_E, share_EC, load_R, ranks_per_node)
         copy_gain, expert, rank, slot = _best_replica(
             busiest, homes_RH, replica_RK, ranks_EC, count_E, share_EC, load_R, ranks_per_node
         )

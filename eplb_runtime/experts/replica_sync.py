@@ -1,0 +1,165 @@
+"""Keep copies and homes together: weights from home to copies after a step, gradients from copies to home before it.
+
+Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
+the placement. Sums are in float32 and in the order of the slots, so they do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..placement import EMPTY, Placement
+from .replicas import ReplicaBank
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A replica slot that concerns this rank: as holder of the copy, or as its home."""
+
+    home_rank: int
+    home_row: int
+    rank: int
+    replica: int
+
+
+class ReplicaSync:
+    """Refresh and gradient sums of one rank's banks.
+
+    Args:
+        banks: one per layer.
+        group: the EP group, on the weights' device, used by nothing else.
+        ep_rank: this rank in it.
+        gradient_divisor: what copies' gradients are divided by, as the homes' are (ranks of the job).
+    """
+
+    def __init__(
+        self, banks: Sequence[ReplicaBank], group: dist.ProcessGroup, ep_rank: int, gradient_divisor: int
+    ) -> None:
+        self._banks = banks
+        self._group = group
+        self._ep_rank = ep_rank
+        self._divisor = gradient_divisor
+        self._held: list[list[_Copy]] = [[] for _ in banks]
+        self._lent: list[list[_Copy]] = [[] for _ in banks]
+        self._pending: list[list[dist.Work]] = [[] for _ in banks]
+        self._arrivals: dict[torch.Size, Tensor] = {}
+
+    def follow(self, placement: Placement) -> None:
+        """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
+        self.wait_all()
+        slots, homes = placement.slots_per_rank, placement.homes_per_rank
+        for layer in range(placement.num_layers):
+            held, lent = [], []
+            by_rank = placement.physical_to_logical[layer].reshape(placement.num_ranks, slots)[:, homes:]
+            for rank, replicas in enumerate(by_rank.tolist()):
+                for replica, expert in enumerate(replicas):
+                    if expert == EMPTY:
+                        continue
+                    assert placement.home is not None
+                    home = int(placement.home[layer, expert])
+                    copy = _Copy(home // slots, home % slots, rank, replica)
+                    if rank == self._ep_rank:
+                        held.append(copy)
+                    if copy.home_rank == self._ep_rank:
+                        lent.append(copy)
+            self._held[layer], self._lent[layer] = held, lent
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Post the weights of all homes to their copies, in layer order; `wait` before a layer is used."""
+        for layer, bank in enumerate(self._banks):
+            self.wait(layer)
+            sends = [
+                (copy.rank, parameter[copy.home_row].detach())
+                for copy in self._lent[layer]
+                for parameter in bank.parameters
+            ]
+            receives = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.replica_rows(copy.replica)]
+            self._pending[layer] = self._post(layer, sends, receives)
+
+    def wait(self, layer: int) -> None:
+        """Until this layer's copies are fresh and its homes may change again."""
+        for work in self._pending[layer]:
+            work.wait()
+        self._pending[layer] = []
+
+    def wait_all(self) -> None:
+        for layer in range(len(self._banks)):
+            self.wait(layer)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Add the gradients of all copies to their homes' and clear them. Collective over the ranks concerned."""
+        for layer in reversed(range(len(self._banks))):
+            bank = self._banks[layer]
+            trained = bank.trained()
+            sends = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.gradient_rows(copy.replica)]
+            arrivals = [self._arrival(index, [p.shape[1:] for p in trained]) for index in range(len(self._lent[layer]))]
+            receives = [
+                (copy.rank, row) for copy, rows in zip(self._lent[layer], arrivals, strict=True) for row in rows
+            ]
+            for work in self._post(layer, sends, receives):
+                work.wait()
+            self._add_to_homes(self._lent[layer], trained, arrivals)
+            bank.clear_gradients()
+
+    def _add_to_homes(
+        self, lent: Sequence[_Copy], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Sum in float32, the home's own first, then the copies in the order of their slots; round once."""
+        for home_row in sorted({copy.home_row for copy in lent}):
+            for index, parameter in enumerate(trained):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                total = parameter.grad[home_row].float()
+                for copy, rows in zip(lent, arrivals, strict=True):
+                    if copy.home_row == home_row:
+                        total = total + rows[index] / self._divisor
+                parameter.grad[home_row] = total.to(parameter.grad.dtype)
+
+    def _arrival(self, index: int, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Float32 rows for one copy's gradients, kept from layer to layer."""
+        rows = []
+        for position, shape in enumerate(shapes):
+            key = torch.Size((index, position, *shape))
+            if key not in self._arrivals:
+                device = self._banks[0].parameters[0].device
+                self._arrivals[key] = torch.empty(shape, dtype=torch.float32, device=device)
+            rows.append(self._arrivals[key])
+        return rows
+
+    # -- the wire ------------------------------------------------------------------------------------------------
+
+    def _post(
+        self, layer: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
+        operations = [*self._operations(layer, dist.isend, sends), *self._operations(layer, dist.irecv, receives)]
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+        return works
+
+    def _operations(
+        self, layer: int, kind: Callable[..., Any], messages: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.P2POp]:
+        # Several layers are on their way at once: a tag of its own for every message of a pair keeps them apart.
+        count: Counter[int] = Counter()
+        operations = []
+        for rank, row in messages:
+            tag = layer * _TAGS_PER_LAYER + count[rank]
+            count[rank] += 1
+            data = row.reshape(-1).view(torch.uint8)
+            peer = dist.get_global_rank(self._group, rank)
+            operations.append(dist.P2POp(kind, data, peer, self._group, tag=tag))
+        return operations
+
+
+_TAGS_PER_LAYER = 1 << 12

@@ -1,0 +1,149 @@
+"""The fast clock: split one batch's tokens over the copies of their experts, the same way on every rank.
+
+Pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone, so that
+activation recompute repeats it exactly. Numba where the counts are on the CPU, torch on the device else; both give the
+same integers. No torch.distributed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..placement import EMPTY, Placement
+from . import sources
+from .tables import SplitTables
+from .water_filling import Mode
+from .water_filling_torch import DeviceTables, assign_slots, split_counts
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRoute:
+    """Where one batch goes.
+
+    Args:
+        slots_TK: int64, the physical slot of each choice.
+        sent_P: int64 ``[P]``, rows that this rank sends to each slot.
+        received_P: int64 ``[R * S]``, rows that each rank sends to this rank's slots.
+    """
+
+    slots_TK: Tensor
+    sent_P: Tensor
+    received_P: Tensor
+
+
+class BatchSplitter:
+    """Splits batches under one placement; `follow` takes over the next one.
+
+    Args:
+        ep_rank: this rank.
+        ranks_per_node: consecutive ranks that share a node.
+        mode: ``"water_filling"`` or ``"even"``.
+        locality: serve a token on its own rank or node where the quotas allow.
+        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: torch.device,
+        *,
+        ep_rank: int,
+        ranks_per_node: int,
+        mode: Mode,
+        locality: bool,
+        least_tokens: int,
+    ) -> None:
+        self._device = device
+        self._ep_rank = ep_rank
+        self._ranks_per_node = ranks_per_node
+        self._mode: Mode = mode
+        self._locality = locality
+        self._least_tokens = least_tokens
+        self.follow(placement)
+
+    def follow(self, placement: Placement) -> None:
+        """Take over a committed placement."""
+        self._num_experts = placement.num_experts
+        self._tables = SplitTables.of(placement)
+        self._device_tables = DeviceTables.of(placement, self._device)
+        self._split_layers: list[bool] = (placement.copy_count > 1).any(axis=1).tolist()
+        slots = placement.slots_per_rank
+        mine = slice(self._ep_rank * slots, (self._ep_rank + 1) * slots)
+        self._of_slot = [
+            _copies_of_slots(placement, self._tables, layer).to(self._device) for layer in range(placement.num_layers)
+        ]
+        self._of_mine = [of_slot[:, mine] for of_slot in self._of_slot]
+
+    def splits(self, layer: int) -> bool:
+        """Whether any expert of the layer has copies; if not, every token goes home."""
+        return self._split_layers[layer]
+
+    def warm_up(self) -> None:
+        """Compile what a batch needs, so that none has to wait for it."""
+        ranks = self._tables.num_ranks
+        counts_RE = np.ones((ranks, self._num_experts), dtype=np.int64)
+        sources.split_counts(counts_RE, self._tables, 0, ranks_per_node=self._ranks_per_node)
+
+    def counts(self, topk_ids_TK: Tensor) -> Tensor:
+        """int64 ``[E]``: this rank's choices of each expert, padding included: what will really travel."""
+        ids = topk_ids_TK.reshape(-1)
+        return torch.zeros(self._num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
+            0, ids, torch.ones_like(ids)
+        )
+
+    def route(self, layer: int, topk_ids_TK: Tensor, counts_RE: Tensor) -> BatchRoute:
+        """Slots and row counts of a batch.
+
+        Args:
+            topk_ids_TK: int64 ``[T, K]``, this rank's choices.
+            counts_RE: int64 ``[R, E]``, ``counts`` of every rank.
+        """
+        sent_REC = self._split(layer, counts_RE)
+        slots_TK = assign_slots(topk_ids_TK, sent_REC[self._ep_rank], self._device_tables[layer].copy_slot_EC)
+        expert_P, copy_P, filled_P = self._of_slot[layer]
+        expert_S, copy_S, filled_S = self._of_mine[layer]
+        sent_P = sent_REC[self._ep_rank, expert_P, copy_P] * filled_P
+        received_RS = sent_REC[:, expert_S, copy_S] * filled_S
+        return BatchRoute(slots_TK, sent_P, received_RS.reshape(-1))
+
+    def _split(self, layer: int, counts_RE: Tensor) -> Tensor:
+        if counts_RE.device.type == "cpu":
+            counts = counts_RE.numpy()
+            if counts.sum() < self._least_tokens:
+                home = np.zeros((*counts.shape, self._tables.copy_slot_LEC.shape[2]), dtype=np.int64)
+                home[:, :, 0] = counts
+                return torch.from_numpy(home)
+            sent = sources.split_counts(
+                counts,
+                self._tables,
+                layer,
+                ranks_per_node=self._ranks_per_node,
+                mode=self._mode,
+                locality=self._locality,
+            )
+            return torch.from_numpy(sent)
+        sent_REC = split_counts(
+            counts_RE,
+            self._device_tables[layer],
+            ranks_per_node=self._ranks_per_node,
+            mode=self._mode,
+            locality=self._locality,
+        )
+        home_REC = torch.zeros_like(sent_REC)
+        home_REC[:, :, 0] = counts_RE
+        return torch.where(counts_RE.sum() < self._least_tokens, home_REC, sent_REC)
+
+
+def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> Tensor:
+    """int64 ``[3, P]``, for each slot: its expert, which copy of it stands there, and whether any does (1 or 0)."""
+    expert_P = placement.physical_to_logical[layer].astype(np.int64)
+    copy_P = np.zeros_like(expert_P)
+    slot_EC = tables.copy_slot_LEC[layer]
+    experts, copies = np.nonzero(slot_EC >= 0)
+    copy_P[slot_EC[experts, copies]] = copies
+    filled_P = (expert_P != EMPTY).astype(np.int64)
+    return torch.from_numpy(np.stack([np.maximum(expert_P, 0), copy_P, filled_P]))

@@ -1,0 +1,255 @@
+"""Replica slots in training: copies share the work of hot experts and change the result by rounding alone.
+
+Sums over an expert's tokens are parted among copies and added in another order, so float32 results differ in the last
+bits; in float64 they agree to 1e-12. Each rule has its control: broken on purpose, the same comparison must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted
+from eplb_runtime.experts.replica_sync import ReplicaSync
+from eplb_runtime.experts.replicas import ReplicaBank
+
+EXPERTS = 16
+
+
+def break_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    replica_slots: int
+    steps: int = 16
+    dtype: torch.dtype = torch.float64
+    policy: str = "incremental"
+    split: str = "water_filling"
+    checkpointing: bool = False
+    accumulate: int = 1
+    damage: Callable[[], None] = break_nothing
+
+
+def train(rank: int, job: Job) -> dict:
+    job.damage()
+    model = make_model("gpt_oss", experts=EXPERTS, top_k=2).to(job.dtype)
+    model.set_experts_implementation("eager" if job.dtype == torch.float64 else "grouped_mm")
+    with torch.no_grad():
+        for layer in model.model.layers:  # a router that is biased to few experts
+            layer.mlp.router.bias.copy_(torch.linspace(4.0, -1.0, EXPERTS))
+    if job.checkpointing:
+        model.activation_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    config = eplb.BalancerConfig(
+        interval=4,
+        policy=job.policy,
+        gate="always",
+        replica_slots=job.replica_slots,
+        split=job.split,
+        split_least_tokens=0,
+        dense_gradients="allreduce",
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    rows = count_rows(model)
+    model.train()
+    losses, norms, imbalances = [], [], []
+    for step in range(job.steps):
+        for part in range(job.accumulate):
+            ids = batch_of(rank, job.accumulate * step + part, batch=4, length=24)
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss / job.accumulate).backward()
+            losses.append(loss.item())
+        norms.append(balancer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        imbalances.append(rank_imbalance(rows))
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "imbalance": imbalances,
+        "state": eplb.logical_state_dict(model, optimizer),
+        "copies": int((balancer.placement.copy_count > 1).sum()),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+    }
+    balancer.close()
+    return result
+
+
+def count_rows(model: torch.nn.Module) -> list[list[int]]:
+    """Rows that this rank's experts really compute, per layer, from here on."""
+    rows: list[list[int]] = [[] for _ in model.model.layers]
+    for index, layer in enumerate(model.model.layers):
+        parallel = layer.mlp.experts.forward.__closure__[0].cell_contents
+        own = parallel._compute
+
+        def counting(rows_MD, slot_M, weights, own=own, index=index):
+            rows[index].append(len(rows_MD))
+            return own(rows_MD, slot_M, weights)
+
+        parallel._compute = counting
+    return rows
+
+
+def rank_imbalance(rows: list[list[int]]) -> float:
+    """Max / mean over ranks of the rows computed since the last call, mean over layers."""
+    mine = torch.tensor([float(sum(layer)) for layer in rows])
+    every = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, mine)
+    for layer in rows:
+        layer.clear()
+    loads = torch.stack(every)
+    return (loads.max(0).values / loads.mean(0)).mean().item()
+
+
+def largest_difference(one: list[dict], other: list[dict]) -> float:
+    """Over all losses, norms, parameters and optimizer tensors, relative to the largest value of each."""
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        assert a["state"].keys() == b["state"].keys()
+        pairs = [(torch.tensor(a[key]), torch.tensor(b[key])) for key in ("losses", "norms")]
+        pairs += [(a["state"][name], b["state"][name]) for name in a["state"]]
+        for x, y in pairs:
+            worst = max(worst, ((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item())
+    return worst
+
+
+@pytest.fixture(scope="module")
+def without() -> list[dict]:
+    return run_ranks(4, train, Job(replica_slots=0, policy="static"))
+
+
+def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) -> None:
+    results = run_ranks(4, train, Job(replica_slots=1))
+    assert results[0]["aborted"] == []
+    assert results[0]["copies"] > 0
+    assert largest_difference(without, results) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(replica_slots=2),
+        Job(replica_slots=1, split="even"),
+        Job(replica_slots=1, checkpointing=True),
+    ],
+    ids=["two copies a rank", "even split", "activation checkpointing"],
+)
+def test_so_it_is_with(without: list[dict], job: Job) -> None:
+    results = run_ranks(4, train, job)
+    assert results[0]["copies"] > 0
+    assert largest_difference(without, results) < 1e-12
+
+
+def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
+    static = run_ranks(4, train, Job(replica_slots=0, policy="static", steps=10, accumulate=3))
+    results = run_ranks(4, train, Job(replica_slots=1, steps=10, accumulate=3))
+    assert results[0]["copies"] > 0
+    assert largest_difference(static, results) < 1e-12
+
+
+def test_the_same_run_twice_gives_the_same_bits() -> None:
+    job = Job(replica_slots=1, dtype=torch.float32)
+    assert largest_difference(run_ranks(4, train, job), run_ranks(4, train, job)) == 0
+
+
+def test_copies_reach_what_moving_homes_cannot() -> None:
+    moving = run_ranks(4, train, Job(replica_slots=0, dtype=torch.float32, steps=24))
+    copying = run_ranks(4, train, Job(replica_slots=1, dtype=torch.float32, steps=24))
+    last = slice(12, None)
+    alone = sum(moving[0]["imbalance"][last]) / 12
+    with_copies = sum(copying[0]["imbalance"][last]) / 12
+    assert alone > 1.2
+    assert with_copies <= 1.05
+
+
+# -- controls ------------------------------------------------------------------------------------------------------
+
+
+def forget_gradients_of_copies() -> None:
+    ReplicaSync._add_to_homes = lambda *_: None
+
+
+def average_instead_of_sum() -> None:
+    add = ReplicaSync._add_to_homes
+
+    def averaged(self, lent, trained, arrivals):
+        return add(self, lent, trained, [[row / 2 for row in rows] for rows in arrivals])
+
+    ReplicaSync._add_to_homes = averaged
+
+
+def miss_a_refresh() -> None:
+    refresh, calls = ReplicaSync.refresh, []
+
+    def sometimes(self):
+        calls.append(True)
+        if len(calls) != 9:
+            refresh(self)
+
+    ReplicaSync.refresh = sometimes
+
+
+def count_copies_in_the_norm() -> None:
+    clip = eplb.Balancer.clip_grad_norm_
+
+    def counting(self, max_norm):
+        norm = clip(self, max_norm)
+        extra = sum(len(copies) for copies in self._replicas._held) if self._replicas else 0
+        return norm * (1.0 + 1e-6 * extra)
+
+    eplb.Balancer.clip_grad_norm_ = counting
+
+
+def let_copies_decay() -> None:
+    refresh = ReplicaSync.refresh
+
+    def decayed(self):
+        refresh(self)
+        self.wait_all()
+        for bank in self._banks:
+            for replica in range(bank.replica_slots):
+                for row in bank.replica_rows(replica):
+                    row.mul_(1 - 1e-4)
+
+    ReplicaSync.refresh = decayed
+
+
+def split_anew_in_recompute() -> None:
+    from eplb_runtime.load.recorder import in_recompute
+    from eplb_runtime.routing.splitter import BatchSplitter
+
+    split = BatchSplitter._split
+
+    def fickle(self, layer, counts_RE):
+        self._mode = "even" if in_recompute() else "water_filling"
+        return split(self, layer, counts_RE)
+
+    BatchSplitter._split = fickle
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [forget_gradients_of_copies, average_instead_of_sum, miss_a_refresh, count_copies_in_the_norm, let_copies_decay],
+)
+def test_control_a_broken_rule_is_noticed(without: list[dict], damage: Callable[[], None]) -> None:
+    results = run_ranks(4, train, Job(replica_slots=1, damage=damage))
+    assert results[0]["copies"] > 0
+    assert largest_difference(without, results) > 1e-9
+
+
+def test_control_a_bank_that_ignores_its_copies_gradients_is_noticed(without: list[dict]) -> None:
+    results = run_ranks(4, train, Job(replica_slots=1, damage=lose_gradients_in_the_bank))
+    assert largest_difference(without, results) > 1e-9
+
+
+def lose_gradients_in_the_bank() -> None:
+    original = ReplicaBank.gradient_rows
+    ReplicaBank.gradient_rows = lambda self, replica: [row * 0 for row in original(self, replica)]
