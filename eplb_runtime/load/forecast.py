@@ -6,27 +6,33 @@ gets a long memory and drifting traffic a short one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
-MEMORIES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
-"""Weights of the newest window that exponential averages are tried with; 1 remembers the last window alone."""
+MEMORIES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.0)
+"""Weights of the newest window that averages are tried with; 1 remembers the last window alone, 0 all alike."""
+METHODS = ("auto", "window", "last", "average", "trend")
 TREND_DAMPING = 0.5
-LONGEST_HISTORY = 64
-"""Older windows than these are not looked at."""
+MOST_WINDOWS = 64
+"""Longer histories are merged into at most so many windows."""
 
 Load = NDArray[np.float64]
 
 
-def window_mean(load: Load, windows: int | None = None) -> Load:
-    """float64 ``[L, E]``: mean of the last ``windows`` windows of ``[T, L, E]`` (None: of all)."""
-    return np.asarray(load[-(windows or len(load)) :].mean(axis=0))
+def coarsen(load: Load) -> Load:
+    """Merge runs of neighbouring windows of ``[T, L, E]`` into their means, so that at most ``MOST_WINDOWS`` are left.
+
+    What does not fill a run is left out at the old end.
+    """
+    run = -(-len(load) // MOST_WINDOWS)
+    if run <= 1:
+        return load
+    kept = load[len(load) % run :]
+    return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
 def exponential_average(load: Load, newest_weight: float) -> Load:
-    """float64 ``[T, L, E]``: for each window the average of it and all before, each ``1 - newest_weight`` times lighter.
+    """float64 ``[T, L, E]``: for each window the average up to it; a window older weighs ``1 - newest_weight`` times less.
 
     Weights are normalised, so that the first windows are plain means rather than bound to the first one.
     """
@@ -53,8 +59,8 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1) -> Load:
     """The load to plan for.
 
     Args:
-        load: float64 ``[T, L, E]``, oldest first.
-        method: ``"window"`` (mean of all windows given), ``"last"``, ``"average"`` (exponential, memory chosen by past
+        load: float64 ``[T, L, E]``, oldest first; ``coarsen`` it before if T is large.
+        method: ``"window"`` (mean of all windows), ``"last"``, ``"average"`` (exponential, memory chosen by past
             error), ``"trend"`` (likewise), ``"auto"`` (the best of all of these by past error).
         horizon: windows that the forecast is to hold for; past errors are taken against the mean of as many.
 
@@ -64,24 +70,19 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1) -> Load:
     Raises:
         ValueError: the method is unknown.
     """
-    averages = [("average", weight, exponential_average) for weight in MEMORIES]
-    trends = [("trend", weight, trend) for weight in MEMORIES[1:]]
-    if method == "window" or (len(load) == 1 and method in METHODS):
-        return window_mean(load)
+    if method not in METHODS:
+        raise ValueError(f"forecast={method!r} is unknown; choose one of: {', '.join(METHODS)}")
+    if method == "window" or len(load) == 1:
+        return np.asarray(load.mean(axis=0))
     if method == "last":
         return np.asarray(load[-1])
-    candidates: list[tuple[str, float, Callable[[Load, float], Load]]] = [
-        candidate for candidate in averages + trends if method in ("auto", candidate[0])
-    ]
-    if not candidates:
-        raise ValueError(f"forecast {method!r} is unknown; choose one of: {', '.join(METHODS)}")
-    load = load[-LONGEST_HISTORY:]
-    made = [make(load, weight) for _, weight, make in candidates]
+    made = []
+    if method in ("auto", "average"):
+        made += [exponential_average(load, weight) for weight in MEMORIES]
+    if method in ("auto", "trend"):
+        made += [trend(load, weight) for weight in MEMORIES if 0 < weight < 1]
     errors = [past_error(one, load, horizon) for one in made]
     return np.asarray(made[int(np.argmin(errors))][-1])
-
-
-METHODS = ("auto", "window", "last", "average", "trend")
 
 
 def past_error(forecasts: Load, load: Load, horizon: int = 1) -> float:

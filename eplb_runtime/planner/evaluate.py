@@ -62,7 +62,7 @@ def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDAr
         float64 ``[L]`` or ``[W, L]``.
     """
     if load.ndim == 2:
-        return predicted_imbalance(load[None], placement)[0]
+        return np.asarray(predicted_imbalance(load[None], placement)[0])
     if placement.home is None:
         return np.stack([imbalance(even_split_rank_load(window, placement)) for window in load])
     tables = SplitTables.of(placement)
