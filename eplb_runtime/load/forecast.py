@@ -32,7 +32,7 @@ def coarsen(load: Load) -> Load:
 
 
 def exponential_average(load: Load, newest_weight: float) -> Load:
-    """float64 ``[T, L, E]``: for each window the average up to it; a window older weighs ``1 - newest_weight`` times less.
+    """float64 ``[T, L, E]``: for each window the average up to it, each older one ``1 - newest_weight`` lighter.
 
     Weights are normalised, so that the first windows are plain means rather than bound to the first one.
     """

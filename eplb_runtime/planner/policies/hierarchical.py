@@ -118,7 +118,9 @@ def _balance(
         for node in range(num_nodes):
             for group in nodes.expert[node]:
                 copies[node, group * group_size : (group + 1) * group_size] = 1
-        locked, node_load = _spill(weight[index], nodes.load, copies, node_ranks, slots_per_rank, spilled_experts)
+        locked, node_load = _spill(
+            weight[index], nodes.load, copies, node_ranks, slots_per_rank, spilled_experts
+        )
         for node in np.argsort(-node_load, kind="mergesort"):
             hottest[index] = _plan_node(
                 weight[index], copies, locked, node, node_ranks, slots_per_rank, hottest[index], result[index]

@@ -36,30 +36,37 @@ class Trajectory:
         imbalance: float64 ``[N + 1]``.
         moved: int64 ``[N + 1, 2]``, homes and replicas moved.
         seconds: float64 ``[N + 1]``, to carry them.
+        home_rank: int32 ``[E]``, where the search has ended.
+        replicas: int32 ``[R, k]``, likewise.
     """
 
     imbalance: NDArray[np.float64]
     moved: NDArray[np.int64]
     seconds: NDArray[np.float64]
+    home_rank: NDArray[np.int32]
+    replicas: NDArray[np.int32]
 
-    def cut(self, steps: int) -> Trajectory:
-        return Trajectory(self.imbalance[: steps + 1], self.moved[: steps + 1], self.seconds[: steps + 1])
+    @property
+    def steps(self) -> int:
+        return len(self.imbalance) - 1
 
 
 def incremental(request: PlanRequest) -> Placement:
     """Warm-started search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
     units = in_units(request.forecast)
-    trajectories = [_worth_going(_explore(request, start, units, layer)[0], request) for layer in range(len(units))]
-    steps = _within_budget(trajectories, request)
-    placement = _take(request, start, units, steps)
+    trajectories = [_explore(request, start, units, layer) for layer in range(request.num_layers)]
+    steps = _within_budget(trajectories, [_worth_going(one, request) for one in trajectories], request)
+    for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
+        trajectories[layer] = _explore(request, start, units, layer, int(steps[layer]))
+    placement = _at_the_end(start, trajectories, steps > 0)
     return _without_losers(request, start, placement)
 
 
 def _explore(
     request: PlanRequest, start: Placement, units: NDArray[np.int64], layer: int, max_steps: int | None = None
-) -> tuple[Trajectory, NDArray[np.int32], NDArray[np.int32]]:
-    """The trajectory of one layer, and the home ranks ``[E]`` and replica slots ``[R, k]`` at its end."""
+) -> Trajectory:
+    """The trajectory of one layer: to where no step gains any more, or of so many steps."""
     topology, load = request.topology, units[layer]
     home_rank = start.home_rank[layer].copy()
     by_rank = start.physical_to_logical[layer].reshape(start.num_ranks, -1)
@@ -88,40 +95,43 @@ def _explore(
         seconds,
     )
     reached = np.arange(taken + 1)
-    trajectory = Trajectory(
-        peak[reached] * (topology.num_ranks / total), moved[reached].astype(np.int64), seconds[reached]
+    return Trajectory(
+        peak[reached] * (topology.num_ranks / total),
+        moved[reached].astype(np.int64),
+        seconds[reached],
+        home_rank,
+        replicas,
     )
-    return trajectory, home_rank, replicas
 
 
-def _worth_going(trajectory: Trajectory, request: PlanRequest) -> Trajectory:
-    """Cut where the best is reached, or nearly: the fewest steps within a tenth of ``LEAST_GAIN`` of the best value."""
+def _worth_going(trajectory: Trajectory, request: PlanRequest) -> int:
+    """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best value."""
     value = trajectory.imbalance
     if request.seconds_per_imbalance is not None:
         value = value + HYSTERESIS * trajectory.seconds / max(request.seconds_per_imbalance, 1e-300)
     if value[0] - value.min() < LEAST_GAIN:
-        return trajectory.cut(0)
-    return trajectory.cut(int(np.argmax(value <= value.min() + LEAST_GAIN / 10)))
+        return 0
+    return int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
 
 
-def _within_budget(trajectories: list[Trajectory], request: PlanRequest) -> NDArray[np.int64]:
-    moves = [trajectory.moved.sum(axis=1) for trajectory in trajectories]
+def _within_budget(trajectories: list[Trajectory], farthest: list[int], request: PlanRequest) -> NDArray[np.int64]:
+    """Steps of each layer that the budgets allow, at most ``farthest``."""
     size = np.array([request.home_bytes, request.replica_bytes])
-    spent = [trajectory.moved @ size for trajectory in trajectories]
+    cut = [(one.imbalance[: end + 1], one.moved[: end + 1]) for one, end in zip(trajectories, farthest, strict=True)]
     return share_out(
-        [trajectory.imbalance for trajectory in trajectories],
-        [np.stack([a, b], axis=1) for a, b in zip(moves, spent, strict=True)],
+        [value for value, _ in cut],
+        [np.stack([moved.sum(axis=1), moved @ size], axis=1) for _, moved in cut],
         (request.max_moves, request.max_bytes),
     )
 
 
-def _take(request: PlanRequest, start: Placement, units: NDArray[np.int64], steps: NDArray[np.int64]) -> Placement:
-    """Walk each layer's trajectory again, as far as it may go."""
+def _at_the_end(start: Placement, trajectories: list[Trajectory], moves: NDArray[np.bool_]) -> Placement:
+    """Layers that move stand as at the end of their trajectory, the others as in ``start``."""
     home_rank = start.home_rank.copy()
     standing = start.physical_to_logical.reshape(start.num_layers, start.num_ranks, -1)
     replicas = standing[:, :, start.homes_per_rank :].copy()
-    for layer in np.flatnonzero(steps).tolist():
-        _, home_rank[layer], replicas[layer] = _explore(request, start, units, layer, int(steps[layer]))
+    for layer in np.flatnonzero(moves).tolist():
+        home_rank[layer], replicas[layer] = trajectories[layer].home_rank, trajectories[layer].replicas
     replica_ranks = np.zeros((start.num_layers, start.num_experts, start.num_ranks), dtype=bool)
     layers, ranks, slots = np.nonzero(replicas != EMPTY)
     replica_ranks[layers, replicas[layers, ranks, slots], ranks] = True
