@@ -103,17 +103,17 @@ def simple_cycles(before: NDArray[np.integer], after: NDArray[np.integer]) -> li
 
 def _align_replicas(start: Placement, layer: int, replica_ranks: NDArray[np.bool_], row: NDArray[np.int32]) -> None:
     """Fill the replica slots of ``row`` in place: who stays keeps the slot, the others fill up in ascending order."""
-    old = start.physical_to_logical[layer].reshape(start.num_ranks, -1)
-    new = row.reshape(start.num_ranks, -1)
-    homes = start.homes_per_rank
-    per_rank = replica_ranks.sum(axis=0)
-    if (per_rank > start.replica_slots).any():
-        rank = int(np.argmax(per_rank > start.replica_slots))
-        raise PlanError(f"layer {layer}: rank {rank} gets {per_rank[rank]} replicas for {start.replica_slots} slots")
-    for rank in np.flatnonzero(per_rank).tolist():
-        wanted = np.flatnonzero(replica_ranks[:, rank])
-        stay = np.isin(old[rank, homes:], wanted)
-        new[rank, homes:][stay] = old[rank, homes:][stay]
-        coming = np.setdiff1d(wanted, old[rank, homes:])
-        vacant = homes + np.flatnonzero(~stay)
-        new[rank, vacant[: len(coming)]] = coming
+    homes, slots_per_rank = start.homes_per_rank, start.slots_per_rank
+    old = start.physical_to_logical[layer].tolist()
+    wanted: list[list[int]] = [[] for _ in range(start.num_ranks)]
+    for expert, rank in np.argwhere(replica_ranks).tolist():
+        wanted[rank].append(expert)
+    for rank, experts in enumerate(wanted):
+        if len(experts) > start.replica_slots:
+            raise PlanError(f"layer {layer}: rank {rank} gets {len(experts)} replicas for {start.replica_slots} slots")
+        slots = range(rank * slots_per_rank + homes, (rank + 1) * slots_per_rank)
+        standing = {old[slot]: slot for slot in slots if old[slot] in experts}
+        vacant = [slot for slot in slots if old[slot] not in standing]
+        coming = [expert for expert in experts if expert not in standing]
+        for expert, slot in [*standing.items(), *zip(coming, vacant, strict=False)]:
+            row[slot] = expert

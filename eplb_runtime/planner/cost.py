@@ -77,7 +77,7 @@ class CostModel:
         return sent, received
 
     def transfer_seconds(self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int) -> float:
-        """Seconds to carry the moves: the busiest rank's, links inside and between nodes used one after the other."""
+        """Seconds to carry the moves: what the busiest rank sends or receives, one transfer after the other."""
+        bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         sent, received = self.bytes_by_link(moves, topology, slots_per_rank)
-        per_rank = np.maximum(sent, received) / np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
-        return float(per_rank.sum(axis=1).max(initial=0.0))
+        return float(np.maximum((sent / bandwidth).sum(axis=1), (received / bandwidth).sum(axis=1)).max(initial=0.0))

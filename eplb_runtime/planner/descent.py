@@ -1,4 +1,4 @@
-"""The search under the ``incremental`` policy: best swaps of homes and best changes of replica slots, one layer at a time.
+"""The search under the ``incremental`` policy: best swaps of homes, best changes of replica slots, layer by layer.
 
 The goal is the sum of squared rank loads under water-filling, taken after every step with the real splitter's sweeps: a
 split that minimises it also minimises the busiest rank. Loads are integers, so that every machine takes the same steps.
@@ -11,11 +11,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ..placement import EMPTY
-from ..routing.water_filling import sweep_once
+from ..routing.water_filling import sweep_once, sweep_until_optimal
 
 GOOD_ENOUGH_BITS = 10
 """The search stops when the busiest rank is within 2 ** -10 of the mean."""
-SETTLING_SWEEPS = 3
+FIRST_SWEEPS, SETTLING_SWEEPS = 100, 3
+"""Sweeps for the split of the start (until optimal), and after each step (from a split that was good before it)."""
 NEAR_BONUS = 1.02
 """A candidate inside the node is preferred while its gain is at most 2 % less."""
 STUCK_RANKS = 6
@@ -30,8 +31,11 @@ def descend(
     ranks_per_node: int,
     max_copies: int,
     max_steps: int,
+    home_seconds: tuple[float, float],
+    replica_seconds: tuple[float, float],
     peak_S: NDArray[np.int64],
     moved_S: NDArray[np.int32],
+    seconds_S: NDArray[np.float64],
 ) -> int:
     """Take improving steps from where experts stand; changes ``home_rank_E`` and ``replica_RK`` in place.
 
@@ -46,7 +50,9 @@ def descend(
         max_copies: of one expert, home included.
         max_steps: at most so many.
         peak_S: int64 ``[max_steps + 1]``, filled with the busiest rank's load before the first and after each step.
+        home_seconds, replica_seconds: of carrying one expert inside a node and between nodes.
         moved_S: int32 ``[max_steps + 1, 2]``, filled with the homes and the replicas that differ from the start.
+        seconds_S: float64 ``[max_steps + 1]``, filled with the busiest link's time to carry these.
 
     Returns:
         steps taken.
@@ -73,11 +79,10 @@ def descend(
             elif expert != EMPTY:
                 ranks_EC[expert, count_E[expert]] = rank
                 count_E[expert] += 1
-    for _ in range(4 * SETTLING_SWEEPS):
-        sweep_once(ranks_EC, count_E, share_EC, load_R)
+    sweep_until_optimal(ranks_EC, count_E, share_EC, load_R, FIRST_SWEEPS)
     goal = _goal(load_R)
     peak_S[0] = load_R.max()
-    moved_S[0] = 0
+    moved_S[0], seconds_S[0] = 0, 0.0
     enough = load_R.sum() // ranks
     enough += enough >> GOOD_ENOUGH_BITS
     stuck_R = np.zeros(ranks, dtype=np.bool_)
@@ -117,7 +122,16 @@ def descend(
         stuck = 0
         step += 1
         peak_S[step] = load_R.max()
-        _count_moved(start_home_E, start_replica_RK, ranks_EC, replica_RK, moved_S[step])
+        seconds_S[step] = _price(
+            start_home_E,
+            start_replica_RK,
+            ranks_EC,
+            replica_RK,
+            ranks_per_node,
+            home_seconds,
+            replica_seconds,
+            moved_S[step],
+        )
     home_rank_E[:] = ranks_EC[:, 0]
     return step
 
@@ -132,10 +146,10 @@ def _goal(load_R: NDArray[np.int64]) -> float:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _stands_on(expert: int, rank: int, ranks_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> bool:
+    found = False
     for copy in range(count_E[expert]):
-        if ranks_EC[expert, copy] == rank:
-            return True
-    return False
+        found = found or ranks_EC[expert, copy] == rank
+    return found
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -210,7 +224,7 @@ def _best_replica(
                 continue
             for index in range(homes + slots):
                 expert = homes_RH[busiest, index] if index < homes else replica_RK[busiest, index - homes]
-                if expert == EMPTY or expert == old or count_E[expert] >= ranks_EC.shape[1]:
+                if expert == EMPTY or count_E[expert] >= ranks_EC.shape[1]:
                     continue
                 mine = 0
                 for copy in range(count_E[expert]):
@@ -275,25 +289,42 @@ def _set_replica(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _count_moved(
+def _price(
     start_home_E: NDArray[np.int32],
     start_replica_RK: NDArray[np.int32],
     ranks_EC: NDArray[np.int32],
     replica_RK: NDArray[np.int32],
+    ranks_per_node: int,
+    home_seconds: tuple[float, float],
+    replica_seconds: tuple[float, float],
     moved: NDArray[np.int32],
-) -> None:
-    """Homes on another rank than at the start, and replicas on a rank that did not hold the expert then."""
-    moved[0] = 0
+) -> float:
+    """Count homes on another rank than at the start, and replicas on a rank that did not hold the expert then.
+
+    Returns:
+        seconds that the busiest rank sends or receives, as ``CostModel.transfer_seconds``.
+    """
+    sent_R, received_R = np.zeros(replica_RK.shape[0]), np.zeros(replica_RK.shape[0])
+    moved[:] = 0
     for expert in range(start_home_E.size):
-        if ranks_EC[expert, 0] != start_home_E[expert]:
+        source, rank = start_home_E[expert], ranks_EC[expert, 0]
+        if source != rank:
+            far = 1 if source // ranks_per_node != rank // ranks_per_node else 0
+            sent_R[source] += home_seconds[far]
+            received_R[rank] += home_seconds[far]
             moved[0] += 1
-    moved[1] = 0
     for rank in range(replica_RK.shape[0]):
         for slot in range(replica_RK.shape[1]):
             expert = replica_RK[rank, slot]
-            if expert != EMPTY and start_home_E[expert] != rank:
-                new = 1
-                for other in range(replica_RK.shape[1]):
-                    if start_replica_RK[rank, other] == expert:
-                        new = 0
-                moved[1] += new
+            if expert == EMPTY or start_home_E[expert] == rank:
+                continue
+            new = True
+            for other in range(replica_RK.shape[1]):
+                new = new and start_replica_RK[rank, other] != expert
+            if new:
+                source = start_home_E[expert]
+                far = 1 if source // ranks_per_node != rank // ranks_per_node else 0
+                sent_R[source] += replica_seconds[far]
+                received_R[rank] += replica_seconds[far]
+                moved[1] += 1
+    return float(max(sent_R.max(), received_R.max()))

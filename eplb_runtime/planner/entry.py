@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..load import forecast as forecasts
+from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
 from .cost import HYSTERESIS, CostModel
@@ -32,6 +34,8 @@ def plan(
     max_bytes: int | None = None,
     cost: CostModel | None = None,
     gate: Literal["payoff", "always", "off"] = "always",
+    forecast: str = "auto",
+    declared: ArrayLike | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan a placement of experts for a measured load.
@@ -49,6 +53,10 @@ def plan(
         cost: bytes and seconds; needed by the ``"payoff"`` gate, and for the plan to know its bytes.
         gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent. ``"always"``:
             whenever the imbalance falls. ``"off"``: take what the policy says.
+        forecast: how the load to come is foretold from several windows: ``"auto"``, ``"window"``, ``"last"``,
+            ``"average"`` or ``"trend"`` (see ``load.forecast``).
+        declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
+            replayed routing in reinforcement learning).
         options: further settings of single policies.
 
     Returns:
@@ -58,7 +66,7 @@ def plan(
         PlanError: the input is not usable; one line that says what is wrong and how to mend it.
     """
     began = time.perf_counter()
-    windows = checked_load(load)
+    windows = coarsen(checked_load(load))
     layout = _checked_layout(policy, layout)
     if gate not in GATES:
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
@@ -66,7 +74,7 @@ def plan(
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
     request = PlanRequest(
         load=windows,
-        forecast=windows.mean(axis=0),
+        forecast=_expected(windows, forecast, declared),
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -84,7 +92,7 @@ def plan(
     return _weigh(request, policy, placement, cost, gate, began)
 
 
-def checked_load(load: ArrayLike) -> NDArray[np.float64]:
+def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     """``load`` as float64 ``[T, L, E]``.
 
     Raises:
@@ -94,21 +102,36 @@ def checked_load(load: ArrayLike) -> NDArray[np.float64]:
         array = np.asarray(load, dtype=np.float64)
     except (TypeError, ValueError):
         raise PlanError(
-            "load is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
+            f"{name} is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
         ) from None
     if array.ndim not in (2, 3) or array.size == 0:
         raise PlanError(
-            f"load has shape {array.shape}: give [layers, experts] or [windows, layers, experts], not empty"
+            f"{name} has shape {array.shape}: give [layers, experts] or [windows, layers, experts], not empty"
         )
     array = array if array.ndim == 3 else array[None]
     for bad, what in ((~np.isfinite(array), "not a finite number"), (array < 0, "negative")):
         if bad.any():
             window, layer, expert = np.argwhere(bad)[0]
             raise PlanError(
-                f"load of window {window}, layer {layer}, expert {expert} is {array[window, layer, expert]}, {what}: "
+                f"{name} of window {window}, layer {layer}, expert {expert} is {array[window, layer, expert]}, {what}: "
                 "give token counts, zero where nothing was counted"
             )
     return array
+
+
+def _expected(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
+    """float64 ``[L, E]``: the load declared, or else foretold."""
+    if declared is not None:
+        known = checked_load(declared, "declared load")
+        if known.shape[1:] != windows.shape[1:]:
+            raise PlanError(
+                f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
+            )
+        return np.asarray(known.mean(axis=0))
+    try:
+        return forecasts.forecast(windows, method)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def _checked_layout(policy: str, layout: str | None) -> str:

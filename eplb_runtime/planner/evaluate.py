@@ -6,7 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
+from ..routing.tables import SplitTables
+from ..routing.water_filling import split_totals
 from ..topology import Topology
+
+UNITS = 2.0**40
 
 
 def even_split_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
@@ -21,15 +25,48 @@ def even_split_rank_load(load: NDArray[np.float64], placement: Placement) -> NDA
     return np.asarray(by_slot.reshape(len(load), placement.num_ranks, -1).sum(axis=2))
 
 
+def in_units(load: NDArray[np.float64]) -> NDArray[np.int64]:
+    """``load`` ``[L, E]`` in whole units of 2 ** -40 of each layer's total, as the splitter and the search want it."""
+    total = load.sum(axis=-1, keepdims=True)
+    share = np.divide(load, total, out=np.zeros_like(load), where=total > 0)
+    return np.asarray(np.floor(share * UNITS), dtype=np.int64)
+
+
+def filled_rank_load(load: NDArray[np.float64], tables: SplitTables) -> NDArray[np.float64]:
+    """float64 ``[L, R]``: rank loads under water-filling, in units of 2 ** -40 of a layer's total.
+
+    Args:
+        load: float64 ``[L, E]``.
+    """
+    quota_LEC = split_totals(in_units(load), tables)
+    rank_LEC = tables.copy_slot_LEC // tables.slots_per_rank
+    layer = np.arange(len(load))[:, None, None] * tables.num_ranks
+    flat = np.where(tables.copy_slot_LEC < 0, layer, layer + rank_LEC)
+    filled = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(load) * tables.num_ranks)
+    return np.asarray(filled.reshape(len(load), tables.num_ranks), dtype=np.float64)
+
+
 def imbalance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
     """Max / mean over the last axis; 1 where there is no load at all."""
     mean = rank_load.mean(axis=-1)
-    return np.where(mean > 0, rank_load.max(axis=-1) / np.where(mean > 0, mean, 1.0), 1.0)
+    return np.asarray(np.where(mean > 0, rank_load.max(axis=-1) / np.where(mean > 0, mean, 1.0), 1.0), dtype=np.float64)
 
 
 def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
-    """float64 ``[L]``: imbalance of ``placement`` under ``load`` ``[L, E]``, by the split its layout really uses."""
-    return imbalance(even_split_rank_load(load, placement))
+    """Imbalance of ``placement`` by the split that its layout really uses.
+
+    Args:
+        load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.
+
+    Returns:
+        float64 ``[L]`` or ``[W, L]``.
+    """
+    if load.ndim == 2:
+        return np.asarray(predicted_imbalance(load[None], placement)[0])
+    if placement.home is None:
+        return np.stack([imbalance(even_split_rank_load(window, placement)) for window in load])
+    tables = SplitTables.of(placement)
+    return np.stack([imbalance(filled_rank_load(window, tables)) for window in load])
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from ..placement import Placement
@@ -28,6 +29,7 @@ class SplitTables:
         color_LN: int32, the color of each: experts of one color share no rank, and colors ascend along the order. So a
             sweep may also take a whole color at once.
         num_ranks: R.
+        slots_per_rank: S.
     """
 
     copy_slot_LEC: NDArray[np.int32]
@@ -37,6 +39,7 @@ class SplitTables:
     count_LN: NDArray[np.int32]
     color_LN: NDArray[np.int32]
     num_ranks: int
+    slots_per_rank: int
 
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
@@ -57,7 +60,7 @@ class SplitTables:
         ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
         count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
         first = np.ascontiguousarray(rank[:, :, 0])
-        return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks)
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks, placement.slots_per_rank)
 
 
 def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDArray[np.int32]:
@@ -79,15 +82,27 @@ def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple
         count_E: int32, how many of them count.
     """
     replicated = np.flatnonzero(count_E > 1)
-    replicated = replicated[np.lexsort((replicated, -count_E[replicated]))]
-    seen: list[set[int]] = []
-    color = np.zeros(len(replicated), dtype=np.int32)
-    for index, expert in enumerate(replicated):
-        ranks = set(rank_EC[expert, : count_E[expert]].tolist())
-        while color[index] < len(seen) and seen[color[index]] & ranks:
-            color[index] += 1
-        if color[index] == len(seen):
-            seen.append(set())
-        seen[color[index]] |= ranks
+    replicated = replicated[np.lexsort((replicated, -count_E[replicated]))].astype(np.int32)
+    color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)
     by_color = np.argsort(color, kind="stable")
-    return replicated[by_color].astype(np.int32), color[by_color]
+    return replicated[by_color], color[by_color]
+
+
+@njit(nogil=True, cache=True)
+def _colors(
+    order_N: NDArray[np.int32], rank_EC: NDArray[np.int32], count_E: NDArray[np.int32], num_ranks: int
+) -> NDArray[np.int32]:
+    """The least color for each expert in turn that none of its ranks has."""
+    color_N = np.zeros(order_N.size, dtype=np.int32)
+    taken = np.zeros((order_N.size, num_ranks), dtype=np.bool_)
+    for index in range(order_N.size):
+        expert, color, clash = order_N[index], -1, True
+        while clash:
+            color += 1
+            clash = False
+            for copy in range(count_E[expert]):
+                clash = clash or taken[color, rank_EC[expert, copy]]
+        for copy in range(count_E[expert]):
+            taken[color, rank_EC[expert, copy]] = True
+        color_N[index] = color
+    return color_N
