@@ -153,7 +153,7 @@ def place_heaviest_first(layer: Layer) -> None:
             rank = heap[0]
             size -= 1
             if size > 0:
-                _sift_down(heap, size, layer.load, heap[size])
+                _sift_down(heap, size, layer.load, int(heap[size]))
             layer.expert[rank, filled[rank]] = expert
             filled[rank] += 1
             layer.load[rank] += layer.unit[expert]
