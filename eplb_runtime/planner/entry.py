@@ -13,9 +13,11 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
+from .bounds import lower_bound
 from .cost import HYSTERESIS, CostModel
 from .evaluate import moves_between, predicted_imbalance
 from .policies import LAYOUTS, POLICIES
+from .policies.hierarchical import rule_cost
 from .types import Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
@@ -188,6 +190,8 @@ def _weigh(
         saved = float(cost.seconds_per_imbalance(request.num_layers) * (before - after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
     decision, reason = _decide(gate, before, after, len(moves), saved, spent)
+    if policy == "hierarchical":
+        reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
         placement, moves = current, moves[:0]
         after = after if before is None else before
@@ -202,7 +206,7 @@ def _weigh(
         moves=moves,
         imbalance_before=before,
         imbalance_after=after,
-        lower_bound=np.ones(request.num_layers),
+        lower_bound=lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank),
         bytes_intra_node=intra,
         bytes_inter_node=inter,
         seconds_saved=saved,

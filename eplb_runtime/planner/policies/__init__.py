@@ -6,17 +6,26 @@ from collections.abc import Callable
 
 from ...placement import Placement
 from ..types import PlanRequest
+from .deepseek import deepseek
+from .free import free
+from .hierarchical import hierarchical
 from .incremental import incremental
 from .static import static
 
 POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,
+    "deepseek": deepseek,
+    "free": free,
+    "hierarchical": hierarchical,
     "incremental": incremental,
 }
 """Every policy by the name that users give."""
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "static": ("home", "free"),
+    "deepseek": ("free",),
+    "free": ("free",),
+    "hierarchical": ("free",),
     "incremental": ("home",),
 }
 """The layouts each policy plans; the first is its default."""

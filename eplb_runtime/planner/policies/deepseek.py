@@ -6,11 +6,29 @@ behaviour: the arithmetic is float32 as there, so that ties fall the same way; e
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from ...placement import Placement
+from .settle import settle
+
+if TYPE_CHECKING:
+    from ..types import PlanRequest
+
 Array = NDArray[np.int32]
+
+
+def deepseek(request: PlanRequest) -> Placement:
+    """The policy ``deepseek``: slot for slot what DeepSeek's EPLB plans for the forecast, whatever stands now. Only a
+    budget of moves makes it look at the current placement: then layers wait their turn (see ``settle``)."""
+    topology = request.topology
+    planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, topology.num_ranks)
+    if request.max_moves is None and request.max_bytes is None:
+        return Placement(planned, request.num_experts, topology.num_ranks)
+    return settle(request, planned)
 
 
 def balance(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ...placement import Placement
 from ..bounds import floor
@@ -28,6 +28,7 @@ from .packing import (
     swap,
 )
 from .pairing import search_counts
+from .settle import settle
 
 if TYPE_CHECKING:
     from ..types import PlanRequest
@@ -48,10 +49,8 @@ WANDER = 1.01
 
 
 def free(request: PlanRequest) -> Placement:
-    """The policy ``free``: ``balance`` of the request's forecast; layers where ``current`` is as good stay."""
-    topology = request.topology
-    planned = balance(request.forecast, topology.num_ranks, request.slots_per_rank)
-    return Placement(planned, request.num_experts, topology.num_ranks)
+    """The policy ``free``: ``balance`` of the forecast, settled near the current placement and within the budget."""
+    return settle(request, balance(request.forecast, request.topology.num_ranks, request.slots_per_rank))
 
 
 def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
@@ -70,7 +69,7 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
     """
     weight = np.ascontiguousarray(load, dtype=np.float64)
     experts = weight.shape[1]
-    if not experts <= num_ranks * slots_per_rank:
+    if experts > num_ranks * slots_per_rank:
         raise ValueError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts:
         raise ValueError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
@@ -138,7 +137,7 @@ def _kick(layer: Layer, enough: float, work: int) -> None:
     num_ranks, slots = layer.expert.shape
     best = layer.load.max()
     best_expert = layer.expert.copy()
-    best_count = layer.count.copy()
+    best_count = layer.copies.copy()
     random = np.uint64(0x9E3779B97F4A7C15)
     for _ in range(KICKS):
         if best <= enough or work <= 0:
@@ -164,18 +163,18 @@ def _kick(layer: Layer, enough: float, work: int) -> None:
         if hottest < best * (1.0 - 1e-12):
             best = hottest
             best_expert[:] = layer.expert
-            best_count[:] = layer.count
+            best_count[:] = layer.copies
         elif hottest > best * WANDER:
             layer.expert[:] = best_expert
-            layer.count[:] = best_count
+            layer.copies[:] = best_count
             recompute(layer)
     layer.expert[:] = best_expert
-    layer.count[:] = best_count
+    layer.copies[:] = best_count
     recompute(layer)
 
 
 @njit(nogil=True, cache=True)
-def _xorshift(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _xorshift(state: np.uint64) -> np.uint64:
     """The next state of Marsaglia's 64-bit xorshift: the same numbers on every machine."""
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)

@@ -14,20 +14,76 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from ...placement import Placement
 from ..bounds import floor, lower_bound
+from ..evaluate import predicted_imbalance
 from .free import balance as balance_free
 from .free import plan_layer
 from .packing import FloatArray, IntArray, empty_layer
+from .settle import settle
 
 if TYPE_CHECKING:
-    from ...placement import Placement
-    from ...topology import Topology
     from ..types import PlanRequest
 
 MAX_COPIES_AT_HOME = 6
 MAX_COPIES_SPILLED = 6
 WORTH_SPILLING = 1.0 - 1e-3
 """A spill must cool the hottest node by this factor, or it is not worth the traffic."""
+
+
+def hierarchical(request: PlanRequest) -> Placement:
+    """The policy ``hierarchical``: ``balance`` of the forecast, settled near the current placement by whole nodes.
+
+    Options: ``spilled_experts`` (int, default 0) and ``global_above`` (share, default None), as in ``balance``.
+    """
+    topology = request.topology
+    planned = balance(
+        request.forecast,
+        topology.num_ranks,
+        request.slots_per_rank,
+        request.groups,
+        topology.num_nodes,
+        spilled_experts=int(request.options.get("spilled_experts", 0)),
+        global_above=request.options.get("global_above"),
+    )
+    return settle(request, planned, keep_nodes=has_rule(request.groups, topology.num_nodes))
+
+
+def rule_cost(request: PlanRequest, placement: Placement) -> str:
+    """One clause for the plan's reason: what keeping whole groups on a node costs in ``placement``, and where it bends.
+
+    The cost is the imbalance above the lower bound of a plan without the rule, so it is the most that the rule costs.
+    """
+    topology, groups = request.topology, request.groups
+    if not has_rule(groups, topology.num_nodes):
+        return f"no group rule to keep: {groups} groups on {topology.num_nodes} nodes"
+    unruled = lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank)
+    cost = predicted_imbalance(request.forecast, placement) / unruled - 1.0
+    away = _experts_off_their_node(placement, groups, topology.num_nodes)
+    allowed = int(request.options.get("spilled_experts", 0))
+    clause = (
+        f"the group rule costs at most {cost.mean():.1%} of imbalance on average, {cost.max():.1%} in layer "
+        f"{int(cost.argmax())}"
+    )
+    spilled = int(away[away <= allowed].sum())
+    if spilled:
+        clause += f"; {spilled} experts spill"
+    dropped = int(np.count_nonzero(away > allowed))
+    if dropped:
+        clause += f"; {dropped} layers drop the rule"
+    return clause
+
+
+def _experts_off_their_node(placement: Placement, groups: int, num_nodes: int) -> NDArray[np.int64]:
+    """int64 ``[L]``: experts with a copy on another node than the one that holds most of their group's slots."""
+    layers, experts = placement.num_layers, placement.num_experts
+    node = np.arange(placement.num_slots) // (placement.num_slots // num_nodes)
+    copies = np.zeros((layers, experts, num_nodes), dtype=np.int64)
+    np.add.at(copies, (np.arange(layers)[:, None], placement.physical_to_logical, node), 1)
+    by_group = (copies > 0).reshape(layers, groups, -1, num_nodes).sum(axis=2)
+    home = np.repeat(by_group.argmax(axis=2), experts // groups, axis=1)
+    elsewhere = copies.sum(axis=2) > np.take_along_axis(copies, home[:, :, None], axis=2)[:, :, 0]
+    return np.asarray(elsewhere.sum(axis=1))
 
 
 def balance(
@@ -65,7 +121,7 @@ def balance(
         return balance_free(weight, num_ranks, slots_per_rank)
     if experts % groups or num_ranks % num_nodes:
         raise ValueError(f"{experts} experts in {groups} groups on {num_ranks} ranks of {num_nodes} nodes: not even")
-    if not experts <= num_ranks * slots_per_rank:
+    if experts > num_ranks * slots_per_rank:
         raise ValueError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts // num_nodes:
         raise ValueError(
@@ -155,13 +211,13 @@ def _plan_node(
     for index in range(members.size):
         if locked[members[index]]:
             layer.locked[index] = True
-            layer.count[index] = copies[node, members[index]]
+            layer.copies[index] = copies[node, members[index]]
     plan_layer(layer, max(hottest, lowest, floor(tokens, node_ranks, slots_per_rank)))
     start = node * node_ranks * slots_per_rank
     for rank in range(node_ranks):
         for slot in range(slots_per_rank):
             slots[start + rank * slots_per_rank + slot] = members[layer.expert[rank, slot]]
-    return max(hottest, layer.load.max())
+    return max(hottest, float(layer.load.max()))
 
 
 @njit(nogil=True, cache=True)

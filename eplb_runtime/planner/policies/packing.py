@@ -26,10 +26,10 @@ class Layer(NamedTuple):
 
     weight: FloatArray
     """``[E]`` tokens of each expert."""
-    count: IntArray
+    copies: IntArray
     """``[E]`` copies of each expert."""
     unit: FloatArray
-    """``[E]`` tokens of one copy: weight / count."""
+    """``[E]`` tokens of one copy: weight / copies."""
     locked: BoolArray
     """``[E]`` experts whose count is given and must stay."""
     expert: IntArray
@@ -64,19 +64,19 @@ def spread_copies(layer: Layer) -> None:
     """
     experts = layer.weight.size
     num_ranks, slots_per_rank = layer.expert.shape
-    spare = num_ranks * slots_per_rank - layer.count.sum()
-    layer.unit[:] = layer.weight / layer.count
+    spare = num_ranks * slots_per_rank - layer.copies.sum()
+    layer.unit[:] = layer.weight / layer.copies
     key = layer.unit.copy()
     for expert in range(experts):
-        if layer.locked[expert] or layer.count[expert] >= num_ranks:
+        if layer.locked[expert] or layer.copies[expert] >= num_ranks:
             key[expert] = -1.0
     heap = np.argsort(-key, kind="mergesort")  # sorted: a heap already
     while spare > 0:
         expert = heap[0]
         spare -= 1
-        layer.count[expert] += 1
-        layer.unit[expert] = layer.weight[expert] / layer.count[expert]
-        key[expert] = layer.unit[expert] if layer.count[expert] < num_ranks else -1.0
+        layer.copies[expert] += 1
+        layer.unit[expert] = layer.weight[expert] / layer.copies[expert]
+        key[expert] = layer.unit[expert] if layer.copies[expert] < num_ranks else -1.0
         node = 0
         while True:
             child = 2 * node + 1
@@ -146,14 +146,14 @@ def place_heaviest_first(layer: Layer) -> None:
     taken = np.empty(num_ranks, dtype=np.int64)
     for expert in np.argsort(-layer.unit, kind="mergesort"):
         num_taken = 0
-        for _ in range(layer.count[expert]):
+        for _ in range(layer.copies[expert]):
             if size == 0:
-                _place_by_exchange(layer, filled, expert)
+                _place_by_exchange(layer, filled, int(expert))
                 continue
             rank = heap[0]
             size -= 1
             if size > 0:
-                _sift_down(heap, size, layer.load, heap[size])
+                _sift_down(heap, size, layer.load, int(heap[size]))
             layer.expert[rank, filled[rank]] = expert
             filled[rank] += 1
             layer.load[rank] += layer.unit[expert]
@@ -294,21 +294,21 @@ def improve_by_another_copy(layer: Layer, rank: int) -> bool:
     best_expert = best_rank = best_slot = -1
     for own_slot in range(slots):
         expert = layer.expert[rank, own_slot]
-        if layer.locked[expert] or layer.count[expert] >= num_ranks:
+        if layer.locked[expert] or layer.copies[expert] >= num_ranks:
             continue
-        unit = layer.weight[expert] / (layer.count[expert] + 1)
+        unit = layer.weight[expert] / (layer.copies[expert] + 1)
         relief = layer.unit[expert] - unit
         for other_rank in range(num_ranks):
             if other_rank == rank or layer.holds[other_rank, expert]:
                 continue
             for slot in range(slots):
                 other = layer.expert[other_rank, slot]
-                if layer.locked[other] or layer.count[other] < 2:
+                if layer.locked[other] or layer.copies[other] < 2:
                     continue
                 worst = layer.load[other_rank] + unit - layer.unit[other]
                 if worst >= best:
                     continue
-                burden = layer.weight[other] / (layer.count[other] - 1) - layer.unit[other]
+                burden = layer.weight[other] / (layer.copies[other] - 1) - layer.unit[other]
                 for holder in range(num_ranks):
                     if holder != other_rank and (holder == rank or layer.holds[holder, other]):
                         load = layer.load[holder]
@@ -332,8 +332,8 @@ def improve_by_another_copy(layer: Layer, rank: int) -> bool:
 def _replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
     """Put a further copy of ``expert`` where a copy of another expert stands."""
     other = layer.expert[rank, slot]
-    unit = layer.weight[expert] / (layer.count[expert] + 1)
-    other_unit = layer.weight[other] / (layer.count[other] - 1)
+    unit = layer.weight[expert] / (layer.copies[expert] + 1)
+    other_unit = layer.weight[other] / (layer.copies[other] - 1)
     layer.load[rank] -= layer.unit[other]
     layer.holds[rank, other] = False
     for holder in range(layer.load.size):
@@ -344,8 +344,8 @@ def _replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
     layer.load[rank] += unit
     layer.holds[rank, expert] = True
     layer.expert[rank, slot] = expert
-    layer.count[expert] += 1
-    layer.count[other] -= 1
+    layer.copies[expert] += 1
+    layer.copies[other] -= 1
     layer.unit[expert] = unit
     layer.unit[other] = other_unit
 
@@ -353,7 +353,7 @@ def _replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
 @njit(nogil=True, cache=True)
 def recompute(layer: Layer) -> None:
     """Derive units, loads and holders anew from the slots and the counts."""
-    layer.unit[:] = layer.weight / layer.count
+    layer.unit[:] = layer.weight / layer.copies
     layer.holds[:] = False
     layer.load[:] = 0.0
     for rank in range(layer.expert.shape[0]):

@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from .packing import FloatArray, Layer
 
 AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
-"""How far below the best maximum each round of the search aims, as a share. Even rounds try first the experts that would
-make the most and heaviest copies light, odd rounds those with the lightest copies."""
+"""How far below the best maximum each round of the search aims, as a share. Even rounds try first the experts that
+would make the most and heaviest copies light, odd rounds those with the lightest copies."""
 
 
 @njit(nogil=True, cache=True)
 def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
-    """Move spare slots between experts while that lowers the heaviest pair; changes ``count`` and ``unit``.
+    """Move spare slots between experts while that lowers the heaviest pair; changes ``copies`` and ``unit``.
 
     First-improvement descent on the tokens above a target just below the best maximum found, over exchanges (one copy
     less of one expert, one more of another) that can help the heaviest pair: by making copies light enough to stand
     beside its heavier half, or by making that half lighter.
 
     Args:
-        layer: two slots a rank; ``count`` gives the start.
+        layer: two slots a rank; ``copies`` gives the start.
         floor: stop when the heaviest pair is at most this many tokens.
         max_trials: exchanges to evaluate.
 
@@ -36,7 +36,7 @@ def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
     """
     num_ranks = layer.expert.shape[0]
     experts = layer.weight.size
-    weight, count = layer.weight, layer.count
+    weight, count = layer.weight, layer.copies
     copies = np.empty(2 * num_ranks)
     trial = np.empty(2 * num_ranks + 1)
     _sorted_copies(weight, count, copies)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from ...placement import Placement
 from ..evaluate import predicted_imbalance
@@ -66,7 +67,7 @@ def _align(
     num_ranks: int,
     node_ranks: int,
     slots: IntArray,
-    moved: IntArray,
+    moved: NDArray[np.int64],
 ) -> None:
     """Rename the planned ranks and put experts that stay into their slots.
 

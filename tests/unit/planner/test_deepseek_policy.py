@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_runtime.planner.policies import deepseek
+from eplb_runtime.planner.policies.deepseek import balance
 
 
 def test_every_recorded_case_of_deepseek_eplb_is_planned_slot_for_slot(shared_data: Path) -> None:
@@ -18,7 +18,7 @@ def test_every_recorded_case_of_deepseek_eplb_is_planned_slot_for_slot(shared_da
     assert len(meta) == 36
     for case in meta:
         name = f"case{case['case']}_"
-        planned = deepseek.balance(
+        planned = balance(
             cases[name + "load"], case["num_replicas"], case["num_groups"], case["num_nodes"], case["num_gpus"]
         )
         slots, by_expert, count = planned
@@ -36,12 +36,12 @@ def test_the_order_of_copies_is_the_recorded_one_where_the_reference_sorts_stabl
         for case in (0, 1, 2, 18, 19, 20, 24, 25, 26, 30, 31, 32):
             meta = json.loads(bytes(file["meta"]))[case]
             sizes = (meta["num_replicas"], meta["num_groups"], meta["num_nodes"], meta["num_gpus"])
-            _, by_expert, _ = deepseek.balance(file[f"case{case}_load"], *sizes)
+            _, by_expert, _ = balance(file[f"case{case}_load"], *sizes)
             np.testing.assert_array_equal(by_expert, file[f"case{case}_logical_to_physical"])
 
 
 def test_equal_loads_go_to_the_lower_id() -> None:
-    physical_to_logical, _, copy_count = deepseek.balance(np.ones((1, 4)), 6, 1, 1, 2)
+    physical_to_logical, _, copy_count = balance(np.ones((1, 4)), 6, 1, 1, 2)
     assert copy_count.tolist() == [[2, 2, 1, 1]]
     assert physical_to_logical.tolist() == [[2, 0, 0, 3, 1, 1]]
 
@@ -57,4 +57,4 @@ def test_equal_loads_go_to_the_lower_id() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(slots: int, groups: int, nodes: int, ranks: int, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        deepseek.balance(np.ones((1, 8)), slots, groups, nodes, ranks)
+        balance(np.ones((1, 8)), slots, groups, nodes, ranks)
