@@ -91,6 +91,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         layout=arguments.layout,
         groups=arguments.groups,
         max_moves=arguments.max_moves,
+        options=_policy_options(arguments),
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),
     )
     if arguments.output is not None:
@@ -141,6 +142,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
             groups=arguments.groups,
             max_moves=arguments.max_moves,
             gate=arguments.gate,
+            options=_policy_options(arguments),
             steps_per_window=arguments.steps_per_window,
             step_model=StepModel(
                 hidden_size=arguments.hidden_size,
@@ -248,6 +250,10 @@ def _topology(arguments: argparse.Namespace) -> Topology:
         )
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _policy_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"spilled_experts": arguments.spilled_experts, "global_above": arguments.global_above}
 
 
 def _load(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:

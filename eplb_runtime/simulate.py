@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def simulate(
     groups: int = 1,
     max_moves: int | None = None,
     gate: str = "always",
+    options: Mapping[str, Any] | None = None,
     steps_per_window: int = 1,
     step_model: StepModel | None = None,
     on_progress: Callable[[], None] = lambda: None,
@@ -175,8 +176,8 @@ def simulate(
         every: windows between plans.
         policies: names of ``planner.policies.POLICIES``, each in its own layout.
         history: how many windows of the past a plan sees; None: ``4 * every``.
-        groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from ``step_model`` and a horizon
-            of ``10 * every`` windows.
+        groups, max_moves, gate, options: as in ``planner.plan``; the payoff gate takes seconds from ``step_model`` and
+            a horizon of ``10 * every`` windows.
         steps_per_window: training steps that a window stands for.
         step_model: None: the defaults of :class:`StepModel`.
         on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
@@ -206,6 +207,7 @@ def simulate(
                 max_moves=max_moves,
                 cost=cost,
                 gate=gate,  # type: ignore[arg-type]
+                options=options,
             )
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
