@@ -76,7 +76,7 @@ class AllToAllDispatcher:
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Every rank's ``[E]``, int64 ``[R, E]``."""
         counts_RE = counts_E.new_empty(self._num_ranks, counts_E.shape[0])
-        dist.all_gather_into_tensor(counts_RE, counts_E, group=self._group)
+        dist.all_gather(list(counts_RE), counts_E, group=self._group)
         return counts_RE
 
     def _exchange_counts(self, slots_N: Tensor) -> tuple[Tensor, Tensor]:

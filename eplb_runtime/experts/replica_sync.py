@@ -1,7 +1,7 @@
 """Keep copies and homes together: weights from home to copies after a step, gradients from copies to home before it.
 
 Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
-the placement. Sums are in float32 and in the order of the slots, so they do not depend on timing.
+the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots, so they do not depend on timing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..placement import EMPTY, Placement
-from .replicas import ReplicaBank
+from .replicas import ReplicaBank, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ReplicaSync:
         self._held: list[list[_Copy]] = [[] for _ in banks]
         self._lent: list[list[_Copy]] = [[] for _ in banks]
         self._pending: list[list[dist.Work]] = [[] for _ in banks]
-        self._arrivals: dict[torch.Size, Tensor] = {}
+        self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
         """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
@@ -104,7 +104,10 @@ class ReplicaSync:
             bank = self._banks[layer]
             trained = bank.trained()
             sends = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.gradient_rows(copy.replica)]
-            arrivals = [self._arrival(index, [p.shape[1:] for p in trained]) for index in range(len(self._lent[layer]))]
+            arrivals = [
+                [self._arrival(index, position, p) for position, p in enumerate(trained)]
+                for index in range(len(self._lent[layer]))
+            ]
             receives = [
                 (copy.rank, row) for copy, rows in zip(self._lent[layer], arrivals, strict=True) for row in rows
             ]
@@ -121,22 +124,18 @@ class ReplicaSync:
             for index, parameter in enumerate(trained):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                total = parameter.grad[home_row].float()
+                total = parameter.grad[home_row].to(accumulation_dtype(parameter))
                 for copy, rows in zip(lent, arrivals, strict=True):
                     if copy.home_row == home_row:
                         total = total + rows[index] / self._divisor
                 parameter.grad[home_row] = total.to(parameter.grad.dtype)
 
-    def _arrival(self, index: int, shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Float32 rows for one copy's gradients, kept from layer to layer."""
-        rows = []
-        for position, shape in enumerate(shapes):
-            key = torch.Size((index, position, *shape))
-            if key not in self._arrivals:
-                device = self._banks[0].parameters[0].device
-                self._arrivals[key] = torch.empty(shape, dtype=torch.float32, device=device)
-            rows.append(self._arrivals[key])
-        return rows
+    def _arrival(self, index: int, position: int, parameter: Tensor) -> Tensor:
+        """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
+        key = (index, position, parameter.shape[1:], accumulation_dtype(parameter))
+        if key not in self._arrivals:
+            self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=parameter.device)
+        return self._arrivals[key]
 
     # -- the wire ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A bank is one layer's storage on one rank: home rows first, replica rows after them, in one piece, so that a grouped
 GEMM reads all slots without a copy. The Parameter is the home rows; replica rows are no parameter of anything. Their
-gradients gather here, in float32, until `replica_sync.py` brings them to the homes.
+gradients gather here, in float32 at least, until `replica_sync.py` brings them to the homes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplicaBank:
                 for storage, p in zip(self._storages, homes, strict=True)
             ]
         self._gradients = [
-            torch.zeros((replica_slots, *p.shape[1:]), dtype=torch.float32, device=p.device)
+            torch.zeros((replica_slots, *p.shape[1:]), dtype=accumulation_dtype(p), device=p.device)
             if gradients and p.requires_grad
             else None
             for p in homes
@@ -54,7 +54,7 @@ class ReplicaBank:
         return [storage[self.homes_per_rank + replica] for storage in self._storages]
 
     def gradient_rows(self, replica: int) -> list[Tensor]:
-        """float32 gradients of a replica slot, one per tensor that needs one."""
+        """Gradients of a replica slot, in ``accumulation_dtype``, one per tensor that needs one."""
         return [gradient[replica] for gradient in self._gradients if gradient is not None]
 
     def trained(self) -> list[nn.Parameter]:
@@ -71,6 +71,11 @@ class ReplicaBank:
         """Bytes that the replica slots of this layer take, with their gradients."""
         rows = [s[self.homes_per_rank :] for s in self._storages]
         return sum(t.nbytes for t in [*rows, *(g for g in self._gradients if g is not None)])
+
+
+def accumulation_dtype(parameter: Tensor) -> torch.dtype:
+    """What gradients of copies are summed in: float32, or the weights' own dtype where that is wider."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 class _AllSlots(torch.autograd.Function):

@@ -70,7 +70,7 @@ class BatchSplitter:
         self._num_experts = placement.num_experts
         self._tables = SplitTables.of(placement)
         self._device_tables = DeviceTables.of(placement, self._device)
-        self._split_layers: list[bool] = (placement.copy_count > 1).any(axis=1).tolist()
+        self._split_layers = [int(most) > 1 for most in placement.copy_count.max(axis=1)]
         slots = placement.slots_per_rank
         mine = slice(self._ep_rank * slots, (self._ep_rank + 1) * slots)
         self._of_slot = [
