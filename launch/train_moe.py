@@ -1,4 +1,5 @@
-"""Train a small MoE on real text twice from the same seed - experts fixed, experts rebalanced - and compare.
+"""Train a small MoE on real text three times from the same seed - experts fixed, rebalanced, rebalanced with a replica
+slot a rank - and compare. Rebalancing changes no bit; replicas change the order of sums, and so the last bits.
 
     torchrun --nproc-per-node 4 launch/train_moe.py
     torchrun --nproc-per-node 8 launch/train_moe.py --device cuda --backend nccl
@@ -98,7 +99,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
     )
 
 
-def train(args: argparse.Namespace, policy: str, device: torch.device) -> Run:
+def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, device: torch.device) -> Run:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
@@ -106,7 +107,11 @@ def train(args: argparse.Namespace, policy: str, device: torch.device) -> Run:
         model,
         optimizer,
         config=eplb.BalancerConfig(
-            policy=policy, interval=args.interval, window=2 * args.interval, dense_gradients="allreduce"
+            policy=policy,
+            interval=args.interval,
+            window=2 * args.interval,
+            replica_slots=replica_slots,
+            dense_gradients="allreduce",
         ),
     )
     batch = batch_source(args, rank, device)
@@ -122,7 +127,7 @@ def train(args: argparse.Namespace, policy: str, device: torch.device) -> Run:
         optimizer.zero_grad()
         losses[step] = loss.detach()
         if rank == 0 and (step + 1) % args.interval == 0:
-            report_progress(policy, step + 1, args.steps, losses[step].item(), balancer, started)
+            report_progress(name, step + 1, args.steps, losses[step].item(), balancer, started)
     seconds = time.perf_counter() - started
     state = eplb.logical_state_dict(model, optimizer)
     balancer.close()
@@ -144,12 +149,12 @@ def train(args: argparse.Namespace, policy: str, device: torch.device) -> Run:
     )
 
 
-def report_progress(policy: str, step: int, steps: int, loss: float, balancer: eplb.Balancer, started: float) -> None:
+def report_progress(name: str, step: int, steps: int, loss: float, balancer: eplb.Balancer, started: float) -> None:
     measured = balancer.events.of_type(LoadMeasured)
     imbalance = f"{mean(measured[-1].imbalance):.3f}" if measured else "  -  "
     moved = sum(event.moved_experts for event in balancer.events.of_type(RebalanceCommitted))
     print(
-        f"{policy:<12} step {step:>4}/{steps}   loss {loss:.3f}   imbalance {imbalance}   experts moved {moved:>4}"
+        f"{name:<12} step {step:>4}/{steps}   loss {loss:.3f}   imbalance {imbalance}   experts moved {moved:>4}"
         f"   {time.perf_counter() - started:6.1f} s",
         flush=True,
     )
@@ -170,28 +175,29 @@ def same_bits(static: Run, balanced: Run) -> bool:
     return bool(verdict.item())
 
 
-def print_table(summary: dict, static: Run, balanced: Run, parameters: int) -> None:
+def print_table(summary: dict, runs: dict[str, Run], parameters: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{summary['world_size']} ranks, {summary['steps']} steps, {parameters / 1e6:.1f} M parameters")
     table.add_column("")
-    for name in ("static", "balanced"):
+    for name in runs:
         table.add_column(name, justify="right")
-    table.add_row(
-        "imbalance, max / mean rank load (second half)",
-        f"{summary['imbalance_static']:.3f}",
-        f"{summary['imbalance_balanced']:.3f}",
-    )
-    table.add_row("last loss", f"{static.losses[-1]:.6f}", f"{balanced.losses[-1]:.6f}")
-    table.add_row("migrations", "0", str(summary["migrations"]))
-    table.add_row("experts moved", "0", str(summary["experts_moved"]))
-    table.add_row("bytes moved", "0", f"{summary['bytes_moved'] / 2**20:.1f} MiB")
+    half = summary["steps"] // 2
+    rows = {
+        "imbalance, max / mean rank load (second half)": lambda run: f"{mean(run.imbalance[half:]):.3f}",
+        "last loss": lambda run: f"{run.losses[-1]:.6f}",
+        "migrations": lambda run: str(run.migrations),
+        "experts moved": lambda run: str(run.experts_moved),
+        "bytes moved": lambda run: f"{run.bytes_moved / 2**20:.1f} MiB",
+    }
+    for title, value in rows.items():
+        table.add_row(title, *(value(run) for run in runs.values()))
     console = Console()
     console.print(table)
     console.print(
-        f"bit-identical: {'yes' if summary['bit_identical'] else 'NO'} "
-        f"(losses of all ranks, {len(static.state)} parameter and optimizer tensors)"
+        f"static and balanced bit-identical: {'yes' if summary['bit_identical'] else 'NO'} "
+        f"(losses of all ranks, {len(runs['static'].state)} parameter and optimizer tensors)"
     )
 
 
@@ -199,6 +205,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default %(default)s)")
     parser.add_argument("--interval", type=int, default=10, help="steps between rebalance decisions")
+    parser.add_argument(
+        "--replica-slots", type=int, default=1, help="replica slots a rank in the third run; 0: no such run"
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--length", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=4, help="MoE layers")
@@ -226,8 +235,13 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.backend == "nccl" else "gloo")
 
-    static = train(args, "static", device)
-    balanced = train(args, "incremental", device)
+    runs = {
+        "static": train(args, "static", "static", 0, device),
+        "balanced": train(args, "balanced", "incremental", 0, device),
+    }
+    if args.replica_slots:
+        runs["replicas"] = train(args, "replicas", "incremental", args.replica_slots, device)
+    static, balanced = runs["static"], runs["balanced"]
     identical = same_bits(static, balanced)
     half = args.steps // 2
     summary = {
@@ -236,15 +250,13 @@ def main() -> None:
         "migrations": balanced.migrations,
         "experts_moved": balanced.experts_moved,
         "bytes_moved": balanced.bytes_moved,
-        "imbalance_static": mean(static.imbalance[half:]),
-        "imbalance_balanced": mean(balanced.imbalance[half:]),
-        "loss_static": static.losses,
-        "loss_balanced": balanced.losses,
         "bit_identical": identical,
+        **{f"imbalance_{name}": mean(run.imbalance[half:]) for name, run in runs.items()},
+        **{f"loss_{name}": run.losses for name, run in runs.items()},
     }
     if dist.get_rank() == 0:
         parameters = sum(value.numel() for name, value in static.state.items() if name.startswith("model."))
-        print_table(summary, static, balanced, parameters)
+        print_table(summary, runs, parameters)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "summary.json").write_text(json.dumps(summary, indent=2))
         print(f"written: {args.out / 'summary.json'}")

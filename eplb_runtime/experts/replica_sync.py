@@ -1,7 +1,7 @@
 """Keep copies and homes together: weights from home to copies after a step, gradients from copies to home before it.
 
 Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
-the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots, so they do not depend on timing.
+the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
 """
 
 from __future__ import annotations
