@@ -24,6 +24,7 @@ from .packing import (
     improve_by_two_swaps,
     place_heaviest_first,
     recompute,
+    replace,
     spread_copies,
     swap,
 )
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 TOLERANCE = 2e-4
 """A maximum this close above the lower bound, as a share, is as good as the bound."""
 
-KICKS = 24
+KICKS = 20
 KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
 
-PAIRING_WORK = 900_000
+PAIRING_WORK = 750_000
 """Copies looked at in the search over counts."""
 
 WANDER = 1.01
@@ -133,15 +134,18 @@ def descend(layer: Layer, enough: float, work: int) -> int:
 
 @njit(nogil=True, cache=True)
 def _kick(layer: Layer, enough: float, work: int) -> None:
-    """Iterated local search: a few swaps at random, one of them on the hottest rank, then descent; the best stays."""
+    """Iterated local search: a few swaps at random, one of them on the hottest rank, every other time a changed count,
+    then descent; the best stays."""
     num_ranks, slots = layer.expert.shape
     best = layer.load.max()
     best_expert = layer.expert.copy()
     best_count = layer.copies.copy()
     random = np.uint64(0x9E3779B97F4A7C15)
-    for _ in range(KICKS):
+    for kick in range(KICKS):
         if best <= enough or work <= 0:
             break
+        if kick % 2:
+            random = _kick_count(layer, random)
         for number in range(KICK_SWAPS):
             random = _xorshift(random)
             pick = np.int64(random >> np.uint64(24))
@@ -171,6 +175,29 @@ def _kick(layer: Layer, enough: float, work: int) -> None:
     layer.expert[:] = best_expert
     layer.copies[:] = best_count
     recompute(layer)
+
+
+@njit(nogil=True, cache=True)
+def _kick_count(layer: Layer, random: np.uint64) -> np.uint64:
+    """Let some copy of an expert with several make room for one of an expert that its rank lacks; returns the next
+    state of the generator."""
+    num_ranks, slots = layer.expert.shape
+    experts = layer.weight.size
+    random = _xorshift(random)
+    start = np.int64(random >> np.uint64(24))
+    first = (start // layer.expert.size) % experts
+    for offset in range(layer.expert.size):
+        place = (start + offset) % layer.expert.size
+        rank, slot = place // slots, place % slots
+        giver = layer.expert[rank, slot]
+        if layer.locked[giver] or layer.copies[giver] < 2:
+            continue
+        for further in range(experts):
+            taker = (first + further) % experts
+            if not layer.holds[rank, taker] and not layer.locked[taker] and layer.copies[taker] < num_ranks:
+                replace(layer, rank, slot, int(taker))
+                return random
+    return random
 
 
 @njit(nogil=True, cache=True)

@@ -324,12 +324,12 @@ def improve_by_another_copy(layer: Layer, rank: int) -> bool:
                     best, best_expert, best_rank, best_slot = worst, expert, other_rank, slot
     if best_rank < 0:
         return False
-    _replace(layer, best_rank, best_slot, best_expert)
+    replace(layer, best_rank, best_slot, best_expert)
     return True
 
 
 @njit(nogil=True, cache=True)
-def _replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
+def replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
     """Put a further copy of ``expert`` where a copy of another expert stands."""
     other = layer.expert[rank, slot]
     unit = layer.weight[expert] / (layer.copies[expert] + 1)
