@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TOLERANCE = 2e-4
 """A maximum this close above the lower bound, as a share, is as good as the bound."""
 
-KICKS = 20
+KICKS = 14
 KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
