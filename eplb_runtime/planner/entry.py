@@ -15,12 +15,14 @@ from ..placement import Placement
 from ..topology import Topology
 from .bounds import lower_bound
 from .cost import HYSTERESIS, CostModel
-from .evaluate import moves_between, predicted_imbalance
+from .evaluate import expected_imbalance, moves_between
 from .policies import LAYOUTS, POLICIES
 from .policies.hierarchical import rule_cost
 from .types import Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
+RECENT_WINDOWS = 4
+"""Windows on which a new placement must prove itself besides the forecast."""
 
 
 def plan(
@@ -76,7 +78,8 @@ def plan(
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
     request = PlanRequest(
         load=windows,
-        forecast=_expected(windows, forecast, declared),
+        forecast=_load_to_come(windows, forecast, declared),
+        recent=windows[-RECENT_WINDOWS:] if declared is None and len(windows) > 1 else windows[:0],
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -121,7 +124,7 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     return array
 
 
-def _expected(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
+def _load_to_come(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
     """float64 ``[L, E]``: the load declared, or else foretold."""
     if declared is not None:
         known = checked_load(declared, "declared load")
@@ -182,8 +185,8 @@ def _weigh(
 ) -> Plan:
     """Decide between the policy's placement and the current one."""
     current, topology = request.current, request.topology
-    after = predicted_imbalance(request.forecast, placement)
-    before = None if current is None else predicted_imbalance(request.forecast, current)
+    after = expected_imbalance(request, placement)
+    before = None if current is None else expected_imbalance(request, current)
     moves = moves_between(current, placement, topology)
     saved = spent = float("nan")
     if cost is not None and current is not None and before is not None and cost.step_seconds > 0:

@@ -9,6 +9,7 @@ from ..placement import EMPTY, Placement
 from ..routing.tables import SplitTables
 from ..routing.water_filling import split_totals
 from ..topology import Topology
+from .types import PlanRequest
 
 UNITS = 2.0**40
 
@@ -67,6 +68,16 @@ def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDAr
         return np.stack([imbalance(even_split_rank_load(window, placement)) for window in load])
     tables = SplitTables.of(placement)
     return np.stack([imbalance(filled_rank_load(window, tables)) for window in load])
+
+
+def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
+    """float64 ``[L]``: half under the forecast, half the mean under each recent window by itself, if there are any.
+
+    The forecast says where load goes; the windows, each split by itself, how well single batches that stray from it are
+    absorbed.
+    """
+    judges = predicted_imbalance(np.concatenate([request.forecast[None], request.recent]), placement)
+    return np.asarray(judges[0] if len(judges) == 1 else 0.5 * (judges[0] + judges[1:].mean(axis=0)))
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:

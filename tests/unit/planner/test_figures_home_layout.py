@@ -68,16 +68,15 @@ def test_over_time_it_beats_full_replans_and_moves_a_tenth_as_much(shared_data: 
         )
         for newest in (0.5, 0.3, 0.2, 0.1, 0.07)
     ]
+    topology = Topology(8, intra_node_bandwidth=40e9)
     cost = CostModel(home_bytes=300 << 20, replica_bytes=50 << 20, step_seconds=1.0, horizon_steps=50)
     budget = int(0.08 * 24 * 40)
     balancedness, moved = {}, {}
     for gate in ("always", "payoff"):
-        standing = plan(load[:5], Topology(8), slots_per_rank=5, current=Placement.initial(24, 32, 8, 1)).placement
+        standing = plan(load[:5], topology, slots_per_rank=5, current=Placement.initial(24, 32, 8, 1)).placement
         results, shares = [judged(standing, load[5:10])], []
         for at in replans[1:]:
-            made = plan(
-                load[:at], Topology(8), slots_per_rank=5, current=standing, max_moves=budget, cost=cost, gate=gate
-            )
+            made = plan(load[:at], topology, slots_per_rank=5, current=standing, max_moves=budget, cost=cost, gate=gate)
             standing = made.placement
             results.append(judged(standing, load[at : at + 5]))
             shares.append(made.moved_slots / (24 * 40))
