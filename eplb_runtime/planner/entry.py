@@ -13,9 +13,8 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .bounds import lower_bound
 from .cost import HYSTERESIS, CostModel
-from .evaluate import expected_imbalance, moves_between
+from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import LAYOUTS, POLICIES
 from .policies.hierarchical import rule_cost
 from .types import Plan, PlanError, PlanRequest
@@ -209,7 +208,7 @@ def _weigh(
         moves=moves,
         imbalance_before=before,
         imbalance_after=after,
-        lower_bound=lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank),
+        lower_bound=expected_lower_bound(request),
         bytes_intra_node=intra,
         bytes_inter_node=inter,
         seconds_saved=saved,
