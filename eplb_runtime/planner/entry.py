@@ -17,7 +17,7 @@ from .cost import HYSTERESIS, CostModel
 from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import LAYOUTS, POLICIES
 from .policies.hierarchical import rule_cost
-from .types import Plan, PlanError, PlanRequest
+from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
 RECENT_WINDOWS = 4
@@ -191,7 +191,7 @@ def _weigh(
     if cost is not None and current is not None and before is not None and cost.step_seconds > 0:
         saved = float(cost.seconds_per_imbalance(request.num_layers) * (before - after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
-    decision, reason = _decide(gate, before, after, len(moves), saved, spent)
+    decision, reason = _decide(gate, before, after, len(np.unique(moves[:, MOVE_LAYER])), saved, spent)
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
@@ -220,12 +220,13 @@ def _weigh(
 
 
 def _decide(
-    gate: str, before: NDArray[np.float64] | None, after: NDArray[np.float64], moves: int, saved: float, spent: float
+    gate: str, before: NDArray[np.float64] | None, after: NDArray[np.float64], moving: int, saved: float, spent: float
 ) -> tuple[str, str]:
     if before is None:
         return "rebalance", f"no placement stands yet; mean imbalance will be {after.mean():.3f}"
     change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> {after.max():.3f}"
-    if moves == 0:
+    change += f", by moves in {moving} of {len(after)} layers"
+    if moving == 0:
         return "stay", f"nothing to move: mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
     if gate == "always" and not after.mean() < before.mean():
         return "stay", f"no gain: {change}"

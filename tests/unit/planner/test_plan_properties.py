@@ -142,6 +142,7 @@ def test_only_the_layers_that_pay_move() -> None:
     made = plan(load, Topology(4, 2), slots_per_rank=4, current=Placement.initial(2, 16, 4), cost=cost, gate="payoff")
     assert made.decision == "rebalance"
     assert set(made.moves[:, MOVE_LAYER]) == {0}
+    assert "1 of 2 layers" in made.reason
 
 
 def test_a_swap_inside_the_node_is_taken_when_it_gains_as_much() -> None:
@@ -166,3 +167,12 @@ def test_the_plan_prints_what_it_decided_and_why() -> None:
     load = np.random.default_rng(1).lognormal(0, 1, (3, 32))
     shown = str(plan(load, Topology(8), slots_per_rank=5, current=Placement.initial(3, 32, 8, 1)))
     assert "rebalance" in shown and "lower bound" in shown and "moves" in shown
+
+
+def test_the_static_policy_never_moves_and_needs_something_to_keep() -> None:
+    load = np.random.default_rng(1).lognormal(0, 1, (3, 32))
+    current = Placement.initial(3, 32, 8, 1)
+    made = plan(load, Topology(8), slots_per_rank=5, current=current, policy="static")
+    assert (made.decision, made.placement) == ("stay", current)
+    with pytest.raises(PlanError, match="current"):
+        plan(load, Topology(8), slots_per_rank=5, policy="static", layout="free")
