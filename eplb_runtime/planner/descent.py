@@ -28,6 +28,8 @@ def descend(
     load_E: NDArray[np.int64],
     home_rank_E: NDArray[np.int32],
     replica_RK: NDArray[np.int32],
+    start_home_E: NDArray[np.int32],
+    start_replica_RK: NDArray[np.int32],
     ranks_per_node: int,
     max_copies: int,
     max_steps: int,
@@ -47,18 +49,18 @@ def descend(
         load_E: int64 ``[E]``; sums below 2 ** 56.
         home_rank_E: int32 ``[E]``.
         replica_RK: int32 ``[R, k]``, experts in the replica slots, -1 for none.
+        start_home_E, start_replica_RK: where experts stand now, for the price of what has been reached.
         max_copies: of one expert, home included.
         max_steps: at most so many.
         peak_S: int64 ``[max_steps + 1]``, filled with the busiest rank's load before the first and after each step.
         home_seconds, replica_seconds: of carrying one expert inside a node and between nodes.
-        moved_S: int32 ``[max_steps + 1, 2]``, filled with the homes and the replicas that differ from the start.
+        moved_S: int32 ``[max_steps + 1, 2]``, filled with the homes and the replicas that have moved by then.
         seconds_S: float64 ``[max_steps + 1]``, filled with the busiest link's time to carry these.
 
     Returns:
         steps taken.
     """
     experts, (ranks, slots) = load_E.size, replica_RK.shape
-    start_home_E, start_replica_RK = home_rank_E.copy(), replica_RK.copy()
     homes_RH = np.empty((ranks, experts // ranks), dtype=np.int32)
     filled_R = np.zeros(ranks, dtype=np.int32)
     ranks_EC = np.full((experts, max_copies), -1, dtype=np.int32)
@@ -82,7 +84,16 @@ def descend(
     sweep_until_optimal(ranks_EC, count_E, share_EC, load_R, FIRST_SWEEPS)
     goal = _goal(load_R)
     peak_S[0] = load_R.max()
-    moved_S[0], seconds_S[0] = 0, 0.0
+    seconds_S[0] = _price(
+        start_home_E,
+        start_replica_RK,
+        ranks_EC,
+        replica_RK,
+        ranks_per_node,
+        home_seconds,
+        replica_seconds,
+        moved_S[0],
+    )
     enough = load_R.sum() // ranks
     enough += enough >> GOOD_ENOUGH_BITS
     stuck_R = np.zeros(ranks, dtype=np.bool_)
@@ -299,7 +310,7 @@ def _price(
     replica_seconds: tuple[float, float],
     moved: NDArray[np.int32],
 ) -> float:
-    """Count homes on another rank than at the start, and replicas on a rank that did not hold the expert then.
+    """Count homes on another rank than now, and replicas on a rank that does not hold the expert now.
 
     Returns:
         seconds that the busiest rank sends or receives, as ``CostModel.transfer_seconds``.

@@ -13,14 +13,15 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .bounds import lower_bound
 from .cost import HYSTERESIS, CostModel
-from .evaluate import moves_between, predicted_imbalance
+from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import LAYOUTS, POLICIES
 from .policies.hierarchical import rule_cost
-from .types import Plan, PlanError, PlanRequest
+from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
+RECENT_WINDOWS = 4
+"""Windows on which a new placement must prove itself besides the forecast."""
 
 
 def plan(
@@ -76,7 +77,8 @@ def plan(
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
     request = PlanRequest(
         load=windows,
-        forecast=_expected(windows, forecast, declared),
+        forecast=_load_to_come(windows, forecast, declared),
+        recent=windows[-RECENT_WINDOWS:] if declared is None and len(windows) > 1 else windows[:0],
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -121,7 +123,7 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     return array
 
 
-def _expected(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
+def _load_to_come(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
     """float64 ``[L, E]``: the load declared, or else foretold."""
     if declared is not None:
         known = checked_load(declared, "declared load")
@@ -182,14 +184,14 @@ def _weigh(
 ) -> Plan:
     """Decide between the policy's placement and the current one."""
     current, topology = request.current, request.topology
-    after = predicted_imbalance(request.forecast, placement)
-    before = None if current is None else predicted_imbalance(request.forecast, current)
+    after = expected_imbalance(request, placement)
+    before = None if current is None else expected_imbalance(request, current)
     moves = moves_between(current, placement, topology)
     saved = spent = float("nan")
     if cost is not None and current is not None and before is not None and cost.step_seconds > 0:
         saved = float(cost.seconds_per_imbalance(request.num_layers) * (before - after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
-    decision, reason = _decide(gate, before, after, len(moves), saved, spent)
+    decision, reason = _decide(gate, before, after, len(np.unique(moves[:, MOVE_LAYER])), saved, spent)
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
@@ -206,7 +208,7 @@ def _weigh(
         moves=moves,
         imbalance_before=before,
         imbalance_after=after,
-        lower_bound=lower_bound(request.forecast, topology.num_ranks, request.slots_per_rank),
+        lower_bound=expected_lower_bound(request),
         bytes_intra_node=intra,
         bytes_inter_node=inter,
         seconds_saved=saved,
@@ -218,12 +220,13 @@ def _weigh(
 
 
 def _decide(
-    gate: str, before: NDArray[np.float64] | None, after: NDArray[np.float64], moves: int, saved: float, spent: float
+    gate: str, before: NDArray[np.float64] | None, after: NDArray[np.float64], moving: int, saved: float, spent: float
 ) -> tuple[str, str]:
     if before is None:
         return "rebalance", f"no placement stands yet; mean imbalance will be {after.mean():.3f}"
     change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> {after.max():.3f}"
-    if moves == 0:
+    change += f", by moves in {moving} of {len(after)} layers"
+    if moving == 0:
         return "stay", f"nothing to move: mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
     if gate == "always" and not after.mean() < before.mean():
         return "stay", f"no gain: {change}"

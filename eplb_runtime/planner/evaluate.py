@@ -9,6 +9,8 @@ from ..placement import EMPTY, Placement
 from ..routing.tables import SplitTables
 from ..routing.water_filling import split_totals
 from ..topology import Topology
+from .bounds import lower_bound
+from .types import PlanRequest
 
 UNITS = 2.0**40
 
@@ -67,6 +69,26 @@ def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDAr
         return np.stack([imbalance(even_split_rank_load(window, placement)) for window in load])
     tables = SplitTables.of(placement)
     return np.stack([imbalance(filled_rank_load(window, tables)) for window in load])
+
+
+def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
+    """float64 ``[L]``: half under the forecast, half the mean under each recent window by itself, if there are any.
+
+    The forecast says where load goes; the windows, each split by itself, how well single batches that stray from it are
+    absorbed.
+    """
+    return _half_and_half(predicted_imbalance(np.concatenate([request.forecast[None], request.recent]), placement))
+
+
+def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
+    """float64 ``[L]``: what ``expected_imbalance`` of no placement gets below."""
+    judges = np.concatenate([request.forecast[None], request.recent])
+    bounds = lower_bound(judges.reshape(-1, request.num_experts), request.topology.num_ranks, request.slots_per_rank)
+    return _half_and_half(bounds.reshape(judges.shape[:2]))
+
+
+def _half_and_half(judged: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(judged[0] if len(judged) == 1 else 0.5 * (judged[0] + judged[1:].mean(axis=0)))
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:

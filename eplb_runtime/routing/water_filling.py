@@ -2,8 +2,9 @@
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
-program min max rank load; they stop on its certificate. All arithmetic is in integers - tokens in fixed point - so that
-the result is the same on every machine and in ``water_filling_torch``.
+program min max rank load, faster when each split goes half as far again as its own best (over-relaxation); they stop on
+the optimum's certificate. All arithmetic is in integers - tokens in fixed point - so that the result is the same on
+every machine and in ``water_filling_torch``.
 """
 
 from __future__ import annotations
@@ -70,15 +71,23 @@ def split_totals(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def sweep_once(
-    ranks_NC: NDArray[np.int32], count_N: NDArray[np.int32], share_NC: NDArray[np.int64], load_R: NDArray[np.int64]
+    ranks_NC: NDArray[np.int32],
+    count_N: NDArray[np.int32],
+    share_NC: NDArray[np.int64],
+    load_R: NDArray[np.int64],
+    beyond: bool = False,
 ) -> None:
     """Give each replicated expert in turn its best split while the others stand still; in place.
+
+    With ``beyond``, every copy but the first goes half as far again, and the first takes up the difference; an expert
+    for which that would need less than nothing takes its best split.
 
     The level is ``(n + sum of the m lowest) / m`` for the largest m whose highest rank still lies under it, found by
     dropping ranks above the level of those left. What does not divide goes to the first of the used copies. Two copies
     have a closed form with the same result. (One loop without helper functions: calls with array arguments would cost
     ten times the arithmetic.)
     """
+    before_C = np.empty(share_NC.shape[1], dtype=np.int64)
     for index in range(count_N.size):
         copies = count_N[index]
         if copies == 2:
@@ -89,6 +98,10 @@ def sweep_once(
             give = total + high - low + 1
             give = 0 if give < 0 else give >> 1
             give = total if give > total else give
+            if beyond:
+                farther = total - give + ((before - give) >> 1)
+                if 0 <= farther <= total:
+                    give = total - farther
             share_NC[index, 0] = give
             share_NC[index, 1] = total - give
             load_R[first] = low + give
@@ -98,6 +111,7 @@ def sweep_once(
             for copy in range(copies):
                 rank = ranks_NC[index, copy]
                 water += load_R[rank]
+                before_C[copy] = share_NC[index, copy]
                 load_R[rank] -= share_NC[index, copy]
             used, level, more = copies, water // copies, water % copies
             while True:
@@ -120,7 +134,18 @@ def sweep_once(
                     share += 1
                     more -= 1
                 share_NC[index, copy] = share
-                load_R[rank] += share
+            if beyond:
+                first, possible = share_NC[index, 0], True
+                for copy in range(1, copies):
+                    step = (share_NC[index, copy] - before_C[copy]) >> 1
+                    first -= step
+                    possible = possible and share_NC[index, copy] + step >= 0
+                if possible and first >= 0:
+                    for copy in range(1, copies):
+                        share_NC[index, copy] += (share_NC[index, copy] - before_C[copy]) >> 1
+                    share_NC[index, 0] = first
+            for copy in range(copies):
+                load_R[ranks_NC[index, copy]] += share_NC[index, copy]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -168,6 +193,7 @@ def sweep_until_optimal(
 ) -> int:
     """Gauss-Seidel from the split that stands in ``share_NC`` and ``load_R``, changed in place.
 
+    All sweeps but the last possible one go beyond the best of each expert.
     Stops early when the busiest rank is within 2 ** -10 of the mean or of the certificate's bound.
 
     Returns:
@@ -179,7 +205,7 @@ def sweep_until_optimal(
         peak = load_R.max()
         if peak <= enough or is_optimal(ranks_NC, count_N, share_NC, load_R, peak >> TOLERANCE_BITS):
             return sweep
-        sweep_once(ranks_NC, count_N, share_NC, load_R)
+        sweep_once(ranks_NC, count_N, share_NC, load_R, sweep + 1 < sweeps)
     return sweeps
 
 

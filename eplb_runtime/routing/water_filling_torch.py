@@ -189,11 +189,12 @@ def _sweep_until_optimal(tables: DeviceTables, share_NC: Tensor, load_R: Tensor,
     enough = load_R[:-1].sum() // tables.num_ranks
     enough = enough + (enough >> TOLERANCE_BITS)
     done = torch.zeros((), dtype=torch.bool, device=load_R.device)
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
         done = done | _stop(tables, share_NC, load_R, enough)
         new_NC, new_R = share_NC.clone(), load_R.clone()
         for begin, end in tables.colors:
-            _refill(tables.ranks_NC[begin:end], tables.exists_NC[begin:end], new_NC[begin:end], new_R)
+            ranks, exists = tables.ranks_NC[begin:end], tables.exists_NC[begin:end]
+            _refill(ranks, exists, new_NC[begin:end], new_R, sweep + 1 < sweeps)
         share_NC, load_R = torch.where(done, share_NC, new_NC), torch.where(done, load_R, new_R)
     return share_NC
 
@@ -209,7 +210,7 @@ def _stop(tables: DeviceTables, share_NC: Tensor, load_R: Tensor, enough: Tensor
     return (peak <= enough) | ((load_R * busy).sum() - leaves.sum() >= floor * busy.sum())
 
 
-def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tensor) -> None:
+def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tensor, beyond: bool) -> None:
     base = load_R[ranks_NC] - share_NC
     highest_first_out = torch.where(exists_NC, base, torch.iinfo(torch.int64).max).sort(dim=1).values
     copies = torch.arange(1, exists_NC.shape[1] + 1, device=base.device)
@@ -220,7 +221,13 @@ def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tenso
     level = level.gather(1, used - 1)
     more = water.gather(1, used - 1) - level * used
     wet = exists_NC & (base <= level)
-    share_NC.copy_((level - base + (wet.cumsum(1) <= more)) * wet)
+    best = (level - base + (wet.cumsum(1) <= more)) * wet
+    if beyond:
+        step = (best - share_NC) >> 1
+        step[:, 0] = -step[:, 1:].sum(1)
+        possible = (best + step >= 0).all(1, keepdim=True)
+        best = torch.where(possible, best + step, best)
+    share_NC.copy_(best)
     load_R[ranks_NC.reshape(-1)] = (base + share_NC).reshape(-1)
 
 

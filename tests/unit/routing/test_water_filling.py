@@ -103,6 +103,13 @@ def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) 
     assert filled.sum() == even.sum() == totals.sum()
 
 
+def test_where_rounding_would_cost_more_than_it_gains_the_even_split_stays() -> None:
+    placement = Placement([[0, 1, 2, 3, 7, 6, 4, 5, 6, 7, 2, 1]], 8, 2, [[0, 1, 2, 3, 6, 7, 8, 9]])
+    tables = SplitTables.of(placement)
+    quotas = water_filling.split_totals(np.array([[2, 2, 1, 0, 1, 2, 2, 2]]), tables)
+    assert rank_loads(quotas[0], tables.copy_slot_LEC[0], placement).max() == 6
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_ten_sweeps_come_within_half_a_percent_of_the_linear_program(seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -1,0 +1,49 @@
+"""Compile the planner's kernels before they are needed, in the background, so that no step waits for a compiler.
+
+Compiled code is kept beside the package (numba's cache): only the first run on a machine takes seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from ..placement import Placement
+from ..routing.sources import split_counts
+from ..routing.tables import SplitTables
+from ..topology import Topology
+from .entry import plan
+from .policies import LAYOUTS
+
+
+def compile_kernels(policy: str = "incremental") -> None:
+    """Plan and split a toy problem once, which compiles everything that ``policy`` and the splitter run.
+
+    Raises:
+        PlanError: no such policy.
+    """
+    load = np.arange(1.0, 17.0).reshape(2, 8)
+    topology = Topology(4, 2)
+    in_home = "home" in LAYOUTS.get(policy, ())
+    current = Placement.initial(2, 8, 4, 1)
+    plan(load, topology, slots_per_rank=3, policy=policy, current=current if in_home else None)
+    split_counts(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, ranks_per_node=2)
+
+
+def in_background(work: Callable[[], None] = compile_kernels) -> Future[None]:
+    """Run ``work`` in a daemon thread; the future holds its end or its exception."""
+    done: Future[None] = Future()
+
+    def compile_all() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=compile_all, name="eplb-compile", daemon=True).start()
+    return done

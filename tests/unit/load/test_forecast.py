@@ -1,0 +1,65 @@
+"""Forecasts: long memory where load is steady, short where it jumps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_runtime.load.forecast import coarsen, exponential_average, forecast, past_error
+
+
+def noisy(mean: np.ndarray, windows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).poisson(mean, (windows, *mean.shape)).astype(float)
+
+
+MEAN = np.linspace(10, 200, 32).reshape(2, 16)
+
+
+def error(guess: np.ndarray, truth: np.ndarray) -> float:
+    return float(np.abs(guess / guess.sum() - truth / truth.sum()).sum())
+
+
+def test_on_steady_load_the_forecast_is_nearly_the_mean_of_all() -> None:
+    load = noisy(MEAN, 60, 0)
+    assert error(forecast(load), MEAN) < 1.2 * error(load.mean(axis=0), MEAN) < error(load[-1], MEAN)
+
+
+def test_after_a_jump_the_forecast_forgets_what_was_before() -> None:
+    load = np.concatenate([noisy(MEAN, 20, 0), noisy(MEAN[:, ::-1], 20, 1)])
+    assert error(forecast(load), MEAN[:, ::-1]) < 0.3 * error(load.mean(axis=0), MEAN[:, ::-1])
+
+
+def test_under_a_steady_drift_the_trend_is_ahead_of_every_average() -> None:
+    load = np.array([MEAN + t * (MEAN[:, ::-1] - MEAN) / 60 for t in range(40)])
+    then = MEAN + 40 * (MEAN[:, ::-1] - MEAN) / 60
+    assert error(forecast(load, "trend"), then) < error(forecast(load, "average"), then)
+    assert error(forecast(load, "auto"), then) <= error(forecast(load, "trend"), then)
+
+
+def test_an_exponential_average_weighs_windows_as_its_memory_says() -> None:
+    load = np.array([1.0, 2.0, 4.0]).reshape(3, 1, 1)
+    assert exponential_average(load, 0.5)[-1, 0, 0] == pytest.approx((1 / 4 + 2 / 2 + 4) / (1 / 4 + 1 / 2 + 1))
+    assert exponential_average(load, 0.0)[-1, 0, 0] == pytest.approx(7 / 3)
+
+
+def test_a_perfect_forecast_has_no_past_error() -> None:
+    load = noisy(MEAN, 6, 0)
+    assert past_error(np.concatenate([load[1:], load[:1]]), load) == 0
+    assert past_error(load, load) > 0
+
+
+@pytest.mark.parametrize("method", ["auto", "window", "last", "average", "trend"])
+def test_one_window_is_its_own_forecast(method: str) -> None:
+    assert np.array_equal(forecast(MEAN[None], method), MEAN)
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="auto, window"):
+        forecast(MEAN[None], "oracle")
+
+
+def test_a_long_history_is_merged_into_means_that_keep_the_newest() -> None:
+    load = np.arange(130.0).reshape(130, 1, 1)
+    merged = coarsen(load)
+    assert len(merged) <= 64
+    assert merged[-1, 0, 0] == pytest.approx(np.mean([127, 128, 129]))

@@ -1,0 +1,178 @@
+"""What holds for every plan in the home layout, whatever the shape, the load and the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.planner import CostModel, Plan, PlanError, plan
+from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.types import (
+    MOVE_DESTINATION_SLOT,
+    MOVE_IS_HOME,
+    MOVE_LAYER,
+    MOVE_SOURCE_RANK,
+)
+from eplb_runtime.topology import Topology
+
+KINDS = ("lognormal", "ties", "zeros", "one hot expert", "huge", "layer without load")
+
+
+def load_of(kind: str, generator: np.random.Generator, shape: tuple[int, int, int]) -> np.ndarray:
+    load = np.floor(generator.lognormal(0, 1, shape) * 100)
+    if kind == "ties":
+        load = generator.integers(0, 3, shape) * 100
+    if kind == "zeros":
+        load = np.zeros(shape)
+    if kind == "one hot expert":
+        load[:, :, generator.integers(shape[2])] = 1e7
+    if kind == "huge":
+        load = np.floor(generator.random(shape) * 1e12)
+    if kind == "layer without load":
+        load[:, 0] = 0
+    return load.astype(np.int64)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[np.ndarray, Topology, Placement, int | None]:
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    homes, replicas = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+    layers, windows = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    ranks = nodes * per_node
+    load = load_of(draw(st.sampled_from(KINDS)), generator, (windows, layers, ranks * homes))
+    current = anywhere(generator, layers, ranks, homes, replicas)
+    return load, Topology(ranks, per_node), current, draw(st.none() | st.integers(0, 12))
+
+
+def anywhere(generator: np.random.Generator, layers: int, ranks: int, homes: int, replicas: int) -> Placement:
+    slots = np.full((layers, ranks, homes + replicas), EMPTY)
+    for layer in range(layers):
+        slots[layer, :, :homes] = generator.permutation(ranks * homes).reshape(ranks, homes)
+        for rank in range(ranks):
+            foreign = generator.permutation(np.setdiff1d(np.arange(ranks * homes), slots[layer, rank]))[:replicas]
+            slots[layer, rank, homes : homes + len(foreign)] = np.where(
+                generator.random(len(foreign)) < 0.7, foreign, EMPTY
+            )
+    home = np.empty((layers, ranks * homes), dtype=int)
+    for layer in range(layers):
+        for rank in range(ranks):
+            home[layer, slots[layer, rank, :homes]] = rank * (homes + replicas) + np.arange(homes)
+    return Placement(slots.reshape(layers, -1), ranks * homes, ranks, home)
+
+
+def new_to_their_rank(made: Plan, current: Placement) -> int:
+    """Slots of the plan whose rank did not hold that expert, or its home, before: counted from the placements alone."""
+    before, after = (p.physical_to_logical.reshape(p.num_layers, p.num_ranks, -1) for p in (current, made.placement))
+    count = int((made.placement.home_rank != current.home_rank).sum())
+    homes = current.homes_per_rank
+    for layer, rank in np.ndindex(current.num_layers, current.num_ranks):
+        count += len(set(after[layer, rank, homes:]) - set(before[layer, rank]) - {EMPTY})
+    return count
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions())
+def test_every_plan_is_valid_deterministic_no_worse_and_within_its_budget(question) -> None:
+    load, topology, current, budget = question
+    made = plan(load, topology, slots_per_rank=current.slots_per_rank, current=current, max_moves=budget)
+    again = plan(load, topology, slots_per_rank=current.slots_per_rank, current=current, max_moves=budget)
+    assert made.placement == again.placement
+    assert made.moved_slots == new_to_their_rank(made, current)
+    assert budget is None or made.moved_slots <= budget
+    assert made.imbalance_before is not None
+    assert (made.imbalance_after <= made.imbalance_before).all()
+    assert (made.imbalance_after >= made.lower_bound - 1e-6).all()
+    if made.decision == "stay":
+        assert made.placement == current and not len(made.moves)
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions())
+def test_the_moves_carry_the_current_placement_into_the_new_one(question) -> None:
+    load, topology, current, budget = question
+    made = plan(load, topology, slots_per_rank=current.slots_per_rank, current=current, max_moves=budget)
+    slots = current.physical_to_logical.copy()
+    slots[made.placement.physical_to_logical == EMPTY] = EMPTY
+    for layer, expert, source, slot, is_home in made.moves:
+        assert source == current.home_rank[layer, expert]
+        assert is_home == (slot % current.slots_per_rank < current.homes_per_rank)
+        slots[layer, slot] = expert
+    assert np.array_equal(slots, made.placement.physical_to_logical)
+    assert list(map(tuple, made.moves[:, [MOVE_LAYER, MOVE_DESTINATION_SLOT]])) == sorted(
+        map(tuple, made.moves[:, [MOVE_LAYER, MOVE_DESTINATION_SLOT]])
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions(), st.integers(0, 100))
+def test_a_budget_of_bytes_is_kept(question, budget: int) -> None:
+    load, topology, current, _ = question
+    cost = CostModel(home_bytes=6, replica_bytes=1)
+    made = plan(load, topology, slots_per_rank=current.slots_per_rank, current=current, max_bytes=budget, cost=cost)
+    assert made.bytes_intra_node + made.bytes_inter_node <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(questions(), st.sampled_from([float("nan"), float("inf"), -1.0]), st.integers(0, 2**32 - 1))
+def test_a_count_that_is_none_is_refused(question, bad: float, seed: int) -> None:
+    load, topology, current, _ = question
+    load = load.astype(float)
+    load[tuple(np.random.default_rng(seed).integers(load.shape))] = bad
+    with pytest.raises(PlanError, match=r"layer \d+, expert \d+"):
+        plan(load, topology, slots_per_rank=current.slots_per_rank, current=current)
+
+
+def test_a_plan_repeated_on_the_same_load_stays() -> None:
+    generator = np.random.default_rng(5)
+    load = generator.lognormal(0, 1, (4, 64))
+    first = plan(load, Topology(8, 4), slots_per_rank=9, current=Placement.initial(4, 64, 8, 1))
+    second = plan(load, Topology(8, 4), slots_per_rank=9, current=first.placement)
+    assert (first.decision, second.decision) == ("rebalance", "stay")
+
+
+def test_only_the_layers_that_pay_move() -> None:
+    load = np.ones((2, 16)) * 100
+    load[0, :4] = 1000
+    load[1, 0] = 104
+    cost = CostModel(home_bytes=10**9, replica_bytes=10**9, step_seconds=1.0, moe_share=0.5, horizon_steps=50)
+    made = plan(load, Topology(4, 2), slots_per_rank=4, current=Placement.initial(2, 16, 4), cost=cost, gate="payoff")
+    assert made.decision == "rebalance"
+    assert set(made.moves[:, MOVE_LAYER]) == {0}
+    assert "1 of 2 layers" in made.reason
+
+
+def test_a_swap_inside_the_node_is_taken_when_it_gains_as_much() -> None:
+    load = np.array([[40, 20, 10, 10, 10, 10, 10, 10]])
+    made = plan(load, Topology(4, 2), slots_per_rank=2, current=Placement.initial(1, 8, 4), max_moves=2)
+    assert set(made.moves[:, MOVE_SOURCE_RANK]) == {0, 1}
+    assert made.moves[:, MOVE_IS_HOME].all()
+
+
+def test_a_declared_load_takes_the_place_of_the_forecast() -> None:
+    generator = np.random.default_rng(1)
+    past, future = generator.lognormal(0, 1, (2, 3, 32))
+    current = Placement.initial(3, 32, 8, 1)
+    made = plan(past, Topology(8), slots_per_rank=5, current=current, declared=future)
+    assert np.array_equal(made.imbalance_after, predicted_imbalance(future, made.placement))
+    assert made.imbalance_after.mean() < 1.01 < predicted_imbalance(past, made.placement).mean()
+    with pytest.raises(PlanError, match="declared"):
+        plan(past, Topology(8), slots_per_rank=5, current=current, declared=future[:2])
+
+
+def test_the_plan_prints_what_it_decided_and_why() -> None:
+    load = np.random.default_rng(1).lognormal(0, 1, (3, 32))
+    shown = str(plan(load, Topology(8), slots_per_rank=5, current=Placement.initial(3, 32, 8, 1)))
+    assert "rebalance" in shown and "lower bound" in shown and "moves" in shown
+
+
+def test_the_static_policy_never_moves_and_needs_something_to_keep() -> None:
+    load = np.random.default_rng(1).lognormal(0, 1, (3, 32))
+    current = Placement.initial(3, 32, 8, 1)
+    made = plan(load, Topology(8), slots_per_rank=5, current=current, policy="static")
+    assert (made.decision, made.placement) == ("stay", current)
+    with pytest.raises(PlanError, match="current"):
+        plan(load, Topology(8), slots_per_rank=5, policy="static", layout="free")

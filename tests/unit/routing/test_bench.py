@@ -1,0 +1,16 @@
+"""The splitter's benchmark."""
+
+from __future__ import annotations
+
+import json
+
+from eplb_runtime.routing.bench import run
+
+
+def test_the_benchmark_shows_a_split_near_the_optimum_and_is_json() -> None:
+    result = json.loads(json.dumps(run(repeats=2)))
+    assert [(row["ranks"], row["redundant"]) for row in result["split"]] == [(32, 32), (32, 64), (64, 64)]
+    for row in result["split"]:
+        assert row["water_filling"] < row["even"]
+        assert row["gap_mean"] < 0.005
+        assert row["totals_us"] > 0
