@@ -213,6 +213,14 @@ def test_a_plan_travels_to_an_engine_and_back(
     assert "placement of 5 layers x 12 slots: sglang -> eplb-runtime" in capsys.readouterr().out
 
 
+def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "bench", "planner", load_file, "--repeats", "1")
+    assert {row["planner"] for row in result["planner"]} >= {"deepseek", "free"}  # type: ignore[attr-defined]
+    assert main(["bench", "planner", str(load_file), "--repeats", "1"]) == 0
+    assert "balancedness" in capsys.readouterr().out
+    assert "peer 'x' is unknown" in refusal(capsys, "bench", "planner", load_file, "--peers", "x")
+
+
 def test_layers_without_tokens_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = np.ones((3, 8))
     load[0] = 0
