@@ -26,6 +26,7 @@ from .arguments import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from rich.status import Status
 
     from .topology import Topology
 
@@ -214,13 +215,17 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _bench_planner(arguments: argparse.Namespace) -> None:
     from .planner.bench import run
 
-    _print_bench(run(arguments.loads, arguments.peers, arguments.repeats), arguments.json)
+    with _spinner() as spinner:
+        result = run(arguments.loads, arguments.peers, arguments.repeats, on_progress=spinner.update)
+    _print_bench(result, arguments.json)
 
 
 def _bench_split(arguments: argparse.Namespace) -> None:
     from .routing.bench import run
 
-    _print_bench(run(arguments.loads, arguments.repeats), arguments.json)
+    with _spinner():
+        result = run(arguments.loads, arguments.repeats)
+    _print_bench(result, arguments.json)
 
 
 def _print_bench(result: Mapping[str, Any], as_json: bool) -> None:
@@ -290,6 +295,13 @@ class _progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def _spinner() -> Status:
+    """A sign of life on stderr, for work whose length is not known."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("measuring")
 
 
 def _print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

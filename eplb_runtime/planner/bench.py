@@ -1,8 +1,6 @@
-"""How good and how fast the free-layout planners are, on generated loads and on the user's, beside other planners.
+"""Measure the policies on this machine: how balanced, how near to the bound, how long; beside other planners.
 
-Every planner gets the same loads in the same process, one thread, kernels compiled before the clock starts. Read the
-ratios: milliseconds depend on the machine. Balancedness is mean / max rank load by even split, averaged over layers and
-windows.
+Every row of a load and shape comes from one run on one thread, so ratios mean something where milliseconds do not.
 """
 
 from __future__ import annotations
@@ -16,204 +14,188 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..placement import Placement
+from ..topology import Topology
 from .bounds import lower_bound
-from .peers import PeerPlanner, load_peer
-from .policies.deepseek import balance as deepseek
-from .policies.free import balance as free
-from .policies.hierarchical import balance as hierarchical
-from .policies.hierarchical import hottest_rank
-from .types import PlanError
+from .entry import plan
+from .evaluate import predicted_imbalance
+from .peers import Peer, find_peer
+from .policies.deepseek import balance as balance_deepseek
+from .policies.free import balance as balance_free
+from .policies.hierarchical import balance as balance_hierarchical
+
+MAX_WINDOWS = 24
+"""Longer series are merged into at most so many windows; each is planned for and judged by itself."""
+MAX_SLOTS_OF_PEERS = 50_000
+"""Peers plan shapes of at most so many slots over all layers: some take minutes beyond."""
 
 FloatArray = NDArray[np.float64]
-Planner = Callable[[FloatArray, "Shape"], NDArray[Any]]
-
-MAX_WINDOWS = 8
-"""Of a longer series, so many windows, evenly spaced, are planned one by one."""
-
-SPILLED = 2
-MAX_PEER_SLOTS = 20_000
-"""Peers plan at most so many slots, by leaving out layers: the slowest needs minutes for a large model."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Ranks and slots to plan for; ``groups`` > 1 asks for the group rule."""
+    """A cluster to plan for; ``groups`` 1: no group rule."""
 
-    num_ranks: int
+    ranks: int
+    ranks_per_node: int
     slots_per_rank: int
     groups: int = 1
-    num_nodes: int = 1
 
     @property
-    def num_slots(self) -> int:
-        return self.num_ranks * self.slots_per_rank
+    def slots(self) -> int:
+        return self.ranks * self.slots_per_rank
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.ranks_per_node
 
 
-def synthetic_load(layers: int, experts: int, skew: float, seed: int = 0, tokens: int = 1 << 20) -> FloatArray:
-    """Generated tokens per expert: log-normal shares, every layer with other hot experts.
-
-    Calibration: the sorted loads of a layer of DeepSeek-V3 follow a log-normal closely. With 256 experts ``skew`` 0.73
-    (coefficient of variation 0.84, hottest expert 6 x the mean) is its decode traffic, 0.66 to 0.87 (0.75 to 1.07,
-    6 x to 8 x) its prefill from 512 to 4,096 tokens. 0.6 is the mild skew of a model trained with a balancing loss:
-    with 32 experts the hottest has 3 x the mean, as in gpt-oss-20b.
+def run(
+    load_files: Sequence[str | Path] = (),
+    peers: Sequence[str] = (),
+    repeats: int = 5,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Plan every load for every shape that fits its number of experts.
 
     Args:
-        skew: standard deviation of the logarithm of an expert's share.
-        tokens: expert assignments a layer, about (each expert's are rounded down).
+        load_files: load files; none: :func:`generated_loads`.
+        peers: names or files of other planners, see :func:`peers.find_peer`.
+        repeats: timings of a load's first window; each further window is timed once. The median counts.
+        on_progress: called with what is measured next.
 
     Returns:
-        float64 ``[layers, experts]``, whole numbers.
+        JSON-able, ``{"planner": rows}``; a row has ``load``, ``layers``, ``experts``, ``ranks``, ``slots``, ``groups``,
+        ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows: even split in
+        the free layout, water-filling in the home layout; the bound is that of the free layout without the group rule),
+        ``ms`` (CPU time of one plan of all layers) and ``time_ratio`` (to our ``deepseek`` in the same shape).
+
+    Raises:
+        PlanError, LoadFileError: a peer or a file cannot be used.
     """
-    share = np.random.default_rng(seed).lognormal(sigma=skew, size=(layers, experts))
-    return np.asarray(np.floor(share / share.sum(axis=1, keepdims=True) * tokens))
+    from ..load.files import read_load
+
+    others = {name: find_peer(name) for name in peers}
+    loads = {Path(path).name: _few_windows(read_load(path)) for path in load_files} or generated_loads()
+    rows: list[dict[str, Any]] = []
+    for name, load in loads.items():
+        for shape in shapes_for(load.shape[2]):
+            rows += _rows(name, load, shape, others, repeats, on_progress)
+    return {"planner": rows}
 
 
-def generated_workloads() -> list[tuple[str, FloatArray, list[Shape]]]:
-    """Name, load ``[T, L, E]`` and shapes of the workloads of a run without load files."""
-    return [
-        (
-            "prefill-like, 58 x 256",
-            synthetic_load(58, 256, 0.87)[None],
-            [Shape(32, 9), Shape(32, 9, 8, 4), Shape(64, 4), Shape(64, 5)],
-        ),
-        ("decode-like, 58 x 256", synthetic_load(58, 256, 0.73, 1)[None], [Shape(144, 2), Shape(32, 9)]),
-        ("small, 24 x 32", synthetic_load(24, 32, 0.6, 2)[None], [Shape(8, 4), Shape(8, 5)]),
-        ("large, 96 x 1024", synthetic_load(96, 1024, 0.6, 3)[None], [Shape(1024, 2)]),
-    ]
+def generated_loads(seed: int = 0) -> dict[str, FloatArray]:
+    """Loads ``[1, L, E]`` by a generator that is calibrated on measured ones.
+
+    Expert shares are lognormal; each layer draws its spread, the standard deviation of the log. Measured, 10th to 90th
+    percentile over layers: DeepSeek-V3 in prefill .54 - .91 (hottest expert 4.2 - 10.4 times the mean), in decode
+    .49 - .77; gpt-oss-20b by windows of 5,000 tokens: coefficient of variation .77, hottest expert 2.1 - 3.7 times the
+    mean, which a spread of .6 - .9 over 32 experts gives. The third is a large model of the future, spread .3 - .7.
+    """
+    generator = np.random.default_rng(seed)
+
+    def draw(layers: int, experts: int, low: float, high: float) -> FloatArray:
+        spread = generator.uniform(low, high, (layers, 1))
+        load = np.exp(spread * generator.standard_normal((layers, experts)))
+        return np.asarray(np.round(load / load.mean(axis=1, keepdims=True) * 100_000))[None]
+
+    return {
+        "58 x 256, as DeepSeek-V3": draw(58, 256, 0.54, 0.91),
+        "24 x 32, as gpt-oss-20b": draw(24, 32, 0.6, 0.9),
+        "96 x 1024": draw(96, 1024, 0.3, 0.7),
+    }
 
 
 def shapes_for(experts: int) -> list[Shape]:
-    """What to plan a load of so many experts for: eight, four and two slots a rank, with and without spare slots.
+    """Clusters worth planning for: about four experts a rank, without copies and with one copy slot a rank.
 
-    256 experts give EP32 with 9 slots a rank, the same with 8 groups on 4 nodes, EP64 with 4 and 5, EP144 with 2.
+    256 experts also get the shapes in which DeepSeek-V3 is served: 32 ranks with and without the rule that its 8
+    groups stay on a node each, and 144 ranks of two slots; 1,024 experts get 1,024 ranks of two slots instead.
     """
-    shapes = []
-    if experts % 8 == 0 and experts >= 16:
-        shapes.append(Shape(experts // 8, 9))
-        if experts % 32 == 0 and experts > 32:
-            shapes.append(Shape(experts // 8, 9, 8, 4))
-    if experts % 4 == 0 and experts >= 8:
-        shapes += [Shape(experts // 4, 4), Shape(experts // 4, 5)]
-    if experts % 16 == 0:
-        shapes.append(Shape(experts * 9 // 16, 2))
-    return shapes
+    if experts == 1024:
+        return [Shape(1024, 8, 2)]
+    ranks = 1
+    while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
+        ranks *= 2
+    node = min(8, ranks)
+    shapes = [Shape(ranks, node, experts // ranks), Shape(ranks, node, experts // ranks + 1)]
+    if experts == 256:
+        shapes = [Shape(32, 8, 9), Shape(32, 8, 9, groups=8), Shape(144, 8, 2), *shapes]
+    return [shape for shape in shapes if shape.slots_per_rank <= experts]  # no rank could use more
 
 
-def run(load_files: Sequence[str | Path], peers: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Measure every planner on every workload.
-
-    Args:
-        load_files: files that ``load.files.read_load`` reads; none: the generated workloads.
-        peers: ``vllm``, ``sglang`` or files, see ``peers.load_peer``.
-        repeats: plans timed per planner and workload; the fastest counts.
-
-    Returns:
-        ``{"planners": [row, ...]}``, rows with ``load``, ``ranks``, ``slots_per_rank``, ``group_rule``, ``planner``,
-        ``layers``, ``balancedness``, ``bound`` (no plan can be above), ``milliseconds`` (one plan of all those layers)
-        and ``times_deepseek`` (the same by our compiled ``deepseek`` for those layers: 1).
-
-    Raises:
-        PlanError: a peer that cannot be used, or a load whose number of experts no shape fits.
-        LoadFileError: a file that cannot be read.
-    """
-    planners = [load_peer(name) for name in peers]
-    rows: list[dict[str, Any]] = []
-    for name, windows, shapes in _workloads(load_files):
-        for shape in shapes:
-            rows += _measure(name, windows, shape, planners, repeats)
-    return {"planners": rows}
-
-
-def _workloads(load_files: Sequence[str | Path]) -> list[tuple[str, FloatArray, list[Shape]]]:
-    if not load_files:
-        return generated_workloads()
-    from ..load.files import read_load
-
-    workloads = []
-    for path in load_files:
-        load = read_load(path)
-        shapes = shapes_for(load.shape[2])
-        if not shapes:
-            raise PlanError(f"{path}: {load.shape[2]} experts: give a multiple of 4, at least 8")
-        chosen = np.unique(np.linspace(0, len(load) - 1, min(len(load), MAX_WINDOWS)).astype(int))
-        workloads.append((Path(path).name, load[chosen], shapes))
-    return workloads
-
-
-def _measure(
-    name: str, windows: FloatArray, shape: Shape, peers: Sequence[tuple[str, PeerPlanner]], repeats: int
+def _rows(
+    name: str, load: FloatArray, shape: Shape, peers: dict[str, Peer], repeats: int, on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    layers = windows.shape[1]
-    peer_layers = max(1, min(layers, MAX_PEER_SLOTS // shape.num_slots))
-    planners = [(label, layers, planner) for label, planner in _ours(shape)]
-    planners += [(label, peer_layers, _of_peer(peer)) for label, peer in peers]
-    reference: dict[int, float] = {}
+    windows, layers, experts = load.shape
+    ours: dict[str, Callable[[FloatArray], Placement]] = {
+        "deepseek": _by_rows(shape, lambda w: _deepseek(w, shape)),
+    }
+    if shape.groups > 1:
+        for spilled in (0, 2):
+            planner = f"hierarchical, {spilled} experts may spill" if spilled else "hierarchical"
+            ours[planner] = _by_rows(shape, _hierarchical(shape, spilled))
+    else:
+        ours["free"] = _by_rows(shape, lambda w: balance_free(w, shape.ranks, shape.slots_per_rank))
+        if experts % shape.ranks == 0 and layers * shape.slots <= MAX_SLOTS_OF_PEERS:
+            ours["incremental (home layout)"] = lambda w: _from_scratch(w, shape)
+    if layers * shape.slots <= MAX_SLOTS_OF_PEERS:
+        ours |= {peer: _by_rows(shape, _asked(function, shape)) for peer, function in peers.items()}
+    bound = np.mean([1 / lower_bound(window, shape.ranks, shape.slots_per_rank) for window in load])
     rows = []
-    for label, count, planner in planners:
-        load = np.ascontiguousarray(windows[:, :count])
-        if count not in reference:
-            reference[count] = _milliseconds(_deepseek, load, shape, repeats)
-        milliseconds = reference[count] if planner is _deepseek else _milliseconds(planner, load, shape, repeats)
-        bound = [1.0 / lower_bound(window, shape.num_ranks, shape.slots_per_rank) for window in load]
+    for planner, function in ours.items():
+        on_progress(f"{name}, {shape.ranks} ranks, {shape.slots} slots: {planner}")
+        function(load[0, :1])  # compiles
+        seconds, balance = [], []
+        for index, window in enumerate(load):
+            for _ in range(repeats if index == 0 else 1):
+                began = time.process_time()
+                placement = function(window)
+                seconds.append(time.process_time() - began)
+            balance.append(1 / predicted_imbalance(window, placement))
         rows.append(
             {
-                "load": name,
-                "ranks": shape.num_ranks,
-                "slots_per_rank": shape.slots_per_rank,
-                "group_rule": shape.groups > 1,
-                "planner": label,
-                "layers": count,
-                "balancedness": round(float(np.mean([_balancedness(planner, window, shape) for window in load])), 4),
-                "bound": round(float(np.mean(bound)), 4),
-                "milliseconds": round(milliseconds, 2),
-                "times_deepseek": round(milliseconds / reference[count], 1),
+                "load": name if windows == 1 else f"{name}, {windows} windows",
+                "layers": layers,
+                "experts": experts,
+                "ranks": shape.ranks,
+                "slots": shape.slots,
+                "groups": shape.groups,
+                "planner": planner,
+                "balancedness": float(np.mean(balance)),
+                "bound": float(bound),
+                "ms": float(np.median(seconds)) * 1e3,
             }
         )
-    return rows
+    reference = rows[0]["ms"]
+    return [row | {"time_ratio": row["ms"] / reference if reference else None} for row in rows]
 
 
-def _ours(shape: Shape) -> list[tuple[str, Planner]]:
-    if shape.groups == 1:
-        return [("deepseek", _deepseek), ("free", _free)]
-    return [("deepseek", _deepseek), ("hierarchical", _hierarchical), (f"hierarchical, {SPILLED} spilled", _spilling)]
+def _by_rows(shape: Shape, balance: Callable[[FloatArray], NDArray[np.int32]]) -> Callable[[FloatArray], Placement]:
+    return lambda window: Placement(balance(window), window.shape[1], shape.ranks)
 
 
-def _deepseek(load: FloatArray, shape: Shape) -> NDArray[Any]:
-    return deepseek(load, shape.num_slots, shape.groups, shape.num_nodes, shape.num_ranks)[0]
+def _deepseek(window: FloatArray, shape: Shape) -> NDArray[np.int32]:
+    nodes = shape.nodes if shape.groups > 1 else 1
+    return balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
 
 
-def _free(load: FloatArray, shape: Shape) -> NDArray[Any]:
-    return free(load, shape.num_ranks, shape.slots_per_rank)
+def _hierarchical(shape: Shape, spilled: int) -> Callable[[FloatArray], NDArray[np.int32]]:
+    return lambda window: balance_hierarchical(
+        window, shape.ranks, shape.slots_per_rank, shape.groups, shape.nodes, spilled_experts=spilled
+    )
 
 
-def _hierarchical(load: FloatArray, shape: Shape) -> NDArray[Any]:
-    return hierarchical(load, shape.num_ranks, shape.slots_per_rank, shape.groups, shape.num_nodes)
+def _asked(peer: Peer, shape: Shape) -> Callable[[FloatArray], NDArray[np.int32]]:
+    nodes = shape.nodes if shape.groups > 1 else 1
+    return lambda window: peer(window, shape.slots, shape.groups, nodes, shape.ranks)
 
 
-def _spilling(load: FloatArray, shape: Shape) -> NDArray[Any]:
-    sizes = (shape.num_ranks, shape.slots_per_rank, shape.groups, shape.num_nodes)
-    return hierarchical(load, *sizes, spilled_experts=SPILLED)
+def _from_scratch(window: FloatArray, shape: Shape) -> Placement:
+    return plan(window, Topology(shape.ranks, shape.ranks_per_node), slots_per_rank=shape.slots_per_rank).placement
 
 
-def _of_peer(peer: PeerPlanner) -> Planner:
-    return lambda load, shape: peer(load, shape.num_slots, shape.groups, shape.num_nodes, shape.num_ranks)
-
-
-def _milliseconds(planner: Planner, windows: FloatArray, shape: Shape, repeats: int) -> float:
-    """One plan of all layers, the fastest of ``repeats``, averaged over windows; the kernels are compiled before."""
-    planner(windows[0, :1], shape)
-    seconds = []
-    for window in windows:
-        fastest = float("inf")
-        for _ in range(max(repeats, 1)):
-            began = time.perf_counter()
-            planner(window, shape)
-            fastest = min(fastest, time.perf_counter() - began)
-        seconds.append(fastest)
-    return float(np.mean(seconds)) * 1e3
-
-
-def _balancedness(planner: Planner, load: FloatArray, shape: Shape) -> float:
-    hottest = hottest_rank(load, planner(load, shape).astype(np.int32), shape.num_ranks)
-    mean = load.sum(axis=1) / shape.num_ranks
-    return float(np.mean(np.where(hottest > 0, mean / np.where(hottest > 0, hottest, 1.0), 1.0)))
+def _few_windows(load: FloatArray) -> FloatArray:
+    merged = -(-len(load) // MAX_WINDOWS)
+    whole = len(load) // merged
+    return np.asarray(load[: whole * merged].reshape(whole, merged, *load.shape[1:]).sum(axis=1))

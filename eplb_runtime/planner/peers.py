@@ -1,17 +1,17 @@
-"""Other people's planners, to measure beside ours in the same run: installed, or in a file that the user names.
+"""Other projects' planners, run beside ours when the user has them installed or names their file.
 
-Nothing of theirs is shipped. A planner is a function ``rebalance_experts``, in a module or in a class of it, as in
-DeepSeek's EPLB, vLLM and SGLang; its arguments are recognised by their names.
+They all take tokens per expert and return which expert stands in each slot; they differ in where the function lives
+and in what its arguments are called, so arguments are given by name. Nothing of theirs is kept here.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
-import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,103 +19,97 @@ from numpy.typing import NDArray
 
 from .types import PlanError
 
-ENTRY = "rebalance_experts"
+FUNCTION = "rebalance_experts"
 INSTALLED = {
     "vllm": ("vllm.distributed.eplb.policy.default", "vllm.distributed.eplb.rebalance_algo"),
-    "sglang": ("sglang.srt.eplb.eplb_algorithms.deepseek", "sglang.srt.managers.eplb_algorithms.deepseek"),
+    "sglang": ("sglang.srt.eplb.eplb_algorithms.deepseek",),
 }
-"""Where the named engines keep their planner, newest place first."""
+"""Modules that hold ``rebalance_experts``, newest first: as a function, or as a method of a class."""
 
-PeerPlanner = Callable[[NDArray[np.float64], int, int, int, int], NDArray[np.int64]]
-"""(load [L, E], slots P, groups, nodes, ranks R) -> physical_to_logical int64 [L, P]; groups = 1: no group rule."""
+Peer = Callable[[NDArray[np.float64], int, int, int, int], NDArray[np.int32]]
+"""(load ``[L, E]``, slots, groups, nodes, ranks) -> ``physical_to_logical`` ``[L, P]``."""
 
 
-def load_peer(name: str) -> tuple[str, PeerPlanner]:
-    """A peer's planner and the name to show for it.
-
-    Args:
-        name: ``vllm`` or ``sglang``, installed; or the path of a Python file with ``rebalance_experts``.
+def find_peer(name: str) -> Peer:
+    """The planner ``name``: ``"vllm"``, ``"sglang"``, or a Python file with a ``rebalance_experts``, as DeepSeek's.
 
     Raises:
-        PlanError: not installed, no such file, it cannot be imported, or its arguments are not understood.
+        PlanError: not installed, no such file, no such function, or one with arguments of unknown meaning.
     """
-    if name in INSTALLED:
-        return name, _adapt(_import_first(name, INSTALLED[name]), name)
-    path = Path(name)
-    if not path.is_file():
-        known = ", ".join(INSTALLED)
-        raise PlanError(f"peer {name!r}: no such file; name a Python file with {ENTRY}(), or one of: {known}")
-    return path.stem, _adapt(_import_file(path), name)
-
-
-def _import_first(name: str, places: tuple[str, ...]) -> types.ModuleType:
-    last: ImportError | None = None
-    for place in places:
-        try:
-            return importlib.import_module(place)
-        except ImportError as error:
-            last = error
-    raise PlanError(f"peer {name!r} cannot be imported ({last}): install it, or name its planner's file instead")
-
-
-def _import_file(path: Path) -> types.ModuleType:
-    """Import a file as part of a package that is its folder, so that its relative imports find their files."""
-    package = "_eplb_peer_" + path.resolve().parent.as_posix().encode().hex()
-    if package not in sys.modules:
-        parent = types.ModuleType(package)
-        parent.__path__ = [str(path.resolve().parent)]
-        sys.modules[package] = parent
-    try:
-        return importlib.import_module(f"{package}.{path.stem}")
-    except Exception as error:  # whatever a foreign file raises while it is imported
-        raise PlanError(f"peer {path}: cannot be imported: {type(error).__name__}: {error}") from None
-
-
-def _adapt(module: types.ModuleType, name: str) -> PeerPlanner:
-    function = _entry(module, name)
-    parameters = inspect.signature(function).parameters
-    required = [key for key, value in parameters.items() if value.default is inspect.Parameter.empty]
-    unknown = [key for key in required if key not in _ARGUMENTS]
+    module = _from_file(name) if name.endswith(".py") else _installed(name)
+    function = _function_of(module)
+    if function is None:
+        raise PlanError(f"peer {name}: {module.__name__} has no {FUNCTION}: name a file that has one")
+    unknown = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name not in _arguments(np.zeros((1, 1)), 1, 1, 1, 1)
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     if unknown:
-        raise PlanError(f"peer {name!r}: its {ENTRY}() wants {', '.join(unknown)}, which is not understood")
+        raise PlanError(f"peer {name}: {FUNCTION} wants {', '.join(unknown)}, whose meaning is not known here")
 
-    def planner(
-        load: NDArray[np.float64], num_slots: int, groups: int, num_nodes: int, num_ranks: int
-    ) -> NDArray[np.int64]:
-        if groups == 1:
-            num_nodes = 1
-        values = {key: _ARGUMENTS[key](load, num_slots, groups, num_nodes, num_ranks) for key in required}
-        answer = function(**values)
-        table = answer[0] if isinstance(answer, tuple) else answer
-        return np.asarray(table, dtype=np.int64)
+    def peer(load: NDArray[np.float64], slots: int, groups: int, nodes: int, ranks: int) -> NDArray[np.int32]:
+        known = _arguments(load, slots, groups, nodes, ranks)
+        wanted = inspect.signature(function).parameters
+        try:
+            result = function(**{key: value for key, value in known.items() if key in wanted})
+        except Exception as error:
+            raise PlanError(f"peer {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+        physical_to_logical = result[0] if isinstance(result, tuple) else result
+        return np.asarray(physical_to_logical, dtype=np.int32).reshape(len(load), slots)
 
-    return planner
-
-
-def _entry(module: types.ModuleType, name: str) -> Callable[..., Any]:
-    holders = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
-    for holder in holders:
-        function = getattr(holder, ENTRY, None)
-        if callable(function) and not getattr(function, "__isabstractmethod__", False):
-            return function  # type: ignore[no-any-return]
-    raise PlanError(f"peer {name!r}: there is no {ENTRY}() in it, neither in the module nor in a class of it")
+    return peer
 
 
-def _tensor(load: NDArray[np.float64]) -> Any:
+def _arguments(load: NDArray[np.float64], slots: int, groups: int, nodes: int, ranks: int) -> dict[str, Any]:
+    """Every argument name that the known planners use."""
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(load))
+    tokens = torch.from_numpy(np.ascontiguousarray(load, dtype=np.float32))
+    return {
+        "weight": tokens,
+        "tokens_per_expert": tokens,
+        "num_replicas": slots,
+        "num_physical_experts": slots,
+        "num_local_physical_experts": slots // ranks,
+        "num_groups": groups,
+        "num_nodes": nodes,
+        "num_gpus": ranks,
+        "num_ranks": ranks,
+        "enable_hierarchical": groups > 1,
+    }
 
 
-_ARGUMENTS: dict[str, Callable[[NDArray[np.float64], int, int, int, int], Any]] = {
-    "weight": lambda load, slots, groups, nodes, ranks: _tensor(load),
-    "tokens_per_expert": lambda load, slots, groups, nodes, ranks: _tensor(load[None]),
-    "num_replicas": lambda load, slots, groups, nodes, ranks: slots,
-    "num_physical_experts": lambda load, slots, groups, nodes, ranks: slots,
-    "num_local_physical_experts": lambda load, slots, groups, nodes, ranks: slots // ranks,
-    "num_groups": lambda load, slots, groups, nodes, ranks: groups,
-    "num_nodes": lambda load, slots, groups, nodes, ranks: nodes,
-    "num_gpus": lambda load, slots, groups, nodes, ranks: ranks,
-    "num_ranks": lambda load, slots, groups, nodes, ranks: ranks,
-    "enable_hierarchical": lambda load, slots, groups, nodes, ranks: groups > 1,
-}
+def _installed(name: str) -> ModuleType:
+    if name not in INSTALLED:
+        raise PlanError(f"peer {name!r} is unknown: give one of {', '.join(INSTALLED)}, or the path of a .py file")
+    for module in INSTALLED[name]:
+        try:
+            return importlib.import_module(module)
+        except ImportError:
+            continue
+    raise PlanError(f"peer {name}: not installed, or without {FUNCTION}: install it, or give the path of its file")
+
+
+def _from_file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise PlanError(f"peer {path}: no such file")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PlanError(f"peer {path}: cannot be imported: {' '.join(str(error).split())[:200]}") from None
+    return module
+
+
+def _function_of(module: ModuleType) -> Callable[..., Any] | None:
+    holders: Iterable[Any] = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
+    for holder in holders:
+        function = getattr(holder, FUNCTION, None)
+        if callable(function) and not getattr(function, "__isabstractmethod__", False):
+            return function  # type: ignore[no-any-return]
+    return None

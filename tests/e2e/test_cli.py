@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eplb_runtime.arguments import POLICY
 from eplb_runtime.cli import main
 from eplb_runtime.load.files import read_load, write_load
 from eplb_runtime.placement import Placement
+from eplb_runtime.planner.policies import POLICIES
 
 CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
 
@@ -61,6 +63,7 @@ def test_help_shows_examples_and_waits_for_no_heavy_import() -> None:
     assert "examples:" in done.stdout and "--every 5" in done.stdout
     program = """
 import sys
+from eplb_runtime.arguments import POLICY
 from eplb_runtime.cli import main
 try:
     main(["simulate", "--help"])
@@ -142,6 +145,38 @@ def test_simulate_json_has_the_documented_keys(load_file: Path, capsys: pytest.C
         assert list(policy["imbalance"]) == ["mean", "p95", "max"]
 
 
+def test_help_names_every_policy_and_every_policy_can_be_asked(
+    load_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = set(POLICY.replace(" or ", ", ").split(", "))
+    assert named == set(POLICIES)
+    for policy in sorted(named):
+        assert answer(capsys, "plan", load_file, *CLUSTER, "--policy", policy)["policy"] == policy
+
+
+def test_simulate_compares_by_default_no_balancer_the_common_one_and_ours(
+    load_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = answer(capsys, "simulate", load_file, *CLUSTER, "--every", "4")
+    assert [policy["policy"] for policy in result["policies"]] == ["static", "deepseek", "incremental"]  # type: ignore[attr-defined]
+
+
+def test_the_group_rule_bends_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = np.ones((1, 16))
+    load[0, :4] = [90, 60, 40, 30]  # one group is far hotter than a node should be
+    write_load(tmp_path / "load.npz", load)
+    cluster = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "5", "--groups", "4"]
+    command = ["plan", tmp_path / "load.npz", *cluster, "--policy", "hierarchical"]
+
+    def worst(*options: str) -> float:
+        return float(answer(capsys, *command, *options)["imbalance"]["max"])  # type: ignore[index]
+
+    ruled = worst()
+    assert worst("--spilled-experts", "2") < ruled
+    assert worst("--global-above", "0.01") < ruled
+    assert worst("--global-above", "100") == ruled
+
+
 def test_a_plan_from_a_placement_keeps_its_budget(
     load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +211,21 @@ def test_a_plan_travels_to_an_engine_and_back(
     assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 5
     assert main(["convert", *map(str, (tmp_path / "map.json", tmp_path / "back.json")), "--ranks", "4"]) == 0
     assert "placement of 5 layers x 12 slots: sglang -> eplb-runtime" in capsys.readouterr().out
+
+
+def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "bench", "planner", load_file, "--repeats", "1")
+    assert {row["planner"] for row in result["planner"]} >= {"deepseek", "free"}  # type: ignore[attr-defined]
+    assert main(["bench", "planner", str(load_file), "--repeats", "1"]) == 0
+    assert "balancedness" in capsys.readouterr().out
+    assert "peer 'x' is unknown" in refusal(capsys, "bench", "planner", load_file, "--peers", "x")
+
+
+def test_the_splitter_is_measured_on_a_load_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("eplb_runtime.routing.bench")
+    write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 64)))
+    result = answer(capsys, "bench", "split", tmp_path / "load.npz", "--repeats", "1")
+    assert all(row["water_filling"] <= row["even"] for row in result["split"])  # type: ignore[attr-defined]
 
 
 def test_layers_without_tokens_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

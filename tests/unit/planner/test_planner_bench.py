@@ -1,4 +1,4 @@
-"""The planner benchmark: its rows, its generator, and planners of other people."""
+"""The planner benchmark measures ours and others on the same load in one run, and refuses peers it cannot call."""
 
 from __future__ import annotations
 
@@ -8,77 +8,119 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_runtime.planner import PlanError, bench
-from eplb_runtime.planner.peers import load_peer
-from eplb_runtime.planner.policies.deepseek import balance
+from eplb_runtime.load.files import write_load
+from eplb_runtime.planner import PlanError, peers
+from eplb_runtime.planner.bench import generated_loads, run, shapes_for
+from eplb_runtime.planner.peers import find_peer
 
-PEER = """
-import numpy as np
-from .{helper} import copies
-
-class Policy:
-    @classmethod
-    def rebalance_experts(cls, weight, num_replicas, num_groups, num_nodes, num_ranks, old=None):
-        assert weight.shape[1] <= num_replicas
-        return copies(weight, num_replicas)
-"""
-HELPER = """
+IN_ORDER = """
 import torch
 
-def copies(weight, slots):
-    return torch.arange(slots).remainder(weight.shape[1]).expand(len(weight), slots)
+def rebalance_experts(weight, num_replicas, num_groups, num_nodes, num_gpus):
+    row = torch.arange(num_replicas) % weight.shape[1]
+    return row.repeat(weight.shape[0], 1), None, None
+"""
+
+AS_A_METHOD = """
+from abc import ABC, abstractmethod
+import torch
+
+class Abstract(ABC):
+    @classmethod
+    @abstractmethod
+    def rebalance_experts(cls, weight, num_replicas): ...
+
+class Policy(Abstract):
+    @classmethod
+    def rebalance_experts(cls, weight, num_replicas, num_ranks, old=None):
+        return (torch.arange(num_replicas) % weight.shape[1]).repeat(weight.shape[0], 1)
 """
 
 
-def test_rows_of_a_load_file_with_a_peer_from_a_file(tmp_path: Path) -> None:
-    np.savez(tmp_path / "load.npz", load=bench.synthetic_load(3, 32, 0.6))
-    (tmp_path / "their_helper.py").write_text(HELPER)
-    (tmp_path / "theirs.py").write_text(PEER.format(helper="their_helper"))
-    result = bench.run([tmp_path / "load.npz"], [str(tmp_path / "theirs.py")], 1)
-    assert json.loads(json.dumps(result)) == result
-    by_planner: dict[str, list[float]] = {}
-    for row in result["planners"]:
-        assert row["balancedness"] <= row["bound"] + 1e-3
-        by_planner.setdefault(row["planner"], []).append(row["balancedness"])
-    assert set(by_planner) == {"deepseek", "free", "theirs"}
-    assert np.mean(by_planner["free"]) >= np.mean(by_planner["deepseek"]) > np.mean(by_planner["theirs"])
+@pytest.fixture
+def load_file(tmp_path: Path) -> Path:
+    write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 3, 16)))
+    return tmp_path / "load.npz"
 
 
-def test_generated_loads_repeat_and_have_the_skew_they_are_calibrated_to() -> None:
-    load = bench.synthetic_load(58, 256, 0.73)
-    assert np.array_equal(load, bench.synthetic_load(58, 256, 0.73))
-    assert np.mean(load.std(axis=1) / load.mean(axis=1)) == pytest.approx(0.84, abs=0.05)
-    assert np.mean(load.max(axis=1) / load.mean(axis=1)) == pytest.approx(6.0, abs=0.8)
+def test_ours_and_others_stand_in_one_table(load_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text(IN_ORDER)
+    peer = str(tmp_path / "peer.py")
+    said: list[str] = []
+    result = json.loads(json.dumps(run([load_file], [peer], repeats=1, on_progress=said.append)))
+    rows = result["planner"]
+    assert len(said) == len(rows) == 2 * 4, "two shapes, four planners"
+    for shape in (rows[:4], rows[4:]):
+        by_planner = {row["planner"]: row for row in shape}
+        assert list(by_planner) == ["deepseek", "free", "incremental (home layout)", peer]
+        assert by_planner[peer]["balancedness"] < by_planner["deepseek"]["balancedness"]
+        for row in shape:
+            assert 0 < row["balancedness"] <= row["bound"] + 1e-9 <= 1 + 1e-9
+            assert (row["load"], row["layers"], row["experts"]) == ("load.npz, 2 windows", 3, 16)
+    assert [row["slots"] for row in rows[::4]] == [16, 20]
 
 
-def test_a_peer_with_deepseeks_signature_gets_deepseeks_arguments(tmp_path: Path) -> None:
-    (tmp_path / "like_deepseek.py").write_text(
-        "def rebalance_experts(weight, num_replicas, num_groups, num_nodes, num_gpus):\n"
-        "    from eplb_runtime.planner.policies.deepseek import balance\n"
-        "    return balance(weight.numpy(), num_replicas, num_groups, num_nodes, num_gpus)\n"
+def test_long_series_are_merged_into_few_windows(tmp_path: Path) -> None:
+    write_load(tmp_path / "load.npz", np.ones((50, 1, 4)))
+    rows = run([tmp_path / "load.npz"], repeats=1)["planner"]
+    assert rows[0]["load"] == "load.npz, 16 windows", "three into one, the last two left out"
+
+
+@pytest.mark.parametrize("experts", [1, 4, 8, 16, 60, 64, 128, 160, 256, 384, 512, 1024])
+def test_every_shape_can_hold_its_experts(experts: int) -> None:
+    shapes = shapes_for(experts)
+    assert shapes
+    for shape in shapes:
+        assert shape.slots >= experts
+        assert shape.ranks % shape.ranks_per_node == 0
+        assert shape.slots_per_rank <= experts
+
+
+def test_generated_loads_have_the_spread_that_was_measured() -> None:
+    loads = generated_loads()
+    assert all(
+        np.array_equal(load, again) for load, again in zip(loads.values(), generated_loads().values(), strict=True)
     )
-    name, planner = load_peer(str(tmp_path / "like_deepseek.py"))
-    load = bench.synthetic_load(2, 32, 0.6)
-    assert name == "like_deepseek"
-    assert np.array_equal(planner(load, 40, 4, 2, 8), balance(load, 40, 4, 2, 8)[0])
-    assert np.array_equal(planner(load, 40, 1, 2, 8), balance(load, 40, 1, 1, 8)[0])
+    large = loads["58 x 256, as DeepSeek-V3"][0]
+    spread = np.log(large).std(axis=1)
+    assert spread.min() > 0.45 and spread.max() < 1.0
+    small = loads["24 x 32, as gpt-oss-20b"][0]
+    hottest = small.max(axis=1) / small.mean(axis=1)
+    assert 2.1 < np.median(hottest) < 4.5
+
+
+@pytest.mark.parametrize("source", [IN_ORDER, AS_A_METHOD])
+def test_a_peer_is_called_by_the_names_of_its_arguments(tmp_path: Path, source: str) -> None:
+    (tmp_path / "peer.py").write_text(source)
+    planned = find_peer(str(tmp_path / "peer.py"))(np.ones((2, 4)), 6, 1, 1, 2)
+    assert planned.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("source", "says"),
     [
-        ("x = 1", "there is no rebalance_experts"),
-        ("def rebalance_experts(weight, flavour): ...", "wants flavour"),
-        ("import no_such_module", "cannot be imported"),
+        (None, "no such file"),
+        ("x = 1", "has no rebalance_experts"),
+        ("import no_such_package", "cannot be imported: No module named 'no_such_package'"),
+        ("def rebalance_experts(weight, secret): ...", "wants secret, whose meaning is not known"),
+        ("def rebalance_experts(weight): raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
     ],
 )
-def test_a_peer_that_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_peer_that_cannot_be_asked_is_refused_in_one_line(tmp_path: Path, source: str | None, says: str) -> None:
     path = tmp_path / "peer.py"
-    path.write_text(text)
-    with pytest.raises(PlanError, match=complaint):
-        load_peer(str(path))
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(PlanError) as refusal:
+        find_peer(str(path))(np.ones((1, 2)), 2, 1, 1, 1)
+    assert says in str(refusal.value) and str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_peer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match="no such file"):
-        load_peer("/nowhere/eplb.py")
+def test_an_unknown_peer_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"peer 'gurobi' is unknown: give one of vllm, sglang, or the path"):
+        find_peer("gurobi")
+
+
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.INSTALLED, "vllm", ("no_such_package.planner",))
+    with pytest.raises(PlanError, match="peer vllm: not installed"):
+        find_peer("vllm")
