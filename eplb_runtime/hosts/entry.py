@@ -304,6 +304,7 @@ def _build(
     )
     balancer.own_hook(host.watch_batches())
     if optimizer is not None:
+        balancer.own_hook(model.register_forward_pre_hook(lambda *_: balancer.before_forward()))
         balancer.own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
         balancer.own_hook(optimizer.register_step_post_hook(lambda *_: balancer.step()))
     object.__setattr__(model, "_eplb_runtime_balancer", balancer)
