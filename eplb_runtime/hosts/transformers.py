@@ -33,6 +33,7 @@ def describe(model: nn.Module) -> HostModel:
         layers,
         padding.real_tokens,
         lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+        getattr(model, "_init_weights", lambda module: None),
     )
 
 
