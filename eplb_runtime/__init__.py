@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint as checkpoint
     from .balancer import Balancer
     from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
+    from .grad_scaler import GradScaler
     from .hosts import attach
     from .placement import Placement
     from .planner import Plan, plan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Balancer",
     "BalancerConfig",
+    "GradScaler",
     "Placement",
     "Plan",
     "Topology",
@@ -31,6 +33,7 @@ __all__ = [
 _ROOM_OF = {
     "Balancer": "balancer",
     "BalancerConfig": "config",
+    "GradScaler": "grad_scaler",
     "Placement": "placement",
     "Plan": "planner",
     "Topology": "topology",

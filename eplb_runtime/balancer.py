@@ -129,6 +129,16 @@ class Balancer:
         """The placement that stands now; its ``epoch`` counts commits."""
         return self._placement
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's experts are."""
+        return self._device
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
+        return self._groups.data
+
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -249,9 +259,10 @@ class Balancer:
 
         Gradients of copies are summed into their homes first, in float32 and in the order of the slots.
 
-        Call it yourself when gradients are looked at earlier (clipping by hand; a GradScaler: see
-        `eplb_runtime.GradScaler`). A second call before the next step, or the next training forward, does nothing. Expert gradients need no averaging inside the EP group: the tokens of all ranks
-        reached them in the backward pass, already divided by the number of ranks as data parallelism does it.
+        Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
+        `eplb_runtime.GradScaler`). A second call before the next step, or the next forward in training, does nothing.
+        Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
+        pass, already divided by the number of ranks as data parallelism does it.
         """
         if self._gradients_reduced:
             return
@@ -325,10 +336,10 @@ class Balancer:
             tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
 
         Raises:
-            RegistryError: no such parameter, the name is taken, wrong rows or device, or a tensor with autograd history.
+            RegistryError: no such parameter, the name is taken, wrong rows or device, or it needs gradients.
         """
         if parameter not in self.layer_of_parameter:
-            raise RegistryError(f"{parameter!r} is no expert parameter; those are the keys of balancer.layer_of_parameter")
+            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
         if tensor.device != self._device or tensor.requires_grad:
             raise RegistryError(
                 f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
 from ..placement import PlacementError
 from .rows import ExpertRows
@@ -206,7 +206,8 @@ def load(
         if not isinstance(saved[fqn], TensorStorageMetadata):
             small[fqn] = None
         elif path[0] == "param_groups":
-            small[fqn] = torch.empty(saved[fqn].size, dtype=saved[fqn].properties.dtype)
+            size, dtype = _size_and_dtype(saved[fqn])
+            small[fqn] = torch.empty(size, dtype=dtype)
     read(small)
     header = _read_header(small.get(header_key))
     groups: dict[int, dict[str, Any]] = {}
@@ -228,8 +229,9 @@ def load(
         large[f"{prefix}extra.{entry.name}"] = _as_saved(view, entry.tensor, entry.layer)
     for fqn, path in paths.items():
         if path[0] == "state" and fqn not in small:
-            name, state_key, size = path[1], path[2], saved[fqn].size
-            states[name][state_key] = new_state_tensor(view, name, state_key, size, saved[fqn].properties.dtype)
+            name, state_key = path[1], path[2]
+            size, dtype = _size_and_dtype(saved[fqn])
+            states[name][state_key] = new_state_tensor(view, name, state_key, size, dtype)
             layer = view.layer_of(name) if is_expert_state(view, name, size) else None
             large[fqn] = _as_saved(view, states[name][state_key], layer)
     read(large)
@@ -251,6 +253,11 @@ def _metadata(reader: dcp.StorageReader, folder: str | Path) -> Metadata:
         return reader.read_metadata()
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def _size_and_dtype(saved: STORAGE_TYPES) -> tuple[torch.Size, torch.dtype]:
+    assert isinstance(saved, TensorStorageMetadata)
+    return saved.size, saved.properties.dtype
 
 
 def _check_names(names: list[str], metadata: Metadata, model_prefix: str, folder: str | Path) -> None:
@@ -276,9 +283,7 @@ def _check_sizes(view: LogicalView, metadata: Metadata, prefix: str, folder: str
                 raise CheckpointError(f"{fqn} has shape {tuple(size or ())} in {folder}, {tuple(wanted)} in the model")
 
 
-def _optimizer_paths(
-    view: LogicalView, metadata: Metadata, key: str, folder: str | Path
-) -> dict[str, tuple[Any, ...]]:
+def _optimizer_paths(view: LogicalView, metadata: Metadata, key: str, folder: str | Path) -> dict[str, tuple[Any, ...]]:
     """``{fqn: path}`` below ``optimizer`` of everything that the checkpoint holds there."""
     above = (key, "optimizer") if key else ("optimizer",)
     mapping: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
@@ -347,7 +352,7 @@ def _restore_placement(view: LogicalView, header: Mapping[str, Any], warm_start:
         logger.warning("%s; training starts from the placement that stands", error)
 
 
-class _without_advice(warnings.catch_warnings):  # noqa: N801
+class _without_advice(warnings.catch_warnings):
     """DCP warns in every single-process call that it is one."""
 
     def __enter__(self) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-
 _ATEN = torch.ops.aten
 _ALIKE = (
     _ATEN.detach.default,
@@ -68,7 +67,7 @@ class ExpertRows(Tensor):
         return ExpertRows, (self._rows, self._experts, self.shape[0])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         twin, *rest = args
         if func is _ATEN.new_empty.default:

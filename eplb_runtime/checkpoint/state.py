@@ -250,6 +250,10 @@ def _device_of_state(view: LogicalView, parameter: Tensor, key: str) -> torch.de
     return parameter.device
 
 
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
 def set_optimizer_state(view: LogicalView, name: str, values: Mapping[str, Any]) -> None:
     """Replace a parameter's state; tensors that fit are written in place (CUDA graphs hold them)."""
     assert view.optimizer is not None
@@ -260,8 +264,7 @@ def set_optimizer_state(view: LogicalView, name: str, values: Mapping[str, Any])
     new: dict[str, Any] = {}
     for key, value in values.items():
         before = old.get(key)
-        same = isinstance(before, Tensor) and isinstance(value, Tensor) and before is not value
-        if same and (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device):
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
             value = before.copy_(value)
         new[key] = value
     view.optimizer.state[parameter] = new

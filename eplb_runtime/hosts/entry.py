@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..balancer import Balancer
@@ -167,7 +168,9 @@ def _device_of(model: nn.Module, host: HostModel, wanted: torch.device | str | N
             )
         return given
     if given is not None and given != device:
-        raise AttachError(f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out")
+        raise AttachError(
+            f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
+        )
     return device
 
 
@@ -180,6 +183,8 @@ def _check(
     device: torch.device,
 ) -> Placement:
     """Everything that can be refused, before anything is changed. Returns the placement to start from."""
+    for layer in host.layers:
+        _check_tensors(layer)
     counts = {layer.num_experts for layer in host.layers}
     if len(counts) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
@@ -212,13 +217,29 @@ def _check(
     return placement
 
 
+def _check_tensors(layer: MoELayer) -> None:
+    """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
+    for name in layer.parameters:
+        parameter = getattr(layer.experts, name)
+        kind = type(parameter.data)
+        if isinstance(parameter, DTensor):
+            raise AttachError(f"{layer.name}.{name} is a DTensor: attach first, then shard (fully_shard) the rest")
+        if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
+            raise AttachError(
+                f"{layer.name}.{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
+                "load the model in bfloat16, float16 or float32"
+            )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
     try:
         check_element_wise(optimizer)
     except OptimizerStateError as error:
         raise AttachError(str(error)) from None
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(isinstance(value, Tensor) and value.is_meta for state in optimizer.state.values() for value in state.values()):
+    if any(
+        isinstance(value, Tensor) and value.is_meta for state in optimizer.state.values() for value in state.values()
+    ):
         raise AttachError(
             f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: use an "
             "optimizer that makes it at its first step, or build the model with memory"
@@ -228,8 +249,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
             parameter = getattr(layer.experts, name)
             if parameter.requires_grad and id(parameter) not in held:
                 raise AttachError(
-                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters(), or freeze "
-                    "that parameter"
+                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters() (with float32 "
+                    "masters in its state, not in the place of parameters), or freeze that parameter"
                 )
 
 
@@ -269,7 +290,9 @@ def _build(
     banks, layer_of_parameter = [], {}
     for index, layer in enumerate(host.layers):
         rows = table.logical_of_rows(groups.ep_rank)[index]
-        bank = ReplicaBank([_cut(layer, name, rows, device) for name in layer.parameters], config.replica_slots, training)
+        bank = ReplicaBank(
+            [_cut(layer, name, rows, device) for name in layer.parameters], config.replica_slots, training
+        )
         banks.append(bank)
         for name, parameter in zip(layer.parameters, bank.parameters, strict=True):
             _install(layer.experts, name, parameter, rows, groups.world_size, optimizer)

@@ -115,7 +115,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _slices(files: Iterable[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """``(key, slice)`` of all files, in natural order, nothing read yet."""
-    found = []
+    found: list[tuple[str, Any]] = []
     for file in files:
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))
@@ -160,7 +160,9 @@ def _own_experts(view: LogicalView, layer: int, pattern: str, found: list[tuple[
     )
 
 
-def _convert(transform: WeightTransform, name: str, parts: dict[str, list[Tensor]], model: nn.Module) -> dict[str, Tensor]:
+def _convert(
+    transform: WeightTransform, name: str, parts: dict[str, list[Tensor]], model: nn.Module
+) -> dict[str, Tensor]:
     for pattern, tensors in parts.items():
         for tensor in tensors:
             transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]

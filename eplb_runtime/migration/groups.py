@@ -76,7 +76,7 @@ class ProcessGroups:
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
 
     def background(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks, for work in a thread beside training; made when first asked for, collectively."""
+        """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
         if self._background is None:
             self._background = dist.new_group(self._everyone, backend="gloo", group_desc="eplb_runtime background")
         return self._background

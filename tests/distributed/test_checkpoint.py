@@ -128,7 +128,12 @@ def save_and_go_on(rank: int, job: Job, folder: str, how: str = "save") -> dict[
         dcp.save({"app": LogicalState(model, optimizer), "other": torch.ones(3)}, checkpoint_id=folder)
     placement = balancer.placement if balancer is not None else None
     losses = train(model, optimizer, range(12, 20), rank, dist.get_world_size())
-    return {"state": state, "losses": losses, "placement": placement, "after": eplb.logical_state_dict(model, optimizer)}
+    return {
+        "state": state,
+        "losses": losses,
+        "placement": placement,
+        "after": eplb.logical_state_dict(model, optimizer),
+    }
 
 
 def load_and_go_on(rank: int, job: Job, folder: str, key: str = "", spoil: bool = True) -> dict[str, Any]:
@@ -141,7 +146,12 @@ def load_and_go_on(rank: int, job: Job, folder: str, key: str = "", spoil: bool 
     state = eplb.logical_state_dict(model, optimizer)
     placement = balancer.placement if balancer is not None else None
     losses = train(model, optimizer, range(12, 20), rank, dist.get_world_size())
-    return {"state": state, "losses": losses, "placement": placement, "after": eplb.logical_state_dict(model, optimizer)}
+    return {
+        "state": state,
+        "losses": losses,
+        "placement": placement,
+        "after": eplb.logical_state_dict(model, optimizer),
+    }
 
 
 def different(one: State, other: State) -> list[str]:
@@ -280,7 +290,10 @@ def load_without_warm_start(rank: int, folder: str) -> dict[str, Any]:
     start = balancer.placement.digest()
     eplb.checkpoint.load(folder, model, optimizer, warm_start=False)
     assert balancer.placement.digest() == start
-    return {"state": eplb.logical_state_dict(model, optimizer), "losses": train(model, optimizer, range(12, 20), rank, 2)}
+    return {
+        "state": eplb.logical_state_dict(model, optimizer),
+        "losses": train(model, optimizer, range(12, 20), rank, 2),
+    }
 
 
 def test_without_the_warm_start_the_losses_are_the_same(tmp_path: Path) -> None:

@@ -183,7 +183,9 @@ def fused_names(rank: int, folder: str) -> dict[str, torch.Tensor]:
 
 def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(tmp_path: Path) -> None:
     whole = make_model("olmoe", experts=EXPERTS)
-    save_file({name: tensor.contiguous() for name, tensor in whole.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}, tmp_path / "model.safetensors"
+    )
     for state in run_ranks(2, fused_names, str(tmp_path)):
         for name, tensor in whole.to(torch.bfloat16).state_dict().items():
             assert torch.equal(tensor, state[f"model.{name}"]), name
