@@ -223,7 +223,9 @@ def _check_tensors(layer: MoELayer) -> None:
         parameter = getattr(layer.experts, name)
         kind = type(parameter.data)
         if isinstance(parameter, DTensor):
-            raise AttachError(f"{layer.name}.{name} is a DTensor: attach first, then shard (fully_shard) the rest")
+            raise AttachError(
+                f"{layer.name}.{name} is a DTensor: leave expert parameters out of fully_shard (ignored_params)"
+            )
         if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
             raise AttachError(
                 f"{layer.name}.{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "

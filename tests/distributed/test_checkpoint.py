@@ -282,6 +282,20 @@ def test_what_logical_state_dict_gives_can_be_taken_anywhere(fresh: bool, tmp_pa
     assert any("experts.down_proj" in name for name in different(saved[0]["state"], damaged[0]["state"]))
 
 
+def wrapped(rank: int) -> None:
+    """What a host puts around the model changes no name."""
+    model, optimizer, _ = build(Job())
+    expected = eplb.logical_state_dict(model, optimizer)
+    for outer in (nn.parallel.DistributedDataParallel(model), torch.compile(model)):
+        assert different(expected, eplb.logical_state_dict(outer, optimizer)) == []
+    plain = make_model("olmoe")
+    assert different(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
+
+
+def test_wrappers_are_looked_through() -> None:
+    run_ranks(2, wrapped)
+
+
 # -- warm start ------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +316,28 @@ def test_without_the_warm_start_the_losses_are_the_same(tmp_path: Path) -> None:
     loaded = run_ranks(2, load_without_warm_start, folder)
     assert different(saved[0]["state"], loaded[0]["state"]) == []
     assert [r["losses"] for r in loaded] == [r["losses"] for r in saved]
+
+
+def roll_back(rank: int, folder: str) -> None:
+    """Plain ``dcp.load`` into a job that runs: its optimizer has state to load into."""
+    model, optimizer, balancer = build(Job())
+    train(model, optimizer, range(6), rank, 2)
+    state = {"app": LogicalState(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    expected = eplb.logical_state_dict(model, optimizer)
+    placement = balancer.placement
+    losses = train(model, optimizer, range(6, 14), rank, 2)
+    assert balancer.placement.digest() != placement.digest()
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    dcp.load(state, checkpoint_id=folder)
+    assert balancer.placement.digest() == placement.digest()
+    assert different(expected, eplb.logical_state_dict(model, optimizer)) == []
+    assert train(model, optimizer, range(6, 14), rank, 2) == losses
+
+
+def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, roll_back, str(tmp_path / "checkpoint"))
 
 
 # -- asynchronous ----------------------------------------------------------------------------------------------------
