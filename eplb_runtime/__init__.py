@@ -7,29 +7,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from .balancer import Balancer
-    from .checkpoint import logical_state_dict
+    from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
+    from .grad_scaler import GradScaler
     from .hosts import attach
     from .placement import Placement
     from .planner import Plan, plan
     from .topology import Topology
 
-__all__ = ["Balancer", "BalancerConfig", "Placement", "Plan", "Topology", "attach", "logical_state_dict", "plan"]
+__all__ = [
+    "Balancer",
+    "BalancerConfig",
+    "GradScaler",
+    "Placement",
+    "Plan",
+    "Topology",
+    "attach",
+    "load_logical_state_dict",
+    "logical_state_dict",
+    "plan",
+]
 
 _ROOM_OF = {
     "Balancer": "balancer",
     "BalancerConfig": "config",
+    "GradScaler": "grad_scaler",
     "Placement": "placement",
     "Plan": "planner",
     "Topology": "topology",
     "attach": "hosts",
+    "load_logical_state_dict": "checkpoint",
     "logical_state_dict": "checkpoint",
     "plan": "planner",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return import_module(f"{__name__}.checkpoint")
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)

@@ -23,7 +23,7 @@ from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from .experts.gradients import average_gradients, total_norm
-from .experts.registry import ExpertTensors
+from .experts.registry import ExpertTensors, RegistryError
 from .experts.replica_sync import ReplicaSync
 from .load.aggregate import HostCopy
 from .load.recorder import LoadRecorder
@@ -57,6 +57,7 @@ class Balancer:
         topology: ranks, nodes and measured bandwidths.
         events: what happened (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+        extra_tensors: what ``register`` added: ``{"<parameter>/<name>": (layer, tensor)}``.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Balancer:
         self._pending: _Pending | None = None
         self._earlier: list[tuple[int, Placement]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.extra_tensors: dict[str, tuple[int, Tensor]] = {}
 
         transport = self._new_transport()
         transport.warm_up()
@@ -126,6 +128,16 @@ class Balancer:
     def placement(self) -> Placement:
         """The placement that stands now; its ``epoch`` counts commits."""
         return self._placement
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's experts are."""
+        return self._device
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
+        return self._groups.data
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -247,9 +259,10 @@ class Balancer:
 
         Gradients of copies are summed into their homes first, in float32 and in the order of the slots.
 
-        Call it yourself when gradients are looked at earlier (clipping by hand, a GradScaler). A second call before
-        the next step does nothing. Expert gradients need no averaging inside the EP group: the tokens of all ranks
-        reached them in the backward pass, already divided by the number of ranks as data parallelism does it.
+        Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
+        `eplb_runtime.GradScaler`). A second call before the next step, or the next forward in training, does nothing.
+        Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
+        pass, already divided by the number of ranks as data parallelism does it.
         """
         if self._gradients_reduced:
             return
@@ -309,6 +322,50 @@ class Balancer:
         logical = torch.cat([self._table.logical_of_rows(rank)[layer] for rank in range(self._groups.ep_size)])
         return torch.empty_like(by_slot).index_copy_(0, logical, by_slot)
 
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
+        """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
+
+        It is moved in place, bit for bit, and saved in checkpoints; not copied to replica slots, not trained.
+        Collective in effect: the same names on every rank, in the same order.
+
+        Args:
+            parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
+            name: new for this parameter.
+            tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
+
+        Raises:
+            RegistryError: no such parameter, the name is taken, wrong rows or device, or it needs gradients.
+        """
+        if parameter not in self.layer_of_parameter:
+            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+        if tensor.device != self._device or tensor.requires_grad:
+            raise RegistryError(
+                f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "
+                f"{tensor.device}, requires_grad={tensor.requires_grad}"
+            )
+        layer = self.layer_of_parameter[parameter]
+        self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self.extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
+
+    def home_experts(self, layer: int) -> list[int]:
+        """The logical expert of each home row of this rank."""
+        first = self._groups.ep_rank * self._placement.slots_per_rank
+        rows = self._placement.physical_to_logical[layer, first : first + self._placement.homes_per_rank]
+        return [int(expert) for expert in rows]
+
+    def weights_changed(self) -> None:
+        """Expert weights were written from outside, between steps: copies and caches follow. Collective."""
+        for layer in range(self._registry.num_layers):
+            self._registry.notify_moved(layer, range(self._placement.homes_per_rank))
+        if self._replicas is not None:
+            self._replicas.refresh()
+
+    def background_group(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
+        return self._groups.background()
+
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -343,6 +400,11 @@ class Balancer:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
         if self._replicas is not None:
             self._replicas.refresh()
+
+    def before_forward(self) -> None:
+        """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
+        if torch.is_grad_enabled():
+            self._gradients_reduced = False
 
     def own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Remove this hook at ``close``."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..balancer import Balancer
@@ -31,6 +32,7 @@ from ..placement import Placement, PlacementError
 from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from ..topology import Topology
+from .meta import MetaError, blank, has_meta, make_buffers, make_parameters
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -70,11 +72,13 @@ class HostModel:
         layers: in model order.
         real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
         watch_batches: hooks into the model what ``real_tokens`` needs.
+        remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
     """
 
     layers: tuple[MoELayer, ...]
     real_tokens: Callable[[int], Tensor | None]
     watch_batches: Callable[[], RemovableHandle]
+    remake_buffers: Callable[[nn.Module], None]
 
 
 def attach(
@@ -83,6 +87,7 @@ def attach(
     *,
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
 ) -> Balancer:
     """Spread a model's experts over the EP group and keep them balanced. Collective: every rank calls it once.
 
@@ -101,6 +106,8 @@ def attach(
         config: settings, the same on every rank.
         ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
             placement, and expert gradients are averaged over them.
+        device: for a model on the meta device, where to make it: this rank's experts and the rest, nothing more. Its
+            weights are NaN until you load them, with ``eplb_runtime.checkpoint.load`` or ``load_pretrained``.
 
     Returns:
         The balancer, hooked to the optimizer's step.
@@ -110,13 +117,17 @@ def attach(
     """
     config = config if config is not None else BalancerConfig()
     host = _describe(model)
-    device = _device_of(host)
+    device = _device_of(model, host, device)
     try:
         groups = ProcessGroups(ep_group, device, config.timeout_seconds)
     except ValueError as error:
         raise AttachError(str(error)) from None
     try:
         placement = _check(model, optimizer, host, config, groups, device)
+        make_buffers(model, device, host.remake_buffers)
+    except MetaError as error:
+        groups.close()
+        raise AttachError(str(error)) from None
     except BaseException:
         groups.close()
         raise
@@ -141,13 +152,25 @@ def _describe(model: nn.Module) -> HostModel:
     return host
 
 
-def _device_of(host: HostModel) -> torch.device:
+def _device_of(model: nn.Module, host: HostModel, wanted: torch.device | str | None) -> torch.device:
+    """Where the experts are, or will be made."""
+    # An empty tensor knows the index of "cuda".
+    given = torch.empty(0, device=wanted).device if wanted is not None else None
     devices = {getattr(layer.experts, name).device for layer in host.layers for name in layer.parameters}
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
     device = devices.pop()
-    if device.type == "meta":
-        raise AttachError("the experts are on the meta device: load the weights first, then attach")
+    if has_meta(model):
+        if given is None or given.type == "meta":
+            raise AttachError(
+                "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
+                "weights afterwards"
+            )
+        return given
+    if given is not None and given != device:
+        raise AttachError(
+            f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
+        )
     return device
 
 
@@ -160,6 +183,8 @@ def _check(
     device: torch.device,
 ) -> Placement:
     """Everything that can be refused, before anything is changed. Returns the placement to start from."""
+    for layer in host.layers:
+        _check_tensors(layer)
     counts = {layer.num_experts for layer in host.layers}
     if len(counts) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
@@ -186,10 +211,26 @@ def _check(
     weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     _same_everywhere(shapes, "model", groups, "build the same model on every rank")
-    fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values()])
+    fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
     hint = "seed all ranks equally, or load the same checkpoint"
     _same_everywhere(fingerprint.hex(), "set of weights", groups, hint)
     return placement
+
+
+def _check_tensors(layer: MoELayer) -> None:
+    """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
+    for name in layer.parameters:
+        parameter = getattr(layer.experts, name)
+        kind = type(parameter.data)
+        if isinstance(parameter, DTensor):
+            raise AttachError(
+                f"{layer.name}.{name} is a DTensor: leave expert parameters out of fully_shard (ignored_params)"
+            )
+        if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
+            raise AttachError(
+                f"{layer.name}.{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
+                "load the model in bfloat16, float16 or float32"
+            )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
@@ -198,13 +239,20 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
     except OptimizerStateError as error:
         raise AttachError(str(error)) from None
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(
+        isinstance(value, Tensor) and value.is_meta for state in optimizer.state.values() for value in state.values()
+    ):
+        raise AttachError(
+            f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: use an "
+            "optimizer that makes it at its first step, or build the model with memory"
+        )
     for layer in host.layers:
         for name in layer.parameters:
             parameter = getattr(layer.experts, name)
             if parameter.requires_grad and id(parameter) not in held:
                 raise AttachError(
-                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters(), or freeze "
-                    "that parameter"
+                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters() (with float32 "
+                    "masters in its state, not in the place of parameters), or freeze that parameter"
                 )
 
 
@@ -244,7 +292,9 @@ def _build(
     banks, layer_of_parameter = [], {}
     for index, layer in enumerate(host.layers):
         rows = table.logical_of_rows(groups.ep_rank)[index]
-        bank = ReplicaBank([_cut(layer, name, rows) for name in layer.parameters], config.replica_slots, training)
+        bank = ReplicaBank(
+            [_cut(layer, name, rows, device) for name in layer.parameters], config.replica_slots, training
+        )
         banks.append(bank)
         for name, parameter in zip(layer.parameters, bank.parameters, strict=True):
             _install(layer.experts, name, parameter, rows, groups.world_size, optimizer)
@@ -252,6 +302,7 @@ def _build(
             layer_of_parameter[f"{layer.name}.{name}"] = index
             _warn_of_odd_rows(f"{layer.name}.{name}", parameter)
         layer.after_sharding(placement.slots_per_rank)
+    make_parameters(model, device)
     replicas = splitter = None
     if config.replica_slots:
         replicas = ReplicaSync(banks, groups.replicas, groups.ep_rank, groups.world_size)
@@ -304,6 +355,7 @@ def _build(
     )
     balancer.own_hook(host.watch_batches())
     if optimizer is not None:
+        balancer.own_hook(model.register_forward_pre_hook(lambda *_: balancer.before_forward()))
         balancer.own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
         balancer.own_hook(optimizer.register_step_post_hook(lambda *_: balancer.step()))
     object.__setattr__(model, "_eplb_runtime_balancer", balancer)
@@ -322,8 +374,11 @@ def _weights_of(index: int, bank: ReplicaBank, replicas: ReplicaSync | None) -> 
     return all_slots
 
 
-def _cut(layer: MoELayer, name: str, rows: Tensor) -> nn.Parameter:
+def _cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
     full = getattr(layer.experts, name)
+    if full.is_meta:
+        local = blank(torch.Size([len(rows), *full.shape[1:]]), full.dtype, device)
+        return nn.Parameter(local, requires_grad=full.requires_grad)
     return nn.Parameter(full.detach()[rows], requires_grad=full.requires_grad)
 
 

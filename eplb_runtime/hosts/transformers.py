@@ -25,6 +25,7 @@ def describe(model: nn.Module) -> HostModel:
     Raises:
         AttachError: an experts module holds tensors whose expert dimension cannot be told.
     """
+    _refuse_adapters(model)
     layers = tuple(
         _describe_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
     )
@@ -33,7 +34,19 @@ def describe(model: nn.Module) -> HostModel:
         layers,
         padding.real_tokens,
         lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+        getattr(model, "_init_weights", lambda module: None),
     )
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """PEFT's adapters on expert tensors keep all experts in one pair of low-rank matrices, around the module."""
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None)
+        if isinstance(inner, nn.Module) and follows_experts_interface(inner):
+            raise AttachError(
+                f"{name} ({type(module).__name__}) adapts all experts with one pair of matrices, which cannot be split "
+                "by expert: target other modules, or keep adapters [E, ...] as parameters of the experts module"
+            )
 
 
 def follows_experts_interface(module: nn.Module) -> bool:
@@ -45,6 +58,11 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     if experts._is_expert_parallel:
         raise AttachError(f"{name} is expert-parallel already: load the model without an expert-parallel plan")
+    if nn.utils.parametrize.is_parametrized(experts):
+        raise AttachError(
+            f"the weights of {name} are parametrized: what makes them would not move along; remove the "
+            "parametrizations first"
+        )
     tensors = [*experts.named_parameters(), *experts.named_buffers()]
     odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != num_experts or "." in key]
     if odd or not tensors:

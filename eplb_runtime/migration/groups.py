@@ -55,6 +55,7 @@ class ProcessGroups:
         self.data = dist.new_group(self._everyone, backend=self._device_backend, group_desc="eplb_runtime data")
         self.expert_data = self._make_expert_data()
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
+        self._background: dist.ProcessGroup | None = None
 
     @property
     def ep_size(self) -> int:
@@ -74,6 +75,12 @@ class ProcessGroups:
         self.control = self._control()
         self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
 
+    def background(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
+        if self._background is None:
+            self._background = dist.new_group(self._everyone, backend="gloo", group_desc="eplb_runtime background")
+        return self._background
+
     def close_balancing(self) -> None:
         """Give back what only rebalancing needs; the model goes on with the other groups."""
         self._destroy(self.control, self.migration)
@@ -81,7 +88,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Give back all of them."""
         self.close_balancing()
-        self._destroy(self.dispatch, self.replicas, self.data, self.expert_data)
+        self._destroy(self.dispatch, self.replicas, self.data, self.expert_data, self._background)
 
     @staticmethod
     def _destroy(*groups: dist.ProcessGroup | None) -> None:

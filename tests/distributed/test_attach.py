@@ -66,7 +66,7 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "different configs": "rank 1 has another configuration than rank 0",
         "different weights": "rank 1 has another set of weights than rank 0: seed all ranks equally",
         "DDP": "attach first, then wrap",
-        "meta": "meta device",
+        "meta": "the model is on the meta device: name the one to make it on",
         "twice": "attached already",
     }
     for said in run_ranks(2, bad_inputs, str(file)):

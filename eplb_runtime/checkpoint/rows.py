@@ -1,0 +1,116 @@
+"""A tensor ``[E, ...]`` of which this rank holds some rows, as torch.distributed.checkpoint wants to see it.
+
+DTensor knows contiguous shards only, and experts stand anywhere. This class speaks DCP's protocol for tensors of other
+libraries instead (``__create_write_items__`` and its two siblings): each run of consecutive experts is one chunk of the
+logical tensor, so a checkpoint holds plain whole tensors, which anyone can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+_ATEN = torch.ops.aten
+_ALIKE = (
+    _ATEN.detach.default,
+    _ATEN.clone.default,
+    _ATEN.zeros_like.default,
+    _ATEN.empty_like.default,
+    _ATEN._to_copy.default,
+)
+"""What stagers do with a tensor, row by row the same."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Local rows ``first_row .. first_row + length`` are experts ``first_expert .. first_expert + length``."""
+
+    first_row: int
+    first_expert: int
+    length: int
+
+
+class ExpertRows(Tensor):
+    """Looks like ``[E, ...]``, holds ``rows``; to be saved and loaded, not to be computed with.
+
+    Args:
+        rows: ``[H, ...]``, the live tensor: saving reads it, loading writes it in place.
+        experts: the logical expert of each row.
+        num_experts: E.
+    """
+
+    _rows: Tensor
+    _experts: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, experts: Sequence[int], num_experts: int) -> ExpertRows:
+        size = (num_experts, *rows.shape[1:])
+        # The one constructor that torch has for a tensor that only describes others; DTensor is made by it too.
+        wrapper: ExpertRows = torch.Tensor._make_wrapper_subclass(cls, size, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+        wrapper._rows = rows.detach()
+        wrapper._experts = tuple(experts)
+        return wrapper
+
+    def __init__(self, rows: Tensor, experts: Sequence[int], num_experts: int) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ExpertRows({tuple(self.shape)}, {self.dtype}, experts {list(self._experts)} here)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ExpertRows, (self._rows, self._experts, self.shape[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        twin, *rest = args
+        if func is _ATEN.new_empty.default:
+            # One of DCP's stagers makes an empty twin first and fills in its attributes (copies of ours) afterwards.
+            return ExpertRows(twin._rows.new_empty(twin._rows.shape, **kwargs), twin._experts, twin.shape[0])
+        if func is _ATEN.copy_.default and isinstance(rest[0], ExpertRows) and twin._experts == rest[0]._experts:
+            twin._rows.copy_(rest[0]._rows, *rest[1:], **kwargs)
+            return twin
+        if func in _ALIKE:
+            return ExpertRows(func(twin._rows, *rest, **kwargs), twin._experts, twin.shape[0])
+        raise NotImplementedError(f"{func}: ExpertRows is for torch.distributed.checkpoint only")
+
+    def _runs(self) -> list[_Run]:
+        runs: list[_Run] = []
+        for row, expert in enumerate(self._experts):
+            if runs and expert == runs[-1].first_expert + runs[-1].length:
+                runs[-1] = _Run(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)
+            else:
+                runs.append(_Run(row, expert, 1))
+        return runs
+
+    def _offsets(self, run: _Run) -> torch.Size:
+        return torch.Size([run.first_expert] + [0] * (self.ndim - 1))
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(self._rows), size=self.size()
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(self._offsets(run), torch.Size([run.length, *self.shape[1:]])) for run in self._runs()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for run in self._runs():
+            if index.offset == self._offsets(run):
+                return self._rows[run.first_row : run.first_row + run.length]
+        raise ValueError(f"{index.fqn}: no expert {index.offset} on this rank")

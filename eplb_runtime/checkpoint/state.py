@@ -1,0 +1,270 @@
+"""State in logical order: what a model and its optimizer hold, whatever ranks and slots it stands on. In memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..balancer import Balancer
+from ..experts.optimizer_state import is_per_expert
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not fit the model or optimizer; one line that says why."""
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A parameter, persistent buffer or registered extra tensor of a model.
+
+    Args:
+        name: the model's own (an extra tensor: ``<parameter>/<name>``).
+        tensor: the live tensor; of experts, this rank's rows ``[E/R, ...]``.
+        layer: MoE layer index when its rows are experts that are spread over ranks, else None.
+    """
+
+    name: str
+    tensor: Tensor
+    layer: int | None
+
+
+class LogicalView:
+    """Names of everything in a model and its optimizer, and where the experts stand; it owns nothing.
+
+    Args:
+        model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
+        optimizer: None: without optimizer state.
+
+    Raises:
+        CheckpointError: the optimizer holds a tensor that is no parameter of the model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model, self.balancer = _unwrapped(model)
+        self.optimizer = optimizer
+        self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
+        for group in optimizer.param_groups if optimizer is not None else []:
+            self.names_of(group)
+
+    def layer_of(self, parameter: str) -> int | None:
+        """MoE layer index of a spread expert parameter, else None."""
+        return self.balancer.layer_of_parameter.get(parameter) if self.balancer is not None else None
+
+    def tensors(self) -> Iterator[ModelTensor]:
+        """Parameters and persistent buffers, by the names of ``model.state_dict()`` (tied ones under each name)."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                yield ModelTensor(name, tensor, self.layer_of(self._name_of.get(id(tensor), name)))
+
+    def extras(self) -> Iterator[ModelTensor]:
+        """Tensors that were registered with the balancer beside the parameters."""
+        if self.balancer is not None:
+            for name, (layer, tensor) in self.balancer.extra_tensors.items():
+                yield ModelTensor(name, tensor, layer)
+
+    def names_of(self, group: Mapping[str, Any]) -> list[str]:
+        """Names of the parameters in a param group."""
+        try:
+            return [self._name_of[id(parameter)] for parameter in group["params"]]
+        except KeyError:
+            raise CheckpointError(
+                "the optimizer holds a tensor that is no parameter of this model: give the model that it trains"
+            ) from None
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter; empty before its first step."""
+        if self.optimizer is None:
+            return {}
+        return dict(self.optimizer.state.get(self.parameters[name], {}))
+
+    def layer_of_state(self, name: str, key: str, value: Any) -> int | None:
+        """MoE layer index when a state tensor's rows are spread experts, else None."""
+        layer = self.layer_of(name)
+        if layer is None or not isinstance(value, Tensor):
+            return None
+        return layer if is_per_expert(key, value, self.parameters[name]) else None
+
+    def experts_here(self, layer: int) -> list[int]:
+        """The logical expert of each of this rank's rows."""
+        if self.balancer is None:
+            raise ValueError("nothing is spread in a model that is not attached")
+        return self.balancer.home_experts(layer)
+
+    @property
+    def num_experts(self) -> int:
+        return self.balancer.placement.num_experts if self.balancer is not None else 0
+
+    def weights_changed(self) -> None:
+        """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
+        if self.balancer is not None:
+            self.balancer.weights_changed()
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
+    for module in model.modules():
+        balancer = module.__dict__.get("_eplb_runtime_balancer")
+        if balancer is not None:
+            return module, balancer
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model, None
+        model = inner
+
+
+@torch.no_grad()
+def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank. Collective when attached.
+
+    Expert tensors are whole, ``[E, ...]`` in logical order, so runs with different placements (or with no balancer at
+    all) can be compared entry by entry. Each rank holds all of it: for models that do not fit, see ``save``.
+
+    Args:
+        model: attached or not.
+        optimizer: the one that was attached; None: without its state.
+
+    Returns:
+        ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
+    """
+    view = LogicalView(model, optimizer)
+    found: dict[str, Tensor] = {}
+
+    def add(key: str, tensor: Tensor, layer: int | None) -> None:
+        if layer is not None and view.balancer is not None:
+            tensor = view.balancer.gather_experts(layer, tensor)
+        found[key] = tensor.detach().to("cpu", copy=True)
+
+    for entry in view.tensors():
+        add(f"model.{entry.name}", entry.tensor, entry.layer)
+    for name in view.parameters:
+        for key, value in sorted(view.optimizer_state(name).items(), key=lambda item: str(item[0])):
+            if isinstance(value, Tensor):
+                add(f"optimizer.{name}.{key}", value, view.layer_of_state(name, str(key), value))
+    for entry in view.extras():
+        add(f"extra.{entry.name}", entry.tensor, entry.layer)
+    return found
+
+
+@torch.no_grad()
+def load_logical_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Tensor]
+) -> None:
+    """Take what ``logical_state_dict`` gave: each rank its own experts' rows. Between steps; collective when attached.
+
+    Optimizer state that does not exist yet is made, with the saved dtype; what exists for a parameter without an entry
+    goes. Options of param groups are not in ``state`` and stay.
+
+    Args:
+        model: attached or not.
+        optimizer: None: its entries are ignored.
+        state: the same on every rank.
+
+    Raises:
+        CheckpointError: an entry is missing, has no place in the model, or another shape; nothing is changed then.
+    """
+    view = LogicalView(model, optimizer)
+    copies: list[tuple[Tensor, Tensor]] = []
+    unused = set(state)
+
+    def take(key: str, tensor: Tensor, layer: int | None) -> None:
+        unused.discard(key)
+        if key not in state:
+            raise CheckpointError(f"{key} is not in the state: it was made from another model")
+        copies.append((tensor, local_part(view, state[key], tensor, layer, key)))
+
+    for entry in view.tensors():
+        take(f"model.{entry.name}", entry.tensor, entry.layer)
+    for entry in view.extras():
+        take(f"extra.{entry.name}", entry.tensor, entry.layer)
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in view.parameters}
+    for key in sorted(unused):
+        if key.startswith("optimizer."):
+            unused.discard(key)
+            name, state_key = _split(view, key.removeprefix("optimizer."))
+            states[name][state_key] = state[key]
+    if unused:
+        raise CheckpointError(f"{min(unused)} has no place in this model")
+    new_states = {} if optimizer is None else {name: _local_states(view, name, states[name]) for name in states}
+    for live, value in copies:
+        live.copy_(value)
+    for name, values in new_states.items():
+        set_optimizer_state(view, name, values)
+    view.weights_changed()
+
+
+def local_part(view: LogicalView, whole: Tensor, live: Tensor, layer: int | None, key: str) -> Tensor:
+    """What of a whole tensor belongs into ``live`` on this rank."""
+    wanted = live.shape if layer is None else torch.Size([view.num_experts, *live.shape[1:]])
+    if whole.shape != wanted:
+        raise CheckpointError(f"{key} has shape {tuple(whole.shape)}; this model has {tuple(wanted)}")
+    return whole if layer is None else whole[view.experts_here(layer)]
+
+
+def _split(view: LogicalView, key: str) -> tuple[str, str]:
+    """``<parameter>.<state>`` in two; state keys may have dots, so the longest parameter name counts."""
+    names = [name for name in view.parameters if key.startswith(name + ".")]
+    if not names:
+        raise CheckpointError(f"optimizer.{key} belongs to no parameter of this model")
+    name = max(names, key=len)
+    return name, key[len(name) + 1 :]
+
+
+def _local_states(view: LogicalView, name: str, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    states = {}
+    for key, value in whole.items():
+        live = new_state_tensor(view, name, key, value.shape, value.dtype)
+        layer = view.layer_of_state(name, key, live)
+        states[key] = live.copy_(local_part(view, value, live, layer, f"optimizer.{name}.{key}"))
+    return states
+
+
+def is_expert_state(view: LogicalView, name: str, size: torch.Size) -> bool:
+    """Whether a saved state tensor of this size has the experts of a spread parameter as its rows."""
+    spread = view.layer_of(name) is not None
+    return spread and len(size) == view.parameters[name].ndim and size[0] == view.num_experts
+
+
+def new_state_tensor(view: LogicalView, name: str, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An empty tensor for an optimizer entry whose whole size is ``size``: local rows of experts, on its device."""
+    parameter = view.parameters[name]
+    if is_expert_state(view, name, size):
+        size = torch.Size([parameter.shape[0], *size[1:]])
+    old = view.optimizer_state(name).get(key)
+    device = old.device if isinstance(old, Tensor) else _device_of_state(view, parameter, key)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _device_of_state(view: LogicalView, parameter: Tensor, key: str) -> torch.device:
+    """Where torch.optim keeps it: with the parameter, but for the step count of optimizers that run on the host."""
+    assert view.optimizer is not None
+    group = next((g for g in view.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    if key == "step" and not group.get("capturable") and not group.get("fused"):
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def set_optimizer_state(view: LogicalView, name: str, values: Mapping[str, Any]) -> None:
+    """Replace a parameter's state; tensors that fit are written in place (CUDA graphs hold them)."""
+    assert view.optimizer is not None
+    parameter = view.parameters[name]
+    old = view.optimizer_state(name)
+    if not old and not values:
+        return
+    new: dict[str, Any] = {}
+    for key, value in values.items():
+        before = old.get(key)
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
+            value = before.copy_(value)
+        new[key] = value
+    view.optimizer.state[parameter] = new

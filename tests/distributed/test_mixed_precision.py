@@ -1,0 +1,437 @@
+"""Mixed precision and what people keep beside the weights: it moves with the experts bit for bit, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import nn
+
+import eplb_runtime as eplb
+from eplb_runtime.balancer import Balancer
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.experts.registry import ExpertTensors, RegistryError
+from eplb_runtime.hosts import AttachError
+
+EXPERTS = 16
+RANK = 4
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """bfloat16 weights, float32 masters and moments in the optimizer's state."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["master"] = parameter.detach().float()
+                    state["exp_avg"] = torch.zeros_like(state["master"])
+                    state["exp_avg_sq"] = torch.zeros_like(state["master"])
+                gradient = parameter.grad.float()
+                state["step"] += 1
+                state["exp_avg"].lerp_(gradient, 0.1)
+                state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+                state["master"].mul_(1 - 0.1 * group["lr"])
+                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-6), value=-group["lr"])
+                parameter.copy_(state["master"])
+
+
+def nothing() -> None:
+    pass
+
+
+def leave_behind(what: str) -> None:
+    whole = ExpertTensors.of_home
+    ExpertTensors.of_home = lambda self, layer: [t for t in whole(self, layer) if what not in t.name]
+
+
+def leave_masters() -> None:
+    leave_behind("master")
+
+
+def leave_averages() -> None:
+    leave_behind("ema")
+
+
+def leave_adapters() -> None:
+    leave_behind("lora_B")
+
+
+@dataclass(frozen=True)
+class Job:
+    dtype: torch.dtype = torch.float32
+    optimizer: str = "AdamW"
+    autocast: bool = False
+    scaler: str = ""
+    overflow_at: int = -1
+    adapters: bool = False
+    averages: bool = False
+    replica_slots: int = 0
+    steps: int = 40
+    damage: Callable[[], None] = nothing
+
+
+def add_adapters(model: nn.Module) -> None:
+    """LoRA on the experts' down projection: a pair of matrices for each expert, parameters of the experts module."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        out, width = experts.down_proj.shape[1:]
+        experts.lora_A = nn.Parameter(torch.randn(EXPERTS, RANK, width, generator=generator) * 0.1)
+        experts.lora_B = nn.Parameter(torch.randn(EXPERTS, out, RANK, generator=generator) * 0.1)
+
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: Any = experts) -> Any:
+            result = torch.zeros_like(hidden)
+            for expert in range(experts.num_experts):
+                token, choice = torch.where(index == expert)
+                gate, up = nn.functional.linear(hidden[token], experts.gate_up_proj[expert]).chunk(2, dim=-1)
+                inner = experts.act_fn(gate) * up
+                low = nn.functional.linear(inner, experts.lora_A[expert])
+                rows = nn.functional.linear(inner, experts.down_proj[expert])
+                rows = rows + nn.functional.linear(low, experts.lora_B[expert])
+                result = result.index_add(0, token, rows * weights[token, choice, None])
+            return result
+
+        experts.forward = forward
+
+
+def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
+    options = {"init_scale": 1024.0, "growth_interval": 1000}
+    if job.scaler == "ours":
+        return eplb.GradScaler(balancer, **options)
+    return torch.amp.GradScaler(balancer.device.type, **options) if job.scaler == "torch" else None
+
+
+def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
+    job.damage()
+    model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype)
+    if job.adapters:
+        add_adapters(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    makers = {"master": MasterAdamW, "fused": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}
+    optimizer = makers.get(job.optimizer, torch.optim.AdamW)(trained, lr=3e-3)
+    config = eplb.BalancerConfig(
+        interval=8,
+        window=8,
+        policy=policy,
+        gate="always",
+        dense_gradients="allreduce",
+        replica_slots=job.replica_slots,
+        split_least_tokens=0,
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()} if job.averages else {}
+    for name in balancer.layer_of_parameter:
+        if name in averages:
+            balancer.register(name, "ema", averages[name])
+    scaler = make_scaler(job, balancer)
+    model.train()
+    losses = []
+    for step in range(job.steps):
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 16) % 7)
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        if scaler is None:
+            loss.backward()
+            if step != job.overflow_at:
+                optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            if step == job.overflow_at and rank == 1:
+                model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            if name in averages:
+                averages[name].lerp_(parameter.detach(), 0.1)
+    result = {
+        "losses": losses,
+        "state": eplb.logical_state_dict(model, optimizer),
+        "scale": scaler.get_scale() if scaler is not None else None,
+        "migrations": len(balancer.events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+    }
+    balancer.close()
+    return result
+
+
+def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for a, b in zip(one, other, strict=True):
+        found += ["losses"] if a["losses"] != b["losses"] else []
+        assert a["state"].keys() == b["state"].keys()
+        found += [name for name in a["state"] if not torch.equal(a["state"][name], b["state"][name])]
+    return found
+
+
+def compare(job: Job) -> list[str]:
+    """What differs between training that never moves an expert and training that does."""
+    static = run_ranks(2, train, "static", job)
+    moving = run_ranks(2, train, "incremental", job)
+    assert static[0]["migrations"] == 0
+    assert moving[0]["migrations"] >= 2
+    assert moving[0]["aborted"] == []
+    return differences(static, moving)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(torch.bfloat16, "master"),
+        Job(autocast=True),
+        Job(scaler="ours", overflow_at=11),
+        Job(optimizer="fused", scaler="ours", overflow_at=11),
+        Job(adapters=True),
+        Job(averages=True),
+    ],
+    ids=["float32 masters", "autocast", "GradScaler", "GradScaler, fused", "LoRA on experts", "EMA"],
+)
+def test_migration_changes_no_bit_with(job: Job) -> None:
+    assert compare(job) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "left"),
+    [
+        (Job(torch.bfloat16, "master", damage=leave_masters), "master"),
+        (Job(averages=True, damage=leave_averages), "ema"),
+        (Job(adapters=True, damage=leave_adapters), "lora_B"),
+    ],
+    ids=["float32 masters", "EMA", "LoRA"],
+)
+def test_control_left_behind_it_is_noticed(job: Job, left: str) -> None:
+    assert any(left in name for name in compare(job))
+
+
+# -- GradScaler ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("replica_slots", "optimizer"), [(0, "AdamW"), (1, "AdamW"), (0, "fused")])
+def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(replica_slots: int, optimizer: str) -> None:
+    """The scale is a power of two, so that scaling is exact; one rank alone overflows, in an expert."""
+    plain = Job(optimizer=optimizer, overflow_at=5, replica_slots=replica_slots, steps=20)
+    unscaled = run_ranks(2, train, "incremental", plain)
+    scaled = run_ranks(2, train, "incremental", replace(plain, scaler="ours"))
+    assert differences(unscaled, scaled) == []
+    assert [result["scale"] for result in scaled] == [512.0, 512.0]
+    assert scaled[0]["aborted"] == []
+
+
+def test_control_torchs_scaler_leaves_the_gradients_of_copies_scaled() -> None:
+    job = Job(replica_slots=1, steps=20)
+    unscaled = run_ranks(2, train, "incremental", job)
+    scaled = run_ranks(2, train, "incremental", replace(job, scaler="torch"))
+    assert any("experts" in name for name in differences(unscaled, scaled))
+
+
+def skip_alone(rank: int, agree: bool) -> tuple[dict[str, torch.Tensor], float]:
+    if not agree:
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        Balancer.gradient_group = property(lambda self: alone)
+    model = make_model("olmoe", experts=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
+    scaler = eplb.GradScaler(balancer, init_scale=1024.0)
+    ids = batch_of(rank, 0)
+    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+    if rank == 1:
+        model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return {
+        name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name
+    }, scaler.get_scale()
+
+
+def test_control_ranks_that_do_not_agree_on_skipping_part() -> None:
+    (first, scale), (second, other_scale) = run_ranks(2, skip_alone, True)
+    assert (scale, other_scale) == (512.0, 512.0)
+    whole = make_model("olmoe", experts=8).state_dict()
+    for name in first:
+        assert torch.equal(first[name], whole[name])
+        assert torch.equal(second[name], whole[name])
+    (first, scale), (second, other_scale) = run_ranks(2, skip_alone, False)
+    assert (scale, other_scale) == (1024.0, 512.0)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# -- masters and averages in a checkpoint ----------------------------------------------------------------------------
+
+
+def save_all(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer, _ = with_averages()
+    for step in range(3):
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    eplb.checkpoint.save(folder, model, optimizer)
+    return eplb.logical_state_dict(model, optimizer)
+
+
+def load_all(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer, averages = with_averages()
+    for average in averages:
+        average.zero_()
+    eplb.checkpoint.load(folder, model, optimizer)
+    return eplb.logical_state_dict(model, optimizer)
+
+
+def with_averages() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+    ranks = dist.get_world_size()
+    initial = eplb.Placement.initial(2, EXPERTS, ranks)
+    backwards = eplb.Placement(initial.physical_to_logical[:, ::-1], EXPERTS, ranks, initial.home[:, ::-1])
+    model = make_model("olmoe", experts=EXPERTS).to(torch.bfloat16)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-2)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", initial_placement=backwards)
+    balancer = eplb.attach(model, optimizer, config=config)
+    averages = [dict(model.named_parameters())[name].detach().float() for name in balancer.layer_of_parameter]
+    for name, average in zip(balancer.layer_of_parameter, averages, strict=True):
+        balancer.register(name, "ema", average)
+    return model, optimizer, averages
+
+
+def test_masters_and_averages_are_saved_and_loaded_in_float32(tmp_path: Any) -> None:
+    saved = run_ranks(4, save_all, str(tmp_path / "checkpoint"))[0]
+    for loaded in run_ranks(2, load_all, str(tmp_path / "checkpoint")):
+        assert saved.keys() == loaded.keys()
+        for name, tensor in saved.items():
+            assert tensor.dtype == loaded[name].dtype
+            assert torch.equal(tensor, loaded[name]), name
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert saved[f"optimizer.{name}.master"].dtype == saved[f"extra.{name}/ema"].dtype == torch.float32
+    assert saved[f"extra.{name}/ema"].shape[0] == EXPERTS
+
+
+# -- a step that the loop itself skips -------------------------------------------------------------------------------
+
+
+def skip_by_hand(rank: int, steps: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    model = make_model("olmoe", experts=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", policy="static"))
+    for step in range(4):
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.clip_grad_norm_(1.0)
+        if step in steps:
+            optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".experts." not in name}
+
+
+def test_gradients_after_a_skipped_step_are_reduced_again() -> None:
+    first, second = run_ranks(2, skip_by_hand, (0, 2, 3))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """As PEFT wraps an experts module whose parameters it targets."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def refusals(rank: int) -> dict[str, str]:
+    said = {}
+
+    def refused(case: str, prepare: Callable[[nn.Module], Any]) -> None:
+        model = make_model("olmoe", experts=8)
+        try:
+            optimizer = prepare(model)
+            eplb.attach(model, optimizer)
+            said[case] = "nothing was refused"
+        except AttachError as error:
+            said[case] = str(error)
+
+    def wrap(model: nn.Module) -> None:
+        model.model.layers[1].mlp.experts = Wrapper(model.model.layers[1].mlp.experts)
+
+    def parametrize(model: nn.Module) -> None:
+        nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", Half())
+
+    def quantise(model: nn.Module) -> None:
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def shard(model: nn.Module) -> None:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+
+    def masters_instead(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p.detach().float().requires_grad_() for p in model.parameters()])
+
+    refused("adapters around", wrap)
+    refused("parametrized", parametrize)
+    refused("float8", quantise)
+    refused("sharded", shard)
+    refused("masters instead of parameters", masters_instead)
+    model = make_model("olmoe", experts=8)
+    balancer = eplb.attach(model)
+    name = next(iter(balancer.layer_of_parameter))
+    rows = dict(model.named_parameters())[name].detach()
+    for case, parameter, tensor in [
+        ("no expert parameter", "lm_head.weight", rows.clone()),
+        ("wrong rows", name, rows[:1].clone()),
+        ("with gradients", name, rows.clone().requires_grad_()),
+        ("on meta", name, rows.to("meta")),
+    ]:
+        try:
+            balancer.register(parameter, "ema", tensor)
+            said[case] = "nothing was refused"
+        except RegistryError as error:
+            said[case] = str(error)
+    balancer.register(name, "ema", rows.clone())
+    try:
+        balancer.register(name, "ema", rows.clone())
+    except RegistryError as error:
+        said["twice"] = str(error)
+    return said
+
+
+def test_what_is_not_supported_is_refused_with_one_line() -> None:
+    expected = {
+        "adapters around": "model.layers.1.mlp.experts (Wrapper) adapts all experts with one pair of matrices",
+        "parametrized": "the weights of model.layers.0.mlp.experts are parametrized",
+        "float8": "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
+        "sharded": "is a DTensor: leave expert parameters out of fully_shard",
+        "masters instead of parameters": "with float32 masters in its state, not in the place of parameters",
+        "no expert parameter": "'lm_head.weight' is no expert parameter",
+        "wrong rows": "its first dimension must be the 4 experts of this rank",
+        "with gradients": "requires_grad=True",
+        "on meta": "give a tensor on cpu",
+        "twice": "is registered already",
+    }
+    for said in run_ranks(2, refusals):
+        assert said.keys() == expected.keys()
+        for case, text in said.items():
+            assert expected[case] in text, f"{case}: {text}"
+            assert "\n" not in text
