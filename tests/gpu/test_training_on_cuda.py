@@ -15,7 +15,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.groups import backend_for
+from eplb_runtime.migration.groups import ProcessGroups, backend_for
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
 
@@ -165,10 +165,8 @@ def wait_in_vain(rank: int) -> tuple[str, bool]:
     """Rank 1 never sends: what rank 0 is told, and whether both can still use the group that training uses."""
     device = device_of(rank)
     use(device)
-    backend = backend_for(device)
-    training = dist.new_group([0, 1], backend=backend)
-    migration = dist.new_group([0, 1], backend=backend)
-    transport = TorchPointToPoint(migration, backend, device, 3.0)
+    groups = ProcessGroups(None, device, timeout_seconds=3.0)
+    transport = TorchPointToPoint(groups.migration, groups.backend, device, 3.0)
     transport.warm_up()
     said = ""
     if rank == 0:
@@ -176,9 +174,9 @@ def wait_in_vain(rank: int) -> tuple[str, bool]:
             transport.exchange([], [Message(1, transport.empty(1024))])
         except TransportError as error:
             said = str(error)
-    dist.barrier(group=dist.new_group([0, 1], backend="gloo"))
+    dist.barrier(group=dist.new_group([0, 1], backend="gloo"))  # rank 1 waits here meanwhile
     total = torch.ones(1, device=device)
-    dist.all_reduce(total, group=training)
+    dist.all_reduce(total, group=groups.data)
     return said, total.item() == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,8 @@ JOBS = Path(__file__).parent / "jobs"
 
 def test_training_over_two_hosts_rebalances_and_is_bit_identical(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(2)
-    options = [
-        "--steps",
-        "20",
-        "--interval",
-        "5",
-        "--layers",
-        "2",
-        "--width",
-        "64",
-        "--batch",
-        "2",
-        "--length",
-        "64",
-        "--replica-slots",
-        "0",
-    ]
-    cluster.start(2, ROOT / "launch/train_moe.py", *options, "--out", tmp_path)
+    options = {"--steps": 20, "--interval": 5, "--layers": 2, "--width": 64, "--batch": 2, "--replica-slots": 0}
+    cluster.start(2, ROOT / "launch/train_moe.py", *chain.from_iterable(options.items()), "--out", tmp_path)
     cluster.wait(120)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["world_size"] == 4
