@@ -5,6 +5,7 @@
 #   host 1:  NODES=2 NODE_INDEX=1 HEAD=10.0.0.1 bash launch/multi_node.sh launch/train_moe.py --device cuda --backend nccl
 #
 # It is plain torchrun: the ranks of a host are consecutive, and the balancer takes hosts for nodes (LOCAL_WORLD_SIZE).
+# Which host gets the first ranks is torchrun's choice; keep what rank 0 writes on a file system that all hosts share.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +24,7 @@ die() {
 PORT=${PORT:-29400}                          # free on host 0, open to the other hosts
 RANKS_PER_NODE=${RANKS_PER_NODE:-gpu}        # "gpu": one rank a GPU; a number on hosts without; equal on every host
 JOB_ID=${JOB_ID:-eplb}                       # tells apart jobs that meet at the same host and port
+WAIT_SECONDS=${WAIT_SECONDS:-600}            # how long hosts wait for each other at the start
 RESTARTS=${RESTARTS:-0}                      # how often to start anew after a failure; the script must resume by itself
 INTERFACE=${INTERFACE:-}                     # network interface between the hosts (eth0, bond0), if the default is wrong
 LOCAL_ADDRESS=${LOCAL_ADDRESS:-}             # this host's address on it, if its host name does not lead the others here
@@ -41,5 +43,6 @@ fi
 is_host=$([ "$NODE_INDEX" = 0 ] && echo 1 || echo 0) # host 0 keeps the store where the ranks meet
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$RESTARTS" \
-    --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB_ID" --rdzv-conf "is_host=$is_host" \
+    --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB_ID" \
+    --rdzv-conf "is_host=$is_host,join_timeout=$WAIT_SECONDS,read_timeout=$WAIT_SECONDS" \
     ${LOCAL_ADDRESS:+--local-addr "$LOCAL_ADDRESS"} "$@"
