@@ -233,6 +233,9 @@ def main() -> None:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Some CUDA kernels add in any order unless told not to; then no run would repeat another bit by bit.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.backend == "nccl" else "gloo")
 
     runs = {

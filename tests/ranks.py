@@ -23,22 +23,35 @@ FINISH_SECONDS = 240
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, expect_exit: tuple[int, ...] = ()
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    expect_exit: tuple[int, ...] = (),
+    backend: str = "gloo",
+    start_method: str = "forkserver",
 ) -> list[Any]:
-    """``[function(rank, *args) for every rank]``, run at once with gloo between them.
+    """``[function(rank, *args) for every rank]``, run at once with a process group between them.
 
     Args:
         expect_exit: ranks that are meant to end without returning (killed); their result is None.
+        backend: of the process group.
+        start_method: ``"spawn"`` for ranks that use a GPU: a driver that somebody has touched before does not survive
+            a fork.
 
     Raises:
         AssertionError: a rank raised, died or did not finish; the message holds its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, store.port, folder, function, args), daemon=True)
+            context.Process(
+                target=_rank_main,
+                args=(rank, world_size, store.port, folder, backend, function, args),
+                daemon=True,
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -62,11 +75,13 @@ def run_ranks(
     return results
 
 
-def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+def _rank_main(
+    rank: int, world_size: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         outcome = (None, function(rank, *args))
     except BaseException:

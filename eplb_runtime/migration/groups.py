@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 logger = logging.getLogger("eplb_runtime")
 
+_WATCHDOG_MARGIN = timedelta(seconds=60)
+
 
 class GroupError(ValueError):
     """The EP group given cannot be used."""
@@ -54,7 +56,7 @@ class ProcessGroups:
         self.replicas = self._one_per_ep_set("eplb_runtime replicas", None)
         self.data = dist.new_group(self._everyone, backend=self._device_backend, group_desc="eplb_runtime data")
         self.expert_data = self._make_expert_data()
-        self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
+        self.migration = self._migration()
         self._background: dist.ProcessGroup | None = None
 
     @property
@@ -73,7 +75,7 @@ class ProcessGroups:
             RuntimeError: a rank did not come within the timeout.
         """
         self.control = self._control()
-        self.migration = self._one_per_ep_set("eplb_runtime migration", self._timeout)
+        self.migration = self._migration()
 
     def background(self) -> dist.ProcessGroup:
         """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
@@ -105,6 +107,12 @@ class ProcessGroups:
             self._everyone, timeout=self._timeout, backend="gloo", group_desc="eplb_runtime control"
         )
         return group
+
+    def _migration(self) -> dist.ProcessGroup:
+        # On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
+        # not be first.
+        timeout = self._timeout if self._device_backend == "gloo" else self._timeout * 4 + _WATCHDOG_MARGIN
+        return self._one_per_ep_set("eplb_runtime migration", timeout)
 
     def _one_per_ep_set(self, description: str, timeout: timedelta | None) -> dist.ProcessGroup:
         # new_group is collective over the world: every rank makes every group, and keeps its own.

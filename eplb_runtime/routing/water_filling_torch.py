@@ -176,7 +176,7 @@ def _warm(total_N: Tensor, warm_NC: Tensor, exists_NC: Tensor) -> Tensor:
 
 def _fraction_bits(total: Tensor, copies: int) -> Tensor:
     bits = torch.arange(FRACTION_BITS + 1, device=total.device)
-    room = torch.tensor((1 << 62) // (copies + 1), device=total.device)
+    room = torch.full((), (1 << 62) // (copies + 1), dtype=torch.int64, device=total.device)
     return (bits * (total <= (room >> bits))).max()
 
 

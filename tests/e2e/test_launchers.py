@@ -1,0 +1,128 @@
+"""What the launchers start on each host: checked against stand-ins for python, Slurm and a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci/run"])
+OURS = ("NODES", "NODE_INDEX", "HEAD", "PORT", "PYTHON", "RANKS_PER_NODE", "JOB_ID", "INTERFACE", "LOCAL_ADDRESS")
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def python_that_tells(tmp_path: Path) -> Path:
+    """A python that has eplb_runtime and prints what it is asked to run."""
+    return executable(tmp_path / "python", '[ "$1" = -c ] || echo "${GLOO_SOCKET_IFNAME:-any} $*"')
+
+
+def run(script: str, arguments: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    return subprocess.run(
+        ["bash", str(ROOT / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**environment, **settings},
+    )
+
+
+def option(line: str, name: str) -> str:
+    words = line.split()
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "NODES"),
+        ({"NODES": "2"}, "NODE_INDEX"),
+        ({"NODES": "2", "NODE_INDEX": "0"}, "HEAD"),
+        ({"NODES": "2", "NODE_INDEX": "2", "HEAD": "host0"}, "hosts are numbered 0 .. 1"),
+        ({"NODES": "2", "NODE_INDEX": "0", "HEAD": "host0", "PYTHON": "false"}, "has no eplb_runtime"),
+    ],
+    ids=["nothing set", "no index", "no head", "index too large", "not installed"],
+)
+def test_the_launcher_says_what_it_needs(settings: dict[str, str], said: str) -> None:
+    done = run("launch/multi_node.sh", ["job.py"], **settings)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_host_starts_torchrun_and_host_0_keeps_the_store(python_that_tells: Path) -> None:
+    for index in (0, 1):
+        done = run(
+            "launch/multi_node.sh",
+            ["job.py", "--own", "two words"],
+            NODES="2",
+            NODE_INDEX=str(index),
+            HEAD="head",
+            RANKS_PER_NODE="4",
+            INTERFACE="bond0",
+            PYTHON=str(python_that_tells),
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("bond0 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 ")
+        assert done.stdout.endswith(" job.py --own two words\n")
+        assert option(done.stdout, "--rdzv-endpoint") == "head:29400"
+        assert option(done.stdout, "--rdzv-conf").startswith(f"is_host={int(index == 0)},")
+        assert "--local-addr" not in done.stdout
+
+
+def test_slurm_starts_one_launcher_a_host(tmp_path: Path, python_that_tells: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    executable(tools / "scontrol", '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"')
+    executable(tools / "srun", 'shift; for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done')
+    done = run(
+        "launch/slurm.sbatch",
+        ["job.py", "--own", "option"],
+        PATH=f"{tools}:{os.environ['PATH']}",
+        PYTHON=str(python_that_tells),
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID="1234567",
+        SLURM_JOB_NODELIST="node[3-4]",
+        SLURM_NNODES="2",
+    )
+    assert done.returncode == 0, done.stderr
+    hosts = done.stdout.splitlines()
+    assert [option(host, "--rdzv-conf").split(",")[0] for host in hosts] == ["is_host=1", "is_host=0"]
+    for host in hosts:
+        assert option(host, "--rdzv-endpoint") == "node3:24567"
+        assert option(host, "--rdzv-id") == "1234567"
+        assert option(host, "--nproc-per-node") == "gpu"
+        assert host.endswith(" job.py --own option")
+
+
+def test_the_kubernetes_manifest_agrees_with_itself() -> None:
+    service, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    name = job["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert environment["HEAD"] == f"{name}-0.{service['metadata']['name']}"
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["RANKS_PER_NODE"])
+    assert set(environment) <= {*OURS, "WAIT_SECONDS"}
+    for argument in (container["command"][1], container["args"][0]):
+        assert (ROOT / argument).is_file()

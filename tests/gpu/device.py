@@ -1,0 +1,39 @@
+"""The device of these tests, and how their ranks meet on it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+DEVICE = torch.device("cuda", 0)
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+def share_one_gpu(rank: int) -> None:
+    """Let NCCL ranks use the same GPU, before its first communicator: since 2.30 it has a switch for that, older ones
+    take ranks with different host ids for different machines and talk through the loopback interface."""
+    os.environ.update(
+        NCCL_MULTI_RANK_GPU_ENABLE="1",
+        NCCL_HOSTID=f"host{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        NCCL_NVLS_ENABLE="0",
+        NCCL_MAX_CTAS="8",
+    )
+
+
+def device_of(rank: int) -> torch.device:
+    """A GPU for each rank if there are enough for two, else the first for all."""
+    if torch.cuda.device_count() > 1:
+        return torch.device("cuda", rank)
+    share_one_gpu(rank)
+    return DEVICE
+
+
+def use(device: torch.device) -> None:
+    """Make it the current device and its results repeatable."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,89 @@
+"""Whether an expert's numbers depend on where it stands, for each implementation and dtype on this GPU.
+
+What bit-identical training under migration rests on: the rows of an expert give the same bits in whatever slot it is
+and whatever experts stand beside it, forward and backward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device import DEVICE, use
+
+from eplb_runtime.hosts.transformers import describe
+
+pytestmark = pytest.mark.gpu
+ROWS_OF_EXPERT = (0, 1, 3, 17, 64, 129, 5, 200)
+WIDTH, INNER = 256, 128
+
+
+def expert_layer(implementation: str, dtype: torch.dtype):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.OlmoeConfig(
+        vocab_size=32,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_experts=len(ROWS_OF_EXPERT),
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    )
+    model = hf.OlmoeForCausalLM(config).to(DEVICE, dtype)
+    model.set_experts_implementation(implementation)
+    return describe(model).layers[0]
+
+
+def run(layer, dtype: torch.dtype, order: list[int]) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by logical expert, with the experts in the slots that ``order`` names."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(n, WIDTH, generator=generator).to(DEVICE, dtype) for n in ROWS_OF_EXPERT]
+    seeds = [torch.randn(n, WIDTH, generator=generator).to(DEVICE, dtype) for n in ROWS_OF_EXPERT]
+    weights = [getattr(layer.experts, name).detach()[order].requires_grad_() for name in layer.parameters]
+    rows_MD = torch.cat([rows[expert] for expert in order]).requires_grad_()
+    slot_M = torch.cat([torch.full((ROWS_OF_EXPERT[e],), slot) for slot, e in enumerate(order)]).to(DEVICE)
+    out_MD = layer.compute(rows_MD, slot_M, weights)
+    out_MD.backward(torch.cat([seeds[expert] for expert in order]))
+    sizes = [ROWS_OF_EXPERT[expert] for expert in order]
+    found = {}
+    for slot, expert in enumerate(order):
+        found[f"output of expert {expert}"] = out_MD.detach().split(sizes)[slot]
+        found[f"input gradient of expert {expert}"] = rows_MD.grad.split(sizes)[slot]
+        for name, weight in zip(layer.parameters, weights, strict=True):
+            found[f"{name} gradient of expert {expert}"] = weight.grad[slot]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_an_experts_bits_do_not_depend_on_its_slot(implementation: str, dtype: torch.dtype) -> None:
+    use(DEVICE)
+    layer = expert_layer(implementation, dtype)
+    in_order = run(layer, dtype, list(range(len(ROWS_OF_EXPERT))))
+    differ: dict[str, int] = {}
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(8):
+        moved = run(layer, dtype, torch.randperm(len(ROWS_OF_EXPERT), generator=generator).tolist())
+        for name, value in in_order.items():
+            count = int((value != moved[name]).sum())
+            if count:
+                differ[name] = max(count, differ.get(name, 0))
+    print(f"{implementation} in {dtype}: {len(differ)} of {len(in_order)} tensors depend on the slot")
+    assert not differ
+
+
+def test_control_another_order_of_an_experts_rows_may_change_its_weight_gradient() -> None:
+    """The comparison sees last bits: summing an expert's rows in another order changes its gradient."""
+    layer = expert_layer("grouped_mm", torch.float32)
+    gradients = []
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(200, WIDTH, generator=generator).to(DEVICE)
+    for order in (torch.arange(200), torch.arange(199, -1, -1)):
+        weights = [getattr(layer.experts, name).detach().clone().requires_grad_() for name in layer.parameters]
+        slots = torch.full((200,), 3, device=DEVICE)
+        layer.compute(rows[order.to(DEVICE)], slots, weights).sum().backward()
+        gradients.append(weights[0].grad[3])
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-3)
+    assert not torch.equal(gradients[0], gradients[1])

@@ -1,0 +1,148 @@
+"""Hosts on one machine: network namespaces with a cable each to a switch, which is a namespace too.
+
+Nothing of it is seen outside: removing the namespaces removes cables, addresses and processes. A host has a name of its
+own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and memory with the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command: str) -> str:
+    """Run a command of words without spaces; its output, or an error that holds it."""
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise OSError(f"{command}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+class Cluster:
+    """``hosts`` hosts on one switch; a context manager that leaves nothing behind.
+
+    Args:
+        rate: bandwidth of each host's cable, outwards, as ``tc`` writes it (``"200mbit"``); None: as fast as it goes.
+    """
+
+    def __init__(self, hosts: int, folder: Path, rate: str | None = None) -> None:
+        self._tag = f"eplb{os.getpid()}"
+        self._switch = f"{self._tag}s"
+        self._hosts = [f"{self._tag}h{number}" for number in range(hosts)]
+        self._folder = folder
+        self._rate = rate
+        self._agents: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace in (*self._hosts, self._switch):
+            try:
+                for pid in run(f"ip netns pids {namespace}").split():
+                    os.kill(int(pid), signal.SIGKILL)
+            except OSError:
+                pass  # never made, or its processes ended by themselves
+        for agent in self._agents:
+            agent.wait(30)
+        for namespace in (*self._hosts, self._switch):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+    def _build(self) -> None:
+        run(f"ip netns add {self._switch}")
+        run(f"ip -n {self._switch} link add bridge0 type bridge")
+        run(f"ip -n {self._switch} link set bridge0 up")
+        for number, host in enumerate(self._hosts):
+            run(f"ip netns add {host}")
+            run(f"ip -n {self._switch} link add cable{number} type veth peer name eth0 netns {host}")
+            run(f"ip -n {self._switch} link set cable{number} master bridge0 up")
+            run(f"ip -n {host} addr add {self.address(number)}/24 dev eth0")
+            run(f"ip -n {host} link set lo up")
+            run(f"ip -n {host} link set eth0 up")
+            if self._rate is not None:
+                run(f"tc -n {host} qdisc add dev eth0 root tbf rate {self._rate} burst 256kb latency 50ms")
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def cut_cable(self, host: int) -> None:
+        """From now on nothing reaches this host and nothing leaves it; nobody is told."""
+        run(f"ip -n {self._switch} link set cable{host} down")
+
+    def plug_cable(self, host: int) -> None:
+        run(f"ip -n {self._switch} link set cable{host} up")
+
+    def start(self, ranks_per_host: int, script: Path, *arguments: object) -> None:
+        """Start a script on all hosts through ``launch/multi_node.sh``."""
+        for number, host in enumerate(self._hosts):
+            environment = {
+                **os.environ,
+                "NODES": str(len(self._hosts)),
+                "NODE_INDEX": str(number),
+                "HEAD": self.address(0),
+                "RANKS_PER_NODE": str(ranks_per_host),
+                "INTERFACE": "eth0",
+                "LOCAL_ADDRESS": self.address(number),
+                "PYTHON": sys.executable,
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+            }
+            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{number}"]
+            command = ["bash", str(ROOT / "launch/multi_node.sh"), str(script), *map(str, arguments)]
+            with self._log(number).open("wb") as log:
+                self._agents.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", host, *named, *command],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def wait(self, seconds: float) -> None:
+        """Until every host's launcher has ended well.
+
+        Raises:
+            AssertionError: one failed or is not done in time; the message holds the ends of all logs.
+        """
+        self.wait_until(lambda: all(agent.poll() is not None for agent in self._agents), "the job ends", seconds)
+        codes = [agent.returncode for agent in self._agents]
+        assert not any(codes), f"exit status by host: {codes}\n{self._logs()}"
+
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
+        """Until ``condition`` holds; fails when that takes too long or a host's launcher failed."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            failed = [agent.returncode for agent in self._agents if agent.poll()]
+            assert not failed, f"the job failed before this: {what}\n{self._logs()}"
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}\n{self._logs()}"
+            time.sleep(0.02)
+
+    def wait_for_files(self, paths: Sequence[Path], seconds: float) -> None:
+        """Until ranks have written all of these: how they tell the test where they are, cable or not."""
+        self.wait_until(lambda: all(path.exists() for path in paths), ", ".join(p.name for p in paths), seconds)
+
+    def _log(self, host: int) -> Path:
+        return self._folder / f"host{host}.log"
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"-- host {number}\n{self._log(number).read_text(errors='replace')[-4000:]}"
+            for number in range(len(self._hosts))
+            if self._log(number).exists()
+        )
+
+
+MakeCluster = Callable[..., Cluster]
+"""The fixture ``make_cluster``: (hosts, rate=None) -> a cluster that stands until the test ends."""
