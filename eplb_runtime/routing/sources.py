@@ -36,10 +36,10 @@ def split_counts(
     Returns:
         int64 ``[R, E, C]``; sums over C are ``counts_RE`` exactly, sums over R are the copies' quotas.
     """
-    counts_RE = np.ascontiguousarray(counts_RE, dtype=np.int64)
+    counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
     warm_LEC = None if warm_EC is None else warm_EC[None]
     quota_LEC = split_totals(
-        counts_RE.sum(axis=0)[None],
+        counts.sum(axis=0)[None],
         tables,
         mode=mode,
         sweeps=sweeps,
@@ -47,9 +47,9 @@ def split_counts(
         layers=slice(layer, layer + 1),
     )
     sent_REC = np.zeros((tables.num_ranks, *quota_LEC.shape[1:]), dtype=np.int64)
-    sent_REC[:, :, 0] = counts_RE
+    sent_REC[:, :, 0] = counts
     _share_out(
-        counts_RE,
+        counts,
         tables.order_LN[layer],
         tables.ranks_LNC[layer],
         tables.count_LN[layer],

@@ -81,8 +81,8 @@ def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple
         rank_EC: int32, ranks of each expert's copies.
         count_E: int32, how many of them count.
     """
-    replicated = np.flatnonzero(count_E > 1)
-    replicated = replicated[np.lexsort((replicated, -count_E[replicated]))].astype(np.int32)
+    several = np.flatnonzero(count_E > 1)
+    replicated: NDArray[np.int32] = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
     color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)
     by_color = np.argsort(color, kind="stable")
     return replicated[by_color], color[by_color]

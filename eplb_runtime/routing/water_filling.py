@@ -51,11 +51,11 @@ def split_totals(
     """
     slots_LEC = tables.copy_slot_LEC[layers]
     quota_LEC = np.zeros(slots_LEC.shape, dtype=np.int64)
-    totals_LE = np.ascontiguousarray(totals_LE, dtype=np.int64)
-    if totals_LE.shape != slots_LEC.shape[:2]:
-        raise ValueError(f"counts have shape {totals_LE.shape}, the placement has {slots_LEC.shape[:2]}")
+    totals: NDArray[np.int64] = np.ascontiguousarray(totals_LE, dtype=np.int64)
+    if totals.shape != slots_LEC.shape[:2]:
+        raise ValueError(f"counts have shape {totals.shape}, the placement has {slots_LEC.shape[:2]}")
     _split_layers(
-        totals_LE,
+        totals,
         tables.first_rank_LE[layers],
         tables.order_LN[layers],
         tables.ranks_LNC[layers],
