@@ -25,6 +25,7 @@ from .migration.agreement import Agreement
 from .placement import Placement
 from .planner import CostModel, plan
 from .planner.evaluate import predicted_imbalance
+from .planner.warmup import compile_kernels
 from .topology import Topology
 
 logger = logging.getLogger("eplb_runtime")
@@ -96,13 +97,7 @@ class DecisionMaker:
         """Compile the planner, on rank 0, while the job starts."""
         try:
             if self._is_planner:
-                plan(
-                    np.ones((1, 1, self._topology.num_ranks)),
-                    self._topology,
-                    slots_per_rank=1,
-                    current=Placement.initial(1, self._topology.num_ranks, self._topology.num_ranks),
-                    policy=self._config.policy,
-                )
+                compile_kernels(self._config.policy)
         finally:
             self._ready.set()
 
@@ -130,15 +125,16 @@ class DecisionMaker:
     def _plan(self, total: NDArray[np.int64], measurement: Measurement) -> bytes:
         """Rank 0: the plan as bytes, or why there is none."""
         self._history.extend(total)
+        policy, reason = self._config.policy, ""
         try:
             if not self._ready.wait(self._config.timeout_seconds / 2):
-                return json.dumps({"failure": "the planner is still being compiled"}).encode()
+                policy, reason = "static", "the planner is still being compiled"
             made = plan(
                 np.stack(self._history),
                 self._topology,
                 slots_per_rank=measurement.placement.slots_per_rank,
                 current=measurement.placement,
-                policy=self._config.policy,
+                policy=policy,
                 layout="home",
                 max_moves=self._config.max_moves,
                 max_bytes=self._max_bytes(),
@@ -154,7 +150,7 @@ class DecisionMaker:
         return json.dumps(
             {
                 "decision": made.decision,
-                "reason": made.reason,
+                "reason": reason or made.reason,
                 "moves": made.moved_slots,
                 "imbalance_before": 0.0 if before is None else float(before.mean()),
                 "imbalance_after": float(made.imbalance_after.mean()),

@@ -48,6 +48,9 @@ install_project() { # extra
     say "installing eplb-runtime[$1] and what it needs ($(grep -o 'torch==.*' "$constraints"))"
     .venv/bin/python -m pip install --quiet --constraint "$constraints" --editable ".[$1]" ||
         die "the installation failed; see pip's message above"
+    say "compiling the planner's kernels (kept for later runs)"
+    .venv/bin/python -c 'from eplb_runtime.planner.warmup import compile_kernels; compile_kernels()' ||
+        die "the planner cannot be compiled; see the message above"
     printf '%s' "$stamp" >.venv/installed
 }
 
