@@ -6,8 +6,9 @@ this room only holds the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 DEFAULT_INTRA_NODE_BANDWIDTH = 400e9
 DEFAULT_INTER_NODE_BANDWIDTH = 50e9
@@ -50,16 +51,23 @@ class Topology:
                 raise ValueError(f"{name}={getattr(self, name)}: give a positive number of bytes/s")
 
     @classmethod
-    def from_launcher(cls, environ: Mapping[str, str], num_ranks: int) -> Topology:
+    def from_launcher(
+        cls, environ: Mapping[str, str], num_ranks: int, ep_groups: Sequence[Sequence[int]] | None = None
+    ) -> Topology:
         """Read the node size from torchrun's variables (``LOCAL_WORLD_SIZE``); one node if they say nothing usable.
 
         Args:
             environ: the process environment (or a stand-in).
             num_ranks: ranks of the EP group, which may be fewer than the world.
+            ep_groups: the ranks of every EP group of the job; None: one group, of the first ranks. A group of every
+                other rank has half as many ranks on a node. Where groups lie differently on the nodes, the smallest
+                node counts, so that all ranks have the same topology.
         """
         local = int(environ.get("LOCAL_WORLD_SIZE", "0") or 0)
-        fits = 0 < local <= num_ranks and num_ranks % local == 0
-        return cls(num_ranks, local if fits else num_ranks)
+        if local < 1:
+            return cls(num_ranks)
+        groups = ep_groups if ep_groups is not None else [range(num_ranks)]
+        return cls(num_ranks, min(_ranks_per_node([rank // local for rank in ranks]) for ranks in groups))
 
     @property
     def num_nodes(self) -> int:
@@ -74,3 +82,10 @@ class Topology:
     def bandwidth(self, source: int, destination: int) -> float:
         """Bytes/s between two different ranks."""
         return self.intra_node_bandwidth if self.same_node(source, destination) else self.inter_node_bandwidth
+
+
+def _ranks_per_node(node_of_rank: Sequence[int]) -> int:
+    """How many consecutive ranks share a node, where that is the same number everywhere; else all."""
+    per_node = [len(list(ranks)) for _, ranks in groupby(node_of_rank)]
+    regular = len(per_node) == len(set(node_of_rank)) and len(set(per_node)) == 1
+    return per_node[0] if regular else len(node_of_rank)

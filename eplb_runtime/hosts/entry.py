@@ -287,7 +287,7 @@ def _build(
     registry = ExpertTensors(len(host.layers), placement.homes_per_rank, optimizer, config.move_gradients)
     recorder = LoadRecorder(len(host.layers), placement.num_experts, config.interval, device)
     table = SlotTable(placement, device)
-    topology = Topology.from_launcher(launcher_environment(), groups.ep_size)
+    topology = Topology.from_launcher(launcher_environment(), groups.ep_size, groups.ep_sets)
     dispatcher = AllToAllDispatcher(groups.dispatch, placement.slots_per_rank)
     banks, layer_of_parameter = [], {}
     for index, layer in enumerate(host.layers):

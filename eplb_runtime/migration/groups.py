@@ -48,9 +48,9 @@ class ProcessGroups:
         self.world_size = dist.get_world_size()
         self._everyone = list(range(self.world_size))
         self.control = self._control()
-        self._ep_sets = self._gather_ep_sets(ep_group)
+        self.ep_sets: list[list[int]] = self._gather_ep_sets(ep_group)
         rank = dist.get_rank()
-        self.ep_ranks: list[int] = next(ranks for ranks in self._ep_sets if rank in ranks)
+        self.ep_ranks: list[int] = next(ranks for ranks in self.ep_sets if rank in ranks)
         self.ep_rank = self.ep_ranks.index(rank)
         self.dispatch = self._one_per_ep_set("eplb_runtime dispatch", None)
         self.replicas = self._one_per_ep_set("eplb_runtime replicas", None)
@@ -117,7 +117,7 @@ class ProcessGroups:
     def _one_per_ep_set(self, description: str, timeout: timedelta | None) -> dist.ProcessGroup:
         # new_group is collective over the world: every rank makes every group, and keeps its own.
         mine: dist.ProcessGroup | None = None
-        for ranks in self._ep_sets:
+        for ranks in self.ep_sets:
             group: dist.ProcessGroup = dist.new_group(
                 ranks, timeout=timeout, backend=self._device_backend, group_desc=description
             )
@@ -129,9 +129,9 @@ class ProcessGroups:
 
     def _make_expert_data(self) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
-        if len(self._ep_sets) > 1:
+        if len(self.ep_sets) > 1:
             for position in range(len(self.ep_ranks)):
-                ranks = [ep_set[position] for ep_set in self._ep_sets]
+                ranks = [ep_set[position] for ep_set in self.ep_sets]
                 group = dist.new_group(ranks, backend=self._device_backend, group_desc="eplb_runtime expert data")
                 if position == self.ep_rank:
                     mine = group

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device import DEVICE, use
+from device import DEVICE
 
 from eplb_runtime.hosts.transformers import describe
 
@@ -59,7 +59,6 @@ def run(layer, dtype: torch.dtype, order: list[int]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 def test_an_experts_bits_do_not_depend_on_its_slot(implementation: str, dtype: torch.dtype) -> None:
-    use(DEVICE)
     layer = expert_layer(implementation, dtype)
     in_order = run(layer, dtype, list(range(len(ROWS_OF_EXPERT))))
     differ: dict[str, int] = {}
