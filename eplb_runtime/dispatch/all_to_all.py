@@ -70,7 +70,7 @@ class AllToAllDispatcher:
         out_MD = compute(rows_MD, slot_M[by_slot_M]) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
         out_MD = _Permute.apply(out_MD, _inverse(by_slot_M))
         out_ND = _AllToAll.apply(out_MD, received, sent, self._group)
-        out_TKD = _Permute.apply(out_ND, _inverse(order_N)).view(tokens, top_k, -1)
+        out_TKD = _Permute.apply(out_ND, _inverse(order_N)).view(tokens, top_k, hidden_TD.shape[1])
         return (out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
         (order_N,) = ctx.saved_tensors
         grad_TKD = torch.empty_like(grad_ND).index_copy_(0, order_N, grad_ND)
-        return grad_TKD.view(-1, ctx.top_k, grad_ND.shape[1]).sum(dim=1), None, None
+        return grad_TKD.view(grad_ND.shape[0] // ctx.top_k, ctx.top_k, grad_ND.shape[1]).sum(dim=1), None, None
 
 
 class _Permute(torch.autograd.Function):
