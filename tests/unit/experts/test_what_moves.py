@@ -1,0 +1,155 @@
+"""What belongs to an expert: parameters, optimizer state found through the optimizer, and their record on the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from eplb_runtime.experts.layout import ALIGNMENT, RecordLayout
+from eplb_runtime.experts.optimizer_state import (
+    OptimizerStateError,
+    check_element_wise,
+    expert_state,
+    is_per_expert,
+    replace_parameter,
+)
+from eplb_runtime.experts.registry import ExpertTensor, ExpertTensors, RegistryError
+from eplb_runtime.migration.staging import as_bytes, checksum
+
+ELEMENT_WISE = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+def stepped(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **ELEMENT_WISE.get(name, {}))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    optimizer = stepped(name, parameter)
+    check_element_wise(optimizer)
+    found = dict(expert_state(optimizer, parameter))
+    kept = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor) and v.numel() > 1}
+    assert found.keys() == kept.keys()
+    assert found
+    assert all(found[key] is kept[key] for key in kept), "state must be written in place"
+
+
+def test_state_that_does_not_exist_yet_is_not_in_the_record() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW([parameter])
+    registry = ExpertTensors(1, 4, optimizer)
+    registry.add(0, "w", parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w"]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/exp_avg", "w/exp_avg_sq"]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_optimizers_that_mix_experts_are_refused(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.randn(4, 3))])
+    with pytest.raises(OptimizerStateError, match=name):
+        check_element_wise(optimizer)
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    with pytest.raises(OptimizerStateError, match="cannot be split by expert"):
+        is_per_expert("odd", torch.zeros(7), parameter)
+    assert not is_per_expert("step", torch.tensor(3.0), parameter)
+
+
+def test_a_replaced_parameter_keeps_group_options_and_its_rows_of_state() -> None:
+    one, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2))
+    optimizer = torch.optim.AdamW([{"params": [other]}, {"params": [one], "lr": 0.7}], lr=0.1)
+    one.grad, other.grad = torch.randn(4, 3), torch.randn(2)
+    optimizer.step()
+    momentum = optimizer.state[one]["exp_avg"].clone()
+    local = nn.Parameter(one.detach()[[3, 1]])
+    replace_parameter(optimizer, one, local, lambda tensor: tensor[[3, 1]])
+    assert optimizer.param_groups[1]["params"] == [local]
+    assert optimizer.param_groups[1]["lr"] == 0.7
+    assert torch.equal(optimizer.state[local]["exp_avg"], momentum[[3, 1]])
+    assert one not in optimizer.state
+    with pytest.raises(OptimizerStateError, match="does not hold"):
+        replace_parameter(optimizer, one, local, lambda tensor: tensor)
+
+
+def test_wrong_rows_and_taken_names_are_refused() -> None:
+    registry = ExpertTensors(2, 4)
+    registry.add(0, "w", torch.zeros(4, 3))
+    registry.add(1, "w", torch.zeros(4, 3))
+    with pytest.raises(RegistryError, match="registered already"):
+        registry.add(0, "w", torch.zeros(4, 3))
+    with pytest.raises(RegistryError, match="first dimension must be the 4 experts"):
+        registry.add(0, "v", torch.zeros(3, 4))
+
+
+def test_gradients_left_behind_are_zeroed_only_where_experts_moved() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    parameter.grad = torch.ones(3, 2)
+    registry = ExpertTensors(1, 3)
+    registry.add(0, "w", parameter)
+    registry.settle_gradients(0, [1])
+    assert parameter.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
+    moving = ExpertTensors(1, 3, move_gradients=True)
+    moving.add(0, "w", parameter)
+    moving.settle_gradients(0, [0])
+    assert parameter.grad[0].tolist() == [1, 1]
+    assert [t.name for t in moving.of_home(0)] == ["w", "w/grad"]
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+
+
+def layout_of(rows: int = 3) -> tuple[RecordLayout, list[torch.Tensor]]:
+    tensors = [torch.randint(0, 100, (rows, 5, 7)).to(dtype) for dtype in DTYPES] + [torch.randn(rows)]
+    named = [ExpertTensor(f"t{i}", tensor, "buffer") for i, tensor in enumerate(tensors)]
+    return RecordLayout.of(named), tensors
+
+
+def test_a_record_carries_every_bit_of_every_dtype() -> None:
+    layout, tensors = layout_of()
+    before = [tensor.clone() for tensor in tensors]
+    record = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(2, record)
+    layout.unpack(record, 0)
+    for old, new in zip(before, tensors, strict=True):
+        assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
+        assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
+    assert all(field.offset % ALIGNMENT == 0 for field in layout.fields)
+
+
+def test_layouts_that_cannot_be_exchanged_have_other_digests() -> None:
+    layout, tensors = layout_of()
+    fewer = RecordLayout.of([f.source for f in layout.fields][:-1])
+    other_type = RecordLayout.of([ExpertTensor("t0", tensors[0].float(), "buffer")])
+    same = RecordLayout.of([ExpertTensor("t0", tensors[0], "buffer")])
+    assert len({layout.digest(), fewer.digest(), other_type.digest(), same.digest()}) == 4
+
+
+def test_a_checksum_notices_every_single_bit() -> None:
+    data = torch.randint(0, 256, (100,), dtype=torch.uint8)
+    whole = checksum([data[:60], data[60:]])
+    for position in range(100):
+        for bit in range(8):
+            changed = data.clone()
+            changed[position] ^= 1 << bit
+            assert checksum([changed[:60], changed[60:]]) != whole
