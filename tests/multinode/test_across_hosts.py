@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from namespaces import ROOT, MakeCluster
 
-pytestmark = pytest.mark.multinode
+pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 JOBS = Path(__file__).parent / "jobs"
 
 

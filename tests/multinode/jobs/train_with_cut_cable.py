@@ -97,6 +97,7 @@ def train(policy: str, folder: Path, points: list[str]) -> tuple[list[float], di
 
 def main(folder: Path, points: list[str]) -> None:
     dist.init_process_group("gloo")
+    logging.basicConfig(level=logging.WARNING)
     logging.getLogger("eplb_runtime").addHandler(TellOfErrors(folder))
     fixed_losses, fixed, _ = train("static", folder, [])
     losses, state, balancer = train("incremental", folder, points)
