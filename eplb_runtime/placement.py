@@ -230,7 +230,7 @@ class Placement:
         """
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlacementError(f"not a JSON placement: {error}") from None
         if not isinstance(fields, dict) or fields.get("format") != FILE_FORMAT:
             raise PlacementError(f'not a placement file: its "format" is not "{FILE_FORMAT}"')
@@ -275,7 +275,7 @@ class Placement:
                 return cls._from_fields(_read_safetensors(path))
             return cls.from_json(path.read_text())
         except OSError as error:
-            raise PlacementError(f"{path}: cannot be read: {error.strerror}") from None
+            raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
             raise PlacementError(f"{path}: not a text file; a placement is .json or .safetensors") from None
         except PlacementError as error:
@@ -284,13 +284,12 @@ class Placement:
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Placement:
         try:
-            version = int(fields["version"])
+            version = _integer(fields["version"])
             if version != FILE_VERSION:
                 raise PlacementError(f"version {version} of the placement format; this release reads {FILE_VERSION}")
-            placement = cls(
-                fields["physical_to_logical"], fields["experts"], fields["ranks"], fields["home"], fields["epoch"]
-            )
-            said = tuple(int(fields[key]) for key in ("layers", "slots_per_rank"))
+            experts, ranks, epoch = (_integer(fields[key]) for key in ("experts", "ranks", "epoch"))
+            placement = cls(fields["physical_to_logical"], experts, ranks, fields["home"], epoch)
+            said = tuple(_integer(fields[key]) for key in ("layers", "slots_per_rank"))
         except KeyError as error:
             raise PlacementError(f"the field {error} is missing") from None
         except (TypeError, ValueError) as error:
@@ -331,6 +330,8 @@ class Placement:
             raise PlacementError(f"{self.num_experts} experts on {self.num_ranks} ranks: both must be positive")
         if self.num_slots % self.num_ranks:
             raise PlacementError(f"{self.num_slots} slots cannot be spread evenly over {self.num_ranks} ranks")
+        if self.num_experts > self.num_slots:
+            raise PlacementError(f"{self.num_experts} experts do not fit in {self.num_slots} slots; each needs one")
         lowest = 0 if self.home is None else EMPTY
         self._refuse((map_ < lowest) | (map_ >= self.num_experts), f"no such expert; ids are 0..{self.num_experts - 1}")
         missing = np.argwhere(self.copy_count == 0)
@@ -391,17 +392,29 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        # For a system message: safetensors has none for a file that cannot be opened.
+        path.open("rb").close()
         with safe_open(path, framework="numpy") as file:
             fields: dict[str, Any] = dict(file.metadata() or {})
             if fields.get("format") != FILE_FORMAT:
                 raise PlacementError(f'its "format" is not "{FILE_FORMAT}"')
             names = set(file.keys())
-            if "physical_to_logical" in names:
-                fields["physical_to_logical"] = file.get_tensor("physical_to_logical")
-            fields["home"] = file.get_tensor("home") if "home" in names else None
+            fields["home"] = None
+            for name in names & {"physical_to_logical", "home"}:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype[0] not in "IU":  # numpy lacks some of the others
+                    raise PlacementError(f"{name} holds {dtype}; it must hold integers")
+                fields[name] = file.get_tensor(name)
             return fields
     except SafetensorError as error:
         raise PlacementError(f"not a safetensors file: {error}") from None
+
+
+def _integer(value: Any) -> int:
+    """A whole number of a file, which safetensors keeps as text."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{value!r} is not a whole number")
+    return int(value)
 
 
 def _frozen_copy(values: ArrayLike, name: str) -> IntArray:

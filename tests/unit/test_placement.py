@@ -1,0 +1,259 @@
+"""A placement that exists is a valid one; what breaks a rule is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import free_placements, home_placements
+
+from eplb_runtime.placement import EMPTY, Placement, PlacementError
+
+placements = st.one_of(home_placements(), free_placements())
+
+
+def two_layers() -> tuple[list[list[int]], list[list[int]]]:
+    """4 experts on 2 ranks with one replica slot each: maps that the tests below break."""
+    map_ = [[0, 1, 2, 2, 3, -1], [3, 1, 0, 2, 0, 3]]
+    home = [[0, 1, 3, 4], [4, 1, 3, 0]]
+    return map_, home
+
+
+def refusal(make: Callable[[], object]) -> str:
+    with pytest.raises(PlacementError) as caught:
+        make()
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_maps_that_the_tests_break_are_valid() -> None:
+    map_, home = two_layers()
+    placement = Placement(map_, 4, 2, home)
+    assert (placement.num_layers, placement.num_slots, placement.slots_per_rank) == (2, 6, 3)
+    assert (placement.homes_per_rank, placement.replica_slots, placement.layout) == (2, 1, "home")
+
+
+@pytest.mark.parametrize(
+    ("changes", "home_changes", "names"),
+    [
+        ({(1, 5): 4}, {}, ["layer 1", "rank 1", "slot 5", "expert 4", "0..3"]),
+        ({(0, 2): -2}, {}, ["layer 0", "rank 0", "slot 2", "expert -2"]),
+        ({(0, 1): 0}, {}, ["layer 0", "expert 1", "no slot"]),
+        ({(0, 0): 3, (0, 5): 0}, {}, ["layer 0", "rank 0", "slot 0", "home of expert 0", "holds 3"]),
+        ({}, {(1, 0): 2}, ["layer 1", "rank 0", "home of expert 0", "local slot 2", "0..1"]),
+        ({}, {(0, 2): 6}, ["layer 0", "expert 2", "home slot 6"]),
+        ({}, {(1, 3): -1}, ["layer 1", "expert 3", "home slot -1"]),
+        ({(0, 2): 0}, {}, ["layer 0", "rank 0", "expert 0", "twice"]),
+        ({(1, 5): 2}, {}, ["layer 1", "rank 1", "expert 2", "twice"]),
+    ],
+    ids=[
+        "an expert that the model has not",
+        "an id below empty",
+        "an expert that stands nowhere",
+        "a home slot that holds another expert",
+        "a home in a replica slot",
+        "a home slot past the end",
+        "a home slot that is none",
+        "a replica beside its home",
+        "a replica on the rank of its home, second layer",
+    ],
+)
+def test_a_broken_rule_is_named_with_layer_rank_and_expert(
+    changes: dict[tuple[int, int], int], home_changes: dict[tuple[int, int], int], names: list[str]
+) -> None:
+    map_, home = two_layers()
+    for (layer, slot), expert in changes.items():
+        map_[layer][slot] = expert
+    for (layer, expert), slot in home_changes.items():
+        home[layer][expert] = slot
+    said = refusal(lambda: Placement(map_, 4, 2, home))
+    assert all(name in said for name in names), said
+
+
+def test_no_two_replica_slots_of_a_rank_hold_the_same_expert() -> None:
+    said = refusal(lambda: Placement([[0, 1, 1, 1, 0, -1]], 2, 2, [[0, 3]]))
+    assert "layer 0, rank 0: expert 1 stands there twice" in said
+
+
+def test_the_free_layout_has_no_empty_slots() -> None:
+    said = refusal(lambda: Placement([[0, 1, 2, EMPTY]], 3, 2))
+    assert "layer 0, rank 1: slot 3 holds expert -1" in said
+
+
+def test_the_free_layout_lets_an_expert_stand_twice_on_a_rank() -> None:
+    assert Placement([[0, 0, 1, 2]], 3, 2).layout == "free"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Placement([0, 1], 2, 2), r"shape (2,)"),
+        (lambda: Placement([[]], 2, 2), "not empty"),
+        (lambda: Placement([[0, 1]], 0, 2), "both must be positive"),
+        (lambda: Placement([[0, 1]], 2, 0), "both must be positive"),
+        (lambda: Placement([[0, 1, 2]], 3, 2), "3 slots cannot be spread evenly over 2 ranks"),
+        (lambda: Placement([[0, 1], [0]], 2, 2), "ragged"),
+        (lambda: Placement([[0.0, 1.0]], 2, 2), "must hold integers"),
+        (lambda: Placement([[True, False]], 2, 2), "must hold integers"),
+        (lambda: Placement([[0, 2**31]], 2, 2), "is no id"),
+        (lambda: Placement([[0, 1, 2, 0]], 3, 2, [[0, 1, 2]]), "2 ranks do not divide 3 experts"),
+        (lambda: Placement([[0, 1]], 4, 2, [[0, 1, 2, 3]]), "4 experts do not fit in 2 slots"),
+        (lambda: Placement([[0, 1]], 2, 2, [0, 1]), "home has shape (2,); it must be [1, 2]"),
+        (lambda: Placement([[0, 1]], 10**12, 2), "1000000000000 experts do not fit in 2 slots"),
+    ],
+)
+def test_shapes_and_kinds_that_are_no_placement_are_refused(make: Callable[[], object], says: str) -> None:
+    assert says in refusal(make)
+
+
+# -- where every job starts ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_a_job_starts_in_logical_order_with_empty_replica_slots(
+    layers: int, homes: int, ranks: int, replicas: int
+) -> None:
+    placement = Placement.initial(layers, homes * ranks, ranks, replicas)
+    by_rank = placement.physical_to_logical.reshape(layers, ranks, homes + replicas)
+    for layer in range(layers):
+        assert by_rank[layer, :, :homes].ravel().tolist() == list(range(homes * ranks))
+    assert (by_rank[:, :, homes:] == EMPTY).all()
+    assert (placement.replica_slots, placement.epoch) == (replicas, 0)
+
+
+@pytest.mark.parametrize("ranks", [3, 0, -1])
+def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: int) -> None:
+    assert f"8 experts cannot be spread evenly over {ranks} ranks" in refusal(lambda: Placement.initial(1, 8, ranks))
+
+
+# -- derived maps ----------------------------------------------------------------------------------------------------
+
+
+@given(placements)
+def test_logical_to_physical_lists_each_slot_once_home_first_then_ascending(placement: Placement) -> None:
+    table = placement.logical_to_physical
+    for layer in range(placement.num_layers):
+        for expert in range(placement.num_experts):
+            slots = np.flatnonzero(placement.physical_to_logical[layer] == expert).tolist()
+            if placement.home is not None:
+                home = int(placement.home[layer, expert])
+                slots = [home, *(slot for slot in slots if slot != home)]
+            padding = [-1] * (table.shape[2] - len(slots))
+            assert table[layer, expert].tolist() == slots + padding
+            assert placement.copy_count[layer, expert] == len(slots)
+    assert table.shape[2] == placement.copy_count.max()
+
+
+@given(home_placements())
+def test_the_home_rank_is_the_rank_of_the_home_slot(placement: Placement) -> None:
+    layer = placement.num_layers - 1
+    for expert in range(placement.num_experts):
+        rank = placement.home_rank[layer, expert]
+        held = placement.physical_to_logical[layer].reshape(placement.num_ranks, -1)[rank]
+        assert expert in held[: placement.homes_per_rank]
+
+
+@given(home_placements())
+def test_without_replicas_only_the_homes_are_left(placement: Placement) -> None:
+    bare = placement.without_replicas()
+    assert (bare.copy_count == 1).all()
+    assert np.array_equal(bare.home, placement.home)
+    assert bare.epoch == placement.epoch
+
+
+def test_a_free_placement_has_no_homes() -> None:
+    free = Placement([[0, 1]], 2, 2)
+    assert "no homes" in refusal(lambda: free.home_rank)
+    assert "no homes" in refusal(free.without_replicas)
+
+
+@given(placements)
+def test_nobody_can_write_into_a_placement(placement: Placement) -> None:
+    arrays = [placement.physical_to_logical, placement.copy_count, placement.logical_to_physical]
+    if placement.home is not None:
+        arrays += [placement.home, placement.home_rank]
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0, 0] = 0
+
+
+def test_a_placement_does_not_change_with_the_array_it_was_made_from() -> None:
+    map_ = np.array([[0, 1]], dtype=np.int32)
+    placement = Placement(map_, 2, 2)
+    map_[0] = [1, 0]
+    assert placement.physical_to_logical.tolist() == [[0, 1]]
+
+
+# -- identity --------------------------------------------------------------------------------------------------------
+
+
+@given(placements, st.integers(0, 99))
+def test_the_digest_does_not_see_the_epoch(placement: Placement, epoch: int) -> None:
+    other = placement.with_epoch(epoch)
+    assert other.digest() == placement.digest()
+    assert (other == placement) == (epoch == placement.epoch)
+
+
+@given(free_placements(), st.data())
+def test_the_digest_sees_any_exchange_of_two_different_experts(placement: Placement, data: st.DataObject) -> None:
+    slots = st.integers(0, placement.num_slots - 1)
+    layer, a, b = data.draw(st.integers(0, placement.num_layers - 1)), data.draw(slots), data.draw(slots)
+    map_ = placement.physical_to_logical.copy()
+    map_[layer, [a, b]] = map_[layer, [b, a]]
+    other = Placement(map_, placement.num_experts, placement.num_ranks)
+    assert (other.digest() == placement.digest()) == np.array_equal(map_, placement.physical_to_logical)
+
+
+def test_the_digest_sees_shape_layout_and_empty_slots() -> None:
+    same_numbers = [
+        Placement([[0, 1, 0, 1]], 2, 2),
+        Placement([[0, 1, 0, 1]], 2, 1),
+        Placement([[0, 1, 0, 1]], 2, 4),
+        Placement([[0, 1], [0, 1]], 2, 2),
+        Placement([[0, 1], [0, 1]], 2, 2, [[0, 1], [0, 1]]),
+        Placement([[0, 1, 1, 0]], 2, 2, [[0, 2]]),
+        Placement([[0, 1, 1, -1]], 2, 2, [[0, 2]]),
+    ]
+    assert len({placement.digest() for placement in same_numbers}) == len(same_numbers)
+
+
+def test_equal_placements_are_one_key() -> None:
+    assert len({Placement.initial(2, 8, 2), Placement.initial(2, 8, 2), Placement.initial(2, 8, 4)}) == 2
+    assert Placement.initial(1, 2, 2) != "a placement"
+
+
+def test_it_shows_ranks_experts_and_empty_slots() -> None:
+    map_, home = two_layers()
+    shown = str(Placement(map_, 4, 2, home, epoch=7))
+    assert "epoch 7: 2 layers, 4 experts, 2 ranks x 3 slots" in shown
+    assert "layer 0: 0 1 2 | 2 3 ." in shown
+
+
+def test_a_large_placement_is_shown_in_a_few_lines() -> None:
+    shown = str(Placement.initial(61, 256, 64)).splitlines()
+    assert len(shown) == 6
+    assert "56 ranks more" in shown[1]
+    assert "57 layers more" in shown[-1]
+
+
+# -- for this model? -------------------------------------------------------------------------------------------------
+
+
+def test_a_placement_of_another_model_says_what_it_is_for_and_what_is_needed() -> None:
+    placement = Placement.initial(2, 8, 4, 1)
+    placement.require_model(2, 8, 4, 1)
+    for wanted in [(3, 8, 4, 1), (2, 16, 4, 1), (2, 8, 2, 1), (2, 8, 4, 0)]:
+        said = refusal(lambda wanted=wanted: placement.require_model(*wanted))
+        assert "2 MoE layers x 8 experts on 4 ranks with 1 replica slots" in said
+        assert "{} MoE layers x {} experts on {} ranks with {} replica slots".format(*wanted) in said
+
+
+def test_training_refuses_a_free_placement() -> None:
+    assert "free layout" in refusal(lambda: Placement([[0, 1]], 2, 2).require_model(1, 2, 2, 0))

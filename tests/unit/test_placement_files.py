@@ -1,0 +1,183 @@
+"""Placement files: what is written can be read, what is broken is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import free_placements, home_placements
+from safetensors.torch import save_file
+
+from eplb_runtime.placement import Placement, PlacementError
+
+placements = st.one_of(home_placements(), free_placements())
+STANDING = Placement.initial(2, 4, 2, replica_slots=1)
+FIELDS = json.loads(STANDING.to_json())
+
+
+def refusal(make: Callable[[], object]) -> str:
+    with pytest.raises(PlacementError) as caught:
+        make()
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+@given(placement=placements)
+def test_what_is_saved_is_what_is_loaded(placement: Placement, ending: str) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / f"placement{ending}"
+        placement.save(file)
+        loaded = Placement.load(file)
+        assert list(Path(folder).iterdir()) == [file]
+    assert loaded == placement
+    assert (loaded.epoch, loaded.layout) == (placement.epoch, placement.layout)
+
+
+def test_the_json_has_the_fields_of_the_format() -> None:
+    assert FIELDS == {
+        "format": "eplb-runtime-placement",
+        "version": 1,
+        "layers": 2,
+        "experts": 4,
+        "ranks": 2,
+        "slots_per_rank": 3,
+        "epoch": 0,
+        "physical_to_logical": [[0, 1, -1, 2, 3, -1]] * 2,
+        "home": [[0, 1, 3, 4]] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "something else"}, "not a placement file"),
+        ({"version": 2}, "version 2 of the placement format; this release reads 1"),
+        ({"layers": 3}, "the file says 3 layers and 3 slots per rank, its map has 2 and 3"),
+        ({"slots_per_rank": 2}, "the file says 2 layers and 2 slots per rank"),
+        ({"experts": 5}, "expert 4 stands in no slot"),
+        ({"experts": 7}, "7 experts do not fit in 6 slots"),
+        ({"ranks": 4}, "6 slots cannot be spread evenly over 4 ranks"),
+        ({"ranks": 0}, "must be positive"),
+        ({"experts": 4.5}, "wrong type"),
+        ({"experts": 10**12, "home": None}, "do not fit in 6 slots"),
+        ({"experts": float("inf")}, "wrong type"),
+        ({"ranks": float("nan")}, "wrong type"),
+        ({"epoch": None}, "wrong type"),
+        ({"epoch": True}, "wrong type"),
+        ({"layers": "two"}, "wrong type"),
+        ({"version": {}}, "wrong type"),
+        ({"physical_to_logical": None}, "must hold integers"),
+        ({"physical_to_logical": [[0, 1, -1, 2, 3, -1], [0]]}, "ragged"),
+        ({"physical_to_logical": [["a"]]}, "must hold integers"),
+        ({"physical_to_logical": [[10**30]]}, "must hold integers"),
+        ({"home": 3}, "home has shape ()"),
+        ({"home": [[0, 1, 3, 5]] * 2}, "layer 0, rank 1: slot 5 is said to be the home of expert 3"),
+    ],
+)
+def test_a_field_that_is_wrong_is_one_line_that_names_the_file(tmp_path: Path, change: dict, says: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps({**FIELDS, **change}))
+    said = refusal(lambda: Placement.load(file))
+    assert said.startswith(f"{file}: ")
+    assert says in said
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS.keys() - {"format"}))
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str, ending: str) -> None:
+    file = tmp_path / f"broken{ending}"
+    fields = {key: value for key, value in FIELDS.items() if key != field}
+    if ending == ".json":
+        file.write_text(json.dumps(fields))
+    elif field == "home":
+        pytest.skip("without homes a safetensors file holds a free placement, whose map is checked")
+    else:
+        arrays = {key: torch.tensor(fields.pop(key)) for key in ("physical_to_logical", "home") if key in fields}
+        save_file(arrays, file, metadata={key: str(value) for key, value in fields.items()})
+    said = refusal(lambda: Placement.load(file))
+    assert said.startswith(f"{file}: ")
+    assert f"'{field}' is missing" in said
+
+
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"[]", b"{", b"\0" * 40, bytes(range(256)), b"[" * 100_000, b"\xff\xfe"],
+    ids=["empty", "null", "list", "cut", "zeros", "binary", "nested", "utf16"],
+)
+def test_a_file_that_is_something_else_is_one_line_that_names_it(tmp_path: Path, content: bytes, ending: str) -> None:
+    file = tmp_path / f"broken{ending}"
+    file.write_bytes(content)
+    assert refusal(lambda: Placement.load(file)).startswith(f"{file}: not a ")
+
+
+@given(st.data())
+def test_a_file_that_breaks_off_is_never_a_placement(data: st.DataObject) -> None:
+    ending = data.draw(st.sampled_from([".json", ".safetensors"]))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / f"cut{ending}"
+        STANDING.save(file)
+        whole = file.read_bytes()
+        file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        assert refusal(lambda: Placement.load(file)).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.bool])
+def test_a_safetensors_map_of_another_dtype_is_one_line(tmp_path: Path, dtype: torch.dtype) -> None:
+    file = tmp_path / "broken.safetensors"
+    scalars = {key: str(value) for key, value in FIELDS.items() if key not in ("physical_to_logical", "home")}
+    save_file({"physical_to_logical": torch.zeros(2, 6).to(dtype)}, file, metadata=scalars)
+    said = refusal(lambda: Placement.load(file))
+    assert said.startswith(f"{file}: ")
+    assert "must hold integers" in said
+
+
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, ending: str) -> None:
+    missing = tmp_path / f"none{ending}"
+    assert refusal(lambda: Placement.load(missing)) == f"{missing}: cannot be read: No such file or directory"
+    folder = tmp_path / f"folder{ending}"
+    folder.mkdir()
+    assert refusal(lambda: Placement.load(folder)) == f"{folder}: cannot be read: Is a directory"
+
+
+def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    assert "placement is written as .json or .safetensors" in refusal(lambda: STANDING.save(tmp_path / "p.txt"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+def test_a_write_that_breaks_off_leaves_the_old_file(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"placement{ending}"
+    STANDING.save(file)
+    before = file.read_bytes()
+
+    def break_off(target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", lambda self, text: break_off(self))
+    monkeypatch.setattr("safetensors.numpy.save_file", lambda arrays, target, metadata: break_off(target))
+    with pytest.raises(OSError, match="disk full"):
+        STANDING.with_epoch(1).save(file)
+    assert file.read_bytes() == before
+    assert Placement.load(file) == STANDING
+
+
+def test_numbers_of_any_integer_type_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    scalars = {key: str(value) for key, value in FIELDS.items() if key not in ("physical_to_logical", "home")}
+    arrays = {key: torch.tensor(np.array(FIELDS[key]), dtype=torch.int16) for key in ("physical_to_logical", "home")}
+    save_file(arrays, file, metadata=scalars)
+    assert Placement.load(file) == STANDING
