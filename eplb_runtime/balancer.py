@@ -394,12 +394,19 @@ class Balancer:
         target = Placement.from_json(state["placement"])
         here = self._placement
         target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+        self._forget_pending()
         self._step = int(state["step"])
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
         if self._replicas is not None:
             self._replicas.refresh()
+
+    def _forget_pending(self) -> None:
+        """A decision on its way is not acted on; the worker is done with the control group when this returns."""
+        if self._pending is not None:
+            self._pending.decision.result()
+            self._pending = None
 
     def before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
@@ -420,9 +427,7 @@ class Balancer:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        if self._pending is not None:
-            self._pending.decision.result()
-            self._pending = None
+        self._forget_pending()
         self._worker.shutdown()
         self._compiler.shutdown()
         if self._replicas is not None:
