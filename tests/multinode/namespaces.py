@@ -6,7 +6,9 @@ own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +27,24 @@ def run(command: str) -> str:
     return done.stdout
 
 
+def remove(namespaces: Sequence[str]) -> None:
+    """Remove namespaces and what runs in them; those that do not exist are removed already."""
+    for namespace in namespaces:
+        with contextlib.suppress(OSError):
+            for pid in run(f"ip netns pids {namespace}").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+    for namespace in namespaces:
+        with contextlib.suppress(OSError):
+            run(f"ip netns del {namespace}")
+
+
+def remove_leftovers() -> None:
+    """Remove what tests left behind that were killed themselves; namespaces carry their test process's id."""
+    found = re.findall(r"^(eplb(\d+)[sh]\d*)", run("ip netns list"), re.MULTILINE)
+    remove([name for name, pid in found if not Path(f"/proc/{pid}").exists()])
+
+
 class Cluster:
     """``hosts`` hosts on one switch; a context manager that leaves nothing behind.
 
@@ -41,6 +61,7 @@ class Cluster:
         self._agents: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Cluster:
+        remove_leftovers()
         try:
             self._build()
         except BaseException:
@@ -49,16 +70,9 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for namespace in (*self._hosts, self._switch):
-            try:
-                for pid in run(f"ip netns pids {namespace}").split():
-                    os.kill(int(pid), signal.SIGKILL)
-            except OSError:
-                pass  # never made, or its processes ended by themselves
+        remove([*self._hosts, self._switch])
         for agent in self._agents:
             agent.wait(30)
-        for namespace in (*self._hosts, self._switch):
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
     def _build(self) -> None:
         run(f"ip netns add {self._switch}")
