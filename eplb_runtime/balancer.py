@@ -257,7 +257,8 @@ class Balancer:
     def reduce_gradients(self) -> None:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
 
-        Gradients of copies are summed into their homes first, in float32 and in the order of the slots.
+        Gradients of copies are in their homes' by then: they travel during the backward pass, and are summed in float32
+        in the order of the slots. What ``no_sync`` kept back follows here.
 
         Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
         `eplb_runtime.GradScaler`). A second call before the next step, or the next forward in training, does nothing.
@@ -274,6 +275,19 @@ class Balancer:
         if self._groups.expert_data is not None:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
         self._gradients_reduced = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes leave the gradients of copies where they are; for all micro-batches but the last.
+
+        They are added up in float32 and travel once, with the first backward outside. Copies that are shared between
+        layers have no place to keep them and send them all the same.
+        """
+        if self._replicas is None:
+            yield
+            return
+        with self._replicas.defer():
+            yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

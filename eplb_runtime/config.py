@@ -35,6 +35,9 @@ class BalancerConfig:
         lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
             run in the background. Fixed, so that a rerun commits at the same steps.
         replica_slots: k, weights-only copies that each rank can hold per layer.
+        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping their own.
+            Saves memory (both sizes are logged at attach); copies then travel in every forward and backward instead of
+            once a step, and are computed by a second call, again in the backward pass.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.
@@ -65,6 +68,7 @@ class BalancerConfig:
     window: int | None = None
     lag: int = 1
     replica_slots: int = 0
+    shared_between_layers: bool = False
     split: Literal["water_filling", "even"] = "water_filling"
     split_locality: bool = True
     split_least_tokens: int = 64
@@ -93,6 +97,8 @@ class BalancerConfig:
         self._at_least("staging_bytes", 1)
         if self.lag >= self.interval:
             raise ConfigError(f"lag={self.lag} must be less than interval={self.interval}: one decision at a time")
+        if self.shared_between_layers and not self.replica_slots:
+            raise ConfigError("shared_between_layers=True without replica slots: give replica_slots=1 or more")
         for name in ("timeout_seconds", "max_pause_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:

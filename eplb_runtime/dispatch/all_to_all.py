@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LocalCompute = Callable[[Tensor, Tensor], Tensor]
-"""(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``) -> ``[M, D]``."""
+LocalCompute = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``, rows of each slot) -> ``[M, D]``."""
 
 
 class AllToAllDispatcher:
@@ -40,7 +40,6 @@ class AllToAllDispatcher:
         slots_TK: Tensor,
         weights_TK: Tensor,
         compute: LocalCompute,
-        weights: Sequence[Tensor],
         row_counts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run every (token, choice) through its slot's expert and sum each token's choices.
@@ -49,8 +48,7 @@ class AllToAllDispatcher:
             hidden_TD: ``[T, D]``; T may differ between ranks and may be 0.
             slots_TK: int64 ``[T, K]``, physical slots.
             weights_TK: ``[T, K]``, router weights.
-            compute: the experts of this rank; not called when no row arrives.
-            weights: what ``compute`` reads, so that an idle rank's gradients are zeros and not None.
+            compute: the experts of this rank; called on every rank, also when no row arrives.
             row_counts: int64 ``[P]`` rows sent to each slot, and int64 ``[R * S]`` rows that each rank sends here, when
                 they are known already; None: they are exchanged.
 
@@ -61,13 +59,13 @@ class AllToAllDispatcher:
         slots_N = slots_TK.reshape(-1)
         order_N = torch.argsort(slots_N, stable=True)
         sent_P, received_P = row_counts if row_counts is not None else self._exchange_counts(slots_N)
-        sent, received, slot_M = self._split_sizes(sent_P, received_P)
+        sent, received, rows_S, slot_M = self._split_sizes(sent_P, received_P)
 
         rows_ND = _Spread.apply(hidden_TD, order_N, top_k)
         rows_MD = _AllToAll.apply(rows_ND, sent, received, self._group)
         by_slot_M = torch.argsort(slot_M, stable=True)
         rows_MD = _Permute.apply(rows_MD, by_slot_M)
-        out_MD = compute(rows_MD, slot_M[by_slot_M]) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
+        out_MD = compute(rows_MD, slot_M[by_slot_M], rows_S)
         out_MD = _Permute.apply(out_MD, _inverse(by_slot_M))
         out_ND = _AllToAll.apply(out_MD, received, sent, self._group)
         out_TKD = _Permute.apply(out_ND, _inverse(order_N)).view(tokens, top_k, hidden_TD.shape[1])
@@ -87,15 +85,18 @@ class AllToAllDispatcher:
         dist.all_to_all_single(received_P, sent_P, group=self._group)
         return sent_P, received_P
 
-    def _split_sizes(self, sent_P: Tensor, received_P: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Rows sent to and received from each rank, and the local slot of each arriving row.
+    def _split_sizes(self, sent_P: Tensor, received_P: Tensor) -> tuple[list[int], list[int], list[int], Tensor]:
+        """Rows sent to and received from each rank, rows of each local slot, and the local slot of each arriving row.
 
         The one host sync of a dispatch: torch.distributed takes split sizes as host integers.
         """
         ranks, slots = self._num_ranks, self._slots_per_rank
-        sent, received = torch.stack((sent_P, received_P)).view(2, ranks, slots).sum(dim=2).tolist()
+        received_RS = received_P.view(ranks, slots)
+        by_rank = (sent_P.view(ranks, slots).sum(dim=1), received_RS.sum(dim=1))
+        sizes: list[int] = torch.cat((*by_rank, received_RS.sum(dim=0))).tolist()
+        sent, received, rows_S = sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
         local_slot_P = torch.arange(slots, device=sent_P.device).repeat(ranks)
-        return sent, received, local_slot_P.repeat_interleave(received_P, output_size=sum(received))
+        return sent, received, rows_S, local_slot_P.repeat_interleave(received_P, output_size=sum(received))
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -152,19 +153,3 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (permutation,) = ctx.saved_tensors
         return torch.empty_like(grad).index_copy_(0, permutation, grad), None
-
-
-class _Idle(torch.autograd.Function):
-    """Stands in for the experts on a rank that no token reached: keeps the graph whole, so that this rank enters the
-    collectives of the backward pass, and gives its parameters zero gradients, as a batch without their tokens would."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        zeros = (torch.zeros_like(p) if need else None for p, need in zip(ctx.saved_tensors, needed, strict=True))
-        return grad, *zeros

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from ..experts.local import LocalExperts
 from ..load.recorder import LoadRecorder, in_recompute
 from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from .all_to_all import AllToAllDispatcher
-
-Compute = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
-"""(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``, weights of all slots) -> ``[M, D]``."""
 
 
 class ExpertParallelLayer:
@@ -21,9 +19,8 @@ class ExpertParallelLayer:
 
     Args:
         index: the layer's index among the model's MoE layers.
-        experts: the host's experts module, cut to the local slots; its ``training`` flag decides what counts as load.
-        compute: runs rows through local slots (see `Compute`).
-        weights: the weights of all local slots, asked for once a forward (waits for copies on their way).
+        module: the host's experts module; its ``training`` flag decides what counts as load.
+        experts: the slots of this rank.
         splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
         counts_in_evaluation: whether load counts outside training (inference has nothing else).
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
@@ -32,9 +29,8 @@ class ExpertParallelLayer:
     def __init__(
         self,
         index: int,
-        experts: nn.Module,
-        compute: Compute,
-        weights: Callable[[], Sequence[Tensor]],
+        module: nn.Module,
+        experts: LocalExperts,
         *,
         recorder: LoadRecorder,
         table: SlotTable,
@@ -44,9 +40,8 @@ class ExpertParallelLayer:
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
         self.index = index
-        self.experts = experts
-        self._compute = compute
-        self._weights = weights
+        self._module = module
+        self._experts = experts
         self._recorder = recorder
         self._table = table
         self._splitter = splitter
@@ -57,15 +52,12 @@ class ExpertParallelLayer:
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
-        if (self.experts.training or self._counts_in_evaluation) and not in_recompute():
+        if (self._module.training or self._counts_in_evaluation) and not in_recompute():
             self._recorder.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
         slots_TK, row_counts = self._route(topk_ids_TK)
-        weights = self._weights()
-
-        def compute(rows_MD: Tensor, slot_M: Tensor) -> Tensor:
-            return self._compute(rows_MD, slot_M, weights)
-
-        return self._dispatcher(hidden_TD, slots_TK, topk_weights_TK, compute, weights, row_counts)
+        self._experts.ahead_of_forward()
+        combined_TD = self._dispatcher(hidden_TD, slots_TK, topk_weights_TK, self._experts, row_counts)
+        return self._experts.ahead_of_backward(combined_TD)
 
     def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Slots of this batch, and how many rows go where if the split has told that already."""

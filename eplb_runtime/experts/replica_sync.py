@@ -1,19 +1,23 @@
-"""Keep copies and homes together: weights from home to copies after a step, gradients from copies to home before it.
+"""Keep copies and homes together: weights from home to copies, gradients from copies to home.
 
 Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
 the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
+A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
+is on its way, beside the backward of the layers before it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from ..placement import EMPTY, Placement
 from .replicas import ReplicaBank, accumulation_dtype
@@ -29,31 +33,52 @@ class _Copy:
     replica: int
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """Gradients of one layer on their way home; ``arrivals``: for each lent copy, one row per trained tensor."""
+
+    layer: int
+    works: list[dist.Work]
+    arrivals: list[list[Tensor]]
+
+
 class ReplicaSync:
-    """Refresh and gradient sums of one rank's banks.
+    """Weights and gradients of one rank's banks.
 
     Args:
         banks: one per layer.
         group: the EP group, on the weights' device, used by nothing else.
         ep_rank: this rank in it.
         gradient_divisor: what copies' gradients are divided by, as the homes' are (ranks of the job).
+        shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
     """
 
     def __init__(
-        self, banks: Sequence[ReplicaBank], group: dist.ProcessGroup, ep_rank: int, gradient_divisor: int
+        self,
+        banks: Sequence[ReplicaBank],
+        group: dist.ProcessGroup,
+        ep_rank: int,
+        gradient_divisor: int,
+        shared: bool = False,
     ) -> None:
         self._banks = banks
         self._group = group
         self._ep_rank = ep_rank
         self._divisor = gradient_divisor
+        self._shared = shared
         self._held: list[list[_Copy]] = [[] for _ in banks]
         self._lent: list[list[_Copy]] = [[] for _ in banks]
+        self._has_copies = [False for _ in banks]
         self._pending: list[list[dist.Work]] = [[] for _ in banks]
+        self._fetched: int | None = None
+        self._exchange: _Exchange | None = None
+        self._deferring = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
         """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
         self.wait_all()
+        self._fetched = None
         slots, homes = placement.slots_per_rank, placement.homes_per_rank
         for layer in range(placement.num_layers):
             held, lent = [], []
@@ -70,20 +95,31 @@ class ReplicaSync:
                     if copy.home_rank == self._ep_rank:
                         lent.append(copy)
             self._held[layer], self._lent[layer] = held, lent
+            self._has_copies[layer] = bool((by_rank != EMPTY).any())
+
+    def has_copies(self, layer: int) -> bool:
+        """Whether any rank holds a copy of an expert of this layer."""
+        return self._has_copies[layer]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Post the weights of all homes to their copies, in layer order; `wait` before a layer is used."""
-        for layer, bank in enumerate(self._banks):
-            self.wait(layer)
-            sends = [
-                (copy.rank, parameter[copy.home_row].detach())
-                for copy in self._lent[layer]
-                for parameter in bank.parameters
-            ]
-            receives = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.replica_rows(copy.replica)]
-            self._pending[layer] = self._post(layer, sends, receives)
+        """The homes' weights are new. Post them to their copies, in layer order; shared rows are fetched when used."""
+        if self._shared:
+            self.wait_all()
+            self._fetched = None
+            return
+        for layer in range(len(self._banks)):
+            self._post_weights(layer)
+
+    def fetch(self, layer: int) -> None:
+        """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""
+        if self._fetched == layer or not self._has_copies[layer]:
+            return
+        if self._fetched is not None:
+            self.wait(self._fetched)
+        self._fetched = layer
+        self._post_weights(layer)
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again."""
@@ -95,27 +131,71 @@ class ReplicaSync:
         for layer in range(len(self._banks)):
             self.wait(layer)
 
+    def _post_weights(self, layer: int) -> None:
+        self.wait(layer)
+        bank = self._banks[layer]
+        sends = [
+            (copy.rank, parameter[copy.home_row].detach())
+            for copy in self._lent[layer]
+            for parameter in bank.parameters
+        ]
+        receives = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.replica_rows(copy.replica)]
+        self._pending[layer] = self._post(2 * layer, sends, receives)
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def reduce_gradients(self) -> None:
-        """Add the gradients of all copies to their homes' and clear them. Collective over the ranks concerned."""
-        for layer in reversed(range(len(self._banks))):
-            bank = self._banks[layer]
-            trained = bank.trained()
-            sends = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.gradient_rows(copy.replica)]
-            arrivals = [
-                [self._arrival(index, position, p) for position, p in enumerate(trained)]
-                for index in range(len(self._lent[layer]))
-            ]
-            receives = [
-                (copy.rank, row) for copy, rows in zip(self._lent[layer], arrivals, strict=True) for row in rows
-            ]
-            for work in self._post(layer, sends, receives):
-                work.wait()
-            self._add_to_homes(self._lent[layer], trained, arrivals)
-            bank.clear_gradients()
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Gradients of kept copies stay where they are, for as many backward passes as run inside."""
+        before, self._deferring = self._deferring, True
+        try:
+            yield
+        finally:
+            self._deferring = before
 
+    def collect(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+        """A layer's backward is through on this rank: take its copies' gradients and send them home. On every rank.
+
+        Args:
+            gradients: ``[k, ...]`` per tensor; None where the backward gave none.
+        """
+        self._finish()
+        self._banks[layer].collect(gradients)
+        if self._shared or not self._deferring:
+            self._send(layer)
+            # The engine calls it when this backward pass is over: then every gradient is whole.
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def reduce_gradients(self) -> None:
+        """Bring home what was deferred. Collective over the ranks concerned."""
+        for layer in reversed(range(len(self._banks))):
+            if self._banks[layer].unsent:
+                self._finish()
+                self._send(layer)
+        self._finish()
+
+    def _send(self, layer: int) -> None:
+        bank = self._banks[layer]
+        sends = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.gradient_rows(copy.replica)]
+        arrivals = [
+            [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
+            for index in range(len(self._lent[layer]))
+        ]
+        receives = [(copy.rank, row) for copy, rows in zip(self._lent[layer], arrivals, strict=True) for row in rows]
+        self._exchange = _Exchange(layer, self._post(2 * layer + 1, sends, receives), arrivals)
+
+    def _finish(self) -> None:
+        """Add what has been on its way to the homes' gradients; the copies' are free then."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        for work in exchange.works:
+            work.wait()
+        bank = self._banks[exchange.layer]
+        self._add_to_homes(self._lent[exchange.layer], bank.trained(), exchange.arrivals)
+        bank.unsent = False
+
+    @torch.no_grad()
     def _add_to_homes(
         self, lent: Sequence[_Copy], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
     ) -> None:
@@ -140,20 +220,20 @@ class ReplicaSync:
     # -- the wire ------------------------------------------------------------------------------------------------
 
     def _post(
-        self, layer: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self, channel: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> list[dist.Work]:
-        operations = [*self._operations(layer, dist.isend, sends), *self._operations(layer, dist.irecv, receives)]
+        operations = [*self._operations(channel, dist.isend, sends), *self._operations(channel, dist.irecv, receives)]
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
         return works
 
     def _operations(
-        self, layer: int, kind: Callable[..., Any], messages: Sequence[tuple[int, Tensor]]
+        self, channel: int, kind: Callable[..., Any], messages: Sequence[tuple[int, Tensor]]
     ) -> list[dist.P2POp]:
         # Several layers are on their way at once: a tag of its own for every message of a pair keeps them apart.
         count: Counter[int] = Counter()
         operations = []
         for rank, row in messages:
-            tag = layer * _TAGS_PER_LAYER + count[rank]
+            tag = channel * _TAGS_PER_CHANNEL + count[rank]
             count[rank] += 1
             data = row.reshape(-1).view(torch.uint8)
             peer = dist.get_global_rank(self._group, rank)
@@ -161,4 +241,4 @@ class ReplicaSync:
         return operations
 
 
-_TAGS_PER_LAYER = 1 << 12
+_TAGS_PER_CHANNEL = 1 << 12

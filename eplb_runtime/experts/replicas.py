@@ -1,57 +1,74 @@
-"""Replica slots: weights-only copies of experts whose homes are on other ranks.
+"""Replica slots: weights-only copies of experts whose homes are on other ranks, kept from step to step.
 
-A bank is one layer's storage on one rank: home rows first, replica rows after them, in one piece, so that a grouped
-GEMM reads all slots without a copy. The Parameter is the home rows; replica rows are no parameter of anything. Their
-gradients gather here, in float32 at least, until `replica_sync.py` brings them to the homes.
+A bank is one layer's slots on one rank. The Parameter is the home rows; replica rows are no parameter of anything.
+Their gradients gather here, in float32 at least, until `replica_sync.py` brings them to the homes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from .local import Compute, LocalExperts, run_rows
+
+if TYPE_CHECKING:
+    from .replica_sync import ReplicaSync
+
+
+class ReplicaPool:
+    """Replica rows, and their gradients, that layers of equal shapes use in turn."""
+
+    def __init__(self, replica_slots: int) -> None:
+        self._replica_slots = replica_slots
+        self._made: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+
+    def rows(self, position: int, home: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
+        key = (position, home.shape[1:], dtype)
+        if key not in self._made:
+            self._made[key] = home.detach().new_zeros((self._replica_slots, *home.shape[1:]), dtype=dtype)
+        return self._made[key]
 
 
 class ReplicaBank:
     """The slots of one layer on one rank.
 
     Args:
-        homes: home rows ``[H, ...]`` per tensor. Without replica slots they are the bank's parameters; with them, new
-            Parameters of the same values are, which share their memory with the replica rows.
-        replica_slots: k, rows added behind the home rows (zeros until they are refreshed).
+        homes: home rows ``[H, ...]`` per tensor.
+        replica_slots: k, rows for copies (zeros until they are refreshed).
         gradients: whether copies collect gradients (training).
+        pool: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
+            that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
     """
 
-    def __init__(self, homes: Sequence[nn.Parameter], replica_slots: int, gradients: bool) -> None:
+    def __init__(
+        self, homes: Sequence[nn.Parameter], replica_slots: int, gradients: bool, pool: ReplicaPool | None = None
+    ) -> None:
+        own = pool is None
+        pool = pool or ReplicaPool(replica_slots)
         self.homes_per_rank = homes[0].shape[0]
         self.replica_slots = replica_slots
         self.parameters = list(homes)
-        self._storages: list[Tensor] = [p.detach() for p in homes]
-        if replica_slots:
-            self._storages = [torch.cat([p.detach(), p.detach().new_zeros(replica_slots, *p.shape[1:])]) for p in homes]
+        self.replicas = [pool.rows(position, p, p.dtype) for position, p in enumerate(homes)]
+        if own:
+            self.slots = [torch.cat([p.detach(), rows]) for p, rows in zip(homes, self.replicas, strict=True)]
+            self.replicas = [slots[self.homes_per_rank :] for slots in self.slots]
             self.parameters = [
-                nn.Parameter(storage[: self.homes_per_rank], requires_grad=p.requires_grad)
-                for storage, p in zip(self._storages, homes, strict=True)
+                nn.Parameter(slots[: self.homes_per_rank], requires_grad=p.requires_grad)
+                for slots, p in zip(self.slots, homes, strict=True)
             ]
         self._gradients = [
-            torch.zeros((replica_slots, *p.shape[1:]), dtype=accumulation_dtype(p), device=p.device)
-            if gradients and p.requires_grad
-            else None
-            for p in homes
+            pool.rows(len(homes) + position, p, accumulation_dtype(p)) if gradients and p.requires_grad else None
+            for position, p in enumerate(homes)
         ]
-
-    def weights(self) -> list[Tensor]:
-        """All slots ``[S, ...]`` per tensor, as the experts' compute reads them; gradients flow to homes and copies."""
-        return [
-            _AllSlots.apply(parameter, storage, gradient)
-            for parameter, storage, gradient in zip(self.parameters, self._storages, self._gradients, strict=True)
-        ]
+        self.unsent = False
 
     def replica_rows(self, replica: int) -> list[Tensor]:
         """The live rows of a replica slot, one per tensor."""
-        return [storage[self.homes_per_rank + replica] for storage in self._storages]
+        return [rows[replica] for rows in self.replicas]
 
     def gradient_rows(self, replica: int) -> list[Tensor]:
         """Gradients of a replica slot, in ``accumulation_dtype``, one per tensor that needs one."""
@@ -61,16 +78,19 @@ class ReplicaBank:
         """The parameters that have gradients, in the order of ``gradient_rows``."""
         return [p for p, gradient in zip(self.parameters, self._gradients, strict=True) if gradient is not None]
 
-    def clear_gradients(self) -> None:
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.zero_()
-
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes that the replica slots of this layer take, with their gradients."""
-        rows = [s[self.homes_per_rank :] for s in self._storages]
-        return sum(t.nbytes for t in [*rows, *(g for g in self._gradients if g is not None)])
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add what a backward pass gave the copies, ``[k, ...]`` per tensor, to what has not been sent home yet."""
+        for parameter, kept, new in zip(self.parameters, self._gradients, gradients, strict=True):
+            if kept is None:
+                continue
+            # No gradient on the parameter: a new sum begins, and what a skipped step left here goes.
+            if self.unsent and parameter.grad is not None and new is not None:
+                kept.add_(new)
+            elif new is not None:
+                kept.copy_(new)
+            else:
+                kept.zero_()
+        self.unsent = True
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
@@ -78,21 +98,54 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+def replica_bytes(homes: Sequence[Tensor], replica_slots: int, gradients: bool) -> int:
+    """Bytes of a layer's replica slots, with their gradients in training."""
+    numbers = (
+        p[0].numel() * (p.element_size() + (accumulation_dtype(p).itemsize if gradients and p.requires_grad else 0))
+        for p in homes
+    )
+    return replica_slots * sum(numbers)
+
+
+class KeptReplicas(LocalExperts):
+    """A layer whose copies are refreshed after each step and stay until the next.
+
+    Args:
+        compute: runs rows through slots with the host's own code.
+        layer: index of the layer.
+        bank: its slots, in one piece.
+        sync: keeps its copies and homes together.
+    """
+
+    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
+        super().__init__(compute, lambda: bank.parameters)
+        self._layer = layer
+        self._bank = bank
+        self._sync = sync
+
+    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+        self._sync.wait(self._layer)
+        return run_rows(self._compute, rows_MD, slot_M, _AllSlots.apply(self, *self._bank.parameters))
+
+    def all_slots(self) -> list[Tensor]:
+        """Home and replica rows ``[S, ...]`` per tensor."""
+        return self._bank.slots
+
+    def part(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Take the copies' part of gradients ``[S, ...]`` and give back the homes'."""
+        homes = self._bank.homes_per_rank
+        self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients])
+        return [gradient[:homes] for gradient in gradients]
+
+
 class _AllSlots(torch.autograd.Function):
-    """Home parameter -> the storage that holds homes and copies. Backward parts the gradient again."""
+    """Home parameters -> the storages that hold homes and copies. Backward parts the gradients again."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, storage: Tensor, gradient: Tensor | None) -> Tensor:
-        ctx.parameter, ctx.gradient = parameter, gradient
-        return storage.view_as(storage)
+    def forward(ctx: Any, layer: KeptReplicas, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        return tuple(slots.view_as(slots) for slots in layer.all_slots())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        homes = ctx.parameter.shape[0]
-        if ctx.gradient is not None:
-            # No gradient on the parameter yet: a new sum begins, and what a skipped step left here goes.
-            if ctx.parameter.grad is None:
-                ctx.gradient.copy_(grad[homes:])
-            else:
-                ctx.gradient.add_(grad[homes:])
-        return grad[:homes], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.layer.part(gradients)

@@ -19,12 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
 from ..dispatch.all_to_all import AllToAllDispatcher
-from ..dispatch.layer import Compute, ExpertParallelLayer
+from ..dispatch.layer import ExpertParallelLayer
 from ..experts.layout import ALIGNMENT
+from ..experts.local import Compute, LocalExperts
 from ..experts.optimizer_state import OptimizerStateError, check_element_wise, replace_parameter
 from ..experts.registry import ExpertTensors
 from ..experts.replica_sync import ReplicaSync
-from ..experts.replicas import ReplicaBank
+from ..experts.replicas import KeptReplicas, ReplicaBank, ReplicaPool, replica_bytes
+from ..experts.shared_replicas import SharedReplicas
 from ..load.recorder import LoadRecorder
 from ..migration.groups import ProcessGroups
 from ..migration.staging import as_bytes, checksum
@@ -52,7 +54,6 @@ class MoELayer:
         parameters: names (within ``experts``) of the tensors whose first dimension is E.
         compute: runs rows through local slots with the module's own code.
         install: puts the expert-parallel way in the place of the module's own forward.
-        after_sharding: told the number of local slots, for modules that keep it.
     """
 
     name: str
@@ -61,7 +62,6 @@ class MoELayer:
     parameters: tuple[str, ...]
     compute: Compute
     install: Callable[[ExpertParallelLayer], None]
-    after_sharding: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -289,23 +289,23 @@ def _build(
     table = SlotTable(placement, device)
     topology = Topology.from_launcher(launcher_environment(), groups.ep_size, groups.ep_sets)
     dispatcher = AllToAllDispatcher(groups.dispatch, placement.slots_per_rank)
+    pool = ReplicaPool(config.replica_slots) if config.shared_between_layers else None
     banks, layer_of_parameter = [], {}
     for index, layer in enumerate(host.layers):
         rows = table.logical_of_rows(groups.ep_rank)[index]
-        bank = ReplicaBank(
-            [_cut(layer, name, rows, device) for name in layer.parameters], config.replica_slots, training
-        )
-        banks.append(bank)
-        for name, parameter in zip(layer.parameters, bank.parameters, strict=True):
+        homes = [_cut(layer, name, rows, device) for name in layer.parameters]
+        if config.replica_slots:
+            banks.append(ReplicaBank(homes, config.replica_slots, training, pool))
+            homes = banks[index].parameters
+        for name, parameter in zip(layer.parameters, homes, strict=True):
             _install(layer.experts, name, parameter, rows, groups.world_size, optimizer)
             registry.add(index, name, parameter)
             layer_of_parameter[f"{layer.name}.{name}"] = index
             _warn_of_odd_rows(f"{layer.name}.{name}", parameter)
-        layer.after_sharding(placement.slots_per_rank)
     make_parameters(model, device)
     replicas = splitter = None
     if config.replica_slots:
-        replicas = ReplicaSync(banks, groups.replicas, groups.ep_rank, groups.world_size)
+        replicas = ReplicaSync(banks, groups.replicas, groups.ep_rank, groups.world_size, config.shared_between_layers)
         splitter = BatchSplitter(
             placement,
             device,
@@ -315,19 +315,13 @@ def _build(
             locality=config.split_locality,
             least_tokens=config.split_least_tokens,
         )
-        logger.info(
-            "replica slots: %d per rank and layer, %.1f MiB per rank over %d layers",
-            config.replica_slots,
-            sum(bank.replica_bytes for bank in banks) / 2**20,
-            len(banks),
-        )
+        _log_memory(config, [bank.parameters for bank in banks], training)
     for index, layer in enumerate(host.layers):
         layer.install(
             ExpertParallelLayer(
                 index,
                 layer.experts,
-                layer.compute,
-                _weights_of(index, banks[index], replicas),
+                _local_experts(index, layer, banks, replicas, config),
                 recorder=recorder,
                 table=table,
                 splitter=splitter,
@@ -362,16 +356,27 @@ def _build(
     return balancer
 
 
-def _weights_of(index: int, bank: ReplicaBank, replicas: ReplicaSync | None) -> Callable[[], Sequence[Tensor]]:
-    """What a layer computes with: its Parameters, or all slots once the copies have arrived."""
+def _local_experts(
+    index: int, layer: MoELayer, banks: Sequence[ReplicaBank], replicas: ReplicaSync | None, config: BalancerConfig
+) -> LocalExperts:
     if replicas is None:
-        return lambda: bank.parameters
+        return LocalExperts(layer.compute, lambda: [getattr(layer.experts, name) for name in layer.parameters])
+    kind = SharedReplicas if config.shared_between_layers else KeptReplicas
+    return kind(layer.compute, index, banks[index], replicas)
 
-    def all_slots() -> Sequence[Tensor]:
-        replicas.wait(index)
-        return bank.weights()
 
-    return all_slots
+def _log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool) -> None:
+    """Say what replica slots take, and what the other choice would."""
+    sizes = [replica_bytes(parameters, config.replica_slots, training) for parameters in homes]
+    shapes = [tuple(p.shape for p in parameters) for parameters in homes]
+    kept, shared = sum(sizes) / 2**20, sum(dict(zip(shapes, sizes, strict=True)).values()) / 2**20
+    logger.info(
+        "replica slots: %d per rank and layer, %s; memory per rank: %.1f MiB kept, %.1f MiB shared between layers",
+        config.replica_slots,
+        "shared between layers" if config.shared_between_layers else "kept",
+        kept,
+        shared,
+    )
 
 
 def _cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:

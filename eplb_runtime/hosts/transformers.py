@@ -89,9 +89,6 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
 
         experts.forward = forward  # type: ignore[method-assign]
 
-    def after_sharding(local_experts: int) -> None:
-        experts.num_experts = local_experts  # type: ignore[assignment]
-
     return MoELayer(
         name=name,
         experts=experts,
@@ -99,19 +96,20 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
         parameters=names,
         compute=compute,
         install=install,
-        after_sharding=after_sharding,
     )
 
 
 @contextmanager
 def _reading(experts: nn.Module, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[None]:
-    """Let the module's code read these tensors (home rows with replica rows behind them) as its parameters."""
-    own = {name: experts._parameters[name] for name in names}
+    """Let the module's code take these tensors for its parameters, and their rows for its experts."""
+    own, num_experts = {name: experts._parameters[name] for name in names}, experts.num_experts
     experts._parameters.update(zip(names, weights, strict=True))  # type: ignore[arg-type]
+    experts.num_experts = weights[0].shape[0]  # type: ignore[assignment]
     try:
         yield
     finally:
         experts._parameters.update(own)
+        experts.num_experts = num_experts
 
 
 class _StableSort(TorchFunctionMode):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
 from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
+from eplb_runtime.experts.local import LocalExperts
 
 SLOTS, WIDTH, TOP_K = 3, 8, 2
 
@@ -25,18 +28,26 @@ def tokens_of(rank: int, count: int, slots: list[int], dtype: torch.dtype) -> tu
     return hidden.requires_grad_(), torch.tensor(slots)[choice], weights.requires_grad_()
 
 
+class CountedRows(LocalExperts):
+    """Sees to it that what dispatch says of the rows is true."""
+
+    def __call__(self, rows: torch.Tensor, local_slots: torch.Tensor, rows_of_slot: Sequence[int]) -> torch.Tensor:
+        assert local_slots.bincount(minlength=SLOTS).tolist() == rows_of_slot
+        return super().__call__(rows, local_slots, rows_of_slot)
+
+
 def run(rank: int, counts: list[int], slots: list[int], dtype: torch.dtype) -> dict:
     world_size = dist.get_world_size()
     mine = expert_weights(world_size, dtype)[rank * SLOTS : (rank + 1) * SLOTS].clone().requires_grad_()
     hidden, slot_ids, weights = tokens_of(rank, counts[rank], slots, dtype)
     seen = []
 
-    def compute(rows: torch.Tensor, local_slots: torch.Tensor) -> torch.Tensor:
+    def compute(rows: torch.Tensor, local_slots: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         seen.append((rows.detach().clone(), local_slots.clone()))
-        return torch.einsum("md,mde->me", rows, mine[local_slots])
+        return torch.einsum("md,mde->me", rows, weights[0][local_slots])
 
     dispatcher = AllToAllDispatcher(dist.group.WORLD, SLOTS)
-    out = dispatcher(hidden, slot_ids, weights, compute, [mine])
+    out = dispatcher(hidden, slot_ids, weights, CountedRows(compute, lambda: [mine]))
     out.square().sum().backward()
     return {
         "out": out.detach(),

@@ -7,6 +7,7 @@ bits; in float64 they agree to 1e-12. Each rule has its control: broken on purpo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -35,6 +36,8 @@ class Job:
     split: str = "water_filling"
     checkpointing: bool = False
     accumulate: int = 1
+    shared: bool = False
+    keep_back: bool = False
     damage: Callable[[], None] = break_nothing
 
 
@@ -53,6 +56,7 @@ def train(rank: int, job: Job) -> dict:
         policy=job.policy,
         gate="always",
         replica_slots=job.replica_slots,
+        shared_between_layers=job.shared,
         split=job.split,
         split_least_tokens=0,
         dense_gradients="allreduce",
@@ -65,7 +69,9 @@ def train(rank: int, job: Job) -> dict:
         for part in range(job.accumulate):
             ids = batch_of(rank, job.accumulate * step + part, batch=4, length=24)
             loss = model(input_ids=ids, labels=ids).loss
-            (loss / job.accumulate).backward()
+            last = part == job.accumulate - 1
+            with nullcontext() if last or not job.keep_back else balancer.no_sync():
+                (loss / job.accumulate).backward()
             losses.append(loss.item())
         norms.append(balancer.clip_grad_norm_(0.5).item())
         optimizer.step()
@@ -88,13 +94,14 @@ def count_rows(model: torch.nn.Module) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in model.model.layers]
     for index, layer in enumerate(model.model.layers):
         parallel = layer.mlp.experts.forward.__closure__[0].cell_contents
-        own = parallel._compute
+        own = parallel._experts
 
-        def counting(rows_MD, slot_M, weights, own=own, index=index):
-            rows[index].append(len(rows_MD))
-            return own(rows_MD, slot_M, weights)
+        class Counting(type(own)):
+            def __call__(self, rows_MD, slot_M, rows_S, index=index):
+                rows[index].append(len(rows_MD))
+                return super().__call__(rows_MD, slot_M, rows_S)
 
-        parallel._compute = counting
+        own.__class__ = Counting
     return rows
 
 
@@ -139,8 +146,18 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
         Job(replica_slots=2),
         Job(replica_slots=1, split="even"),
         Job(replica_slots=1, checkpointing=True),
+        Job(replica_slots=1, shared=True),
+        Job(replica_slots=2, shared=True),
+        Job(replica_slots=1, shared=True, checkpointing=True),
     ],
-    ids=["two copies a rank", "even split", "activation checkpointing"],
+    ids=[
+        "two copies a rank",
+        "even split",
+        "activation checkpointing",
+        "shared between layers",
+        "two shared between layers",
+        "shared and activation checkpointing",
+    ],
 )
 def test_so_it_is_with(without: list[dict], job: Job) -> None:
     results = run_ranks(4, train, job)
@@ -148,15 +165,30 @@ def test_so_it_is_with(without: list[dict], job: Job) -> None:
     assert largest_difference(without, results) < 1e-12
 
 
-def test_gradient_accumulation_sums_copies_over_micro_batches() -> None:
-    static = run_ranks(4, train, Job(replica_slots=0, policy="static", steps=10, accumulate=3))
-    results = run_ranks(4, train, Job(replica_slots=1, steps=10, accumulate=3))
+@pytest.fixture(scope="module")
+def accumulated() -> list[dict]:
+    return run_ranks(4, train, Job(replica_slots=0, policy="static", steps=10, accumulate=3))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(replica_slots=1, steps=10, accumulate=3),
+        Job(replica_slots=1, steps=10, accumulate=3, keep_back=True),
+        Job(replica_slots=1, steps=10, accumulate=3, shared=True),
+        Job(replica_slots=1, steps=10, accumulate=3, shared=True, keep_back=True),
+    ],
+    ids=["sent each time", "kept back", "shared", "shared, nothing to keep it in"],
+)
+def test_gradient_accumulation_sums_copies_over_micro_batches(accumulated: list[dict], job: Job) -> None:
+    results = run_ranks(4, train, job)
     assert results[0]["copies"] > 0
-    assert largest_difference(static, results) < 1e-12
+    assert largest_difference(accumulated, results) < 1e-12
 
 
-def test_the_same_run_twice_gives_the_same_bits() -> None:
-    job = Job(replica_slots=1, dtype=torch.float32)
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_the_same_run_twice_gives_the_same_bits(shared: bool) -> None:
+    job = Job(replica_slots=1, dtype=torch.float32, shared=shared)
     assert largest_difference(run_ranks(4, train, job), run_ranks(4, train, job)) == 0
 
 

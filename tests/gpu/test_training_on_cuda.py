@@ -45,10 +45,12 @@ def dispatch_alone(rank: int) -> None:
         if dispatched:
             dispatcher = AllToAllDispatcher(dist.group.WORLD, EXPERTS)
 
-            def compute(rows: torch.Tensor, slot: torch.Tensor, matrices: torch.Tensor = matrices) -> torch.Tensor:
+            def compute(
+                rows: torch.Tensor, slot: torch.Tensor, rows_of_slot: list[int], matrices: torch.Tensor = matrices
+            ) -> torch.Tensor:
                 return torch.einsum("md,mde->me", rows, matrices[slot])
 
-            out = dispatcher(x, slots, weight, compute, [matrices])
+            out = dispatcher(x, slots, weight, compute)
         else:
             out = (torch.einsum("td,tkde->tke", x, matrices[slots]) * weight.unsqueeze(-1)).sum(1)
         out.square().sum().backward()
