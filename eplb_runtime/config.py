@@ -35,9 +35,9 @@ class BalancerConfig:
         lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
             run in the background. Fixed, so that a rerun commits at the same steps.
         replica_slots: k, weights-only copies that each rank can hold per layer.
-        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping their own.
-            Saves memory (both sizes are logged at attach); copies then travel in every forward and backward instead of
-            once a step, and are computed by a second call, again in the backward pass.
+        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
+            theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
+            instead of once a step, and are computed by a second call, again in the backward pass.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.

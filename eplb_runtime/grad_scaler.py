@@ -1,7 +1,7 @@
 """Loss scaling for float16: a step is skipped on every rank or on none.
 
 Each rank looks at the gradients of its own experts, so an overflow may show on one rank alone. Torch's GradScaler would
-skip the step there and take it elsewhere. And copies' gradients must come home before anything is unscaled.
+skip the step there and take it elsewhere. And gradients that copies kept back must come home before they are unscaled.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ def _log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], train
     shapes = [tuple(p.shape for p in parameters) for parameters in homes]
     kept, shared = sum(sizes) / 2**20, sum(dict(zip(shapes, sizes, strict=True)).values()) / 2**20
     logger.info(
-        "replica slots: %d per rank and layer, %s; memory per rank: %.1f MiB kept, %.1f MiB shared between layers",
+        "replica slots: %d per rank and layer, %s; memory per rank: %.3g MiB kept, %.3g MiB shared between layers",
         config.replica_slots,
         "shared between layers" if config.shared_between_layers else "kept",
         kept,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +82,8 @@ class Job:
     adapters: bool = False
     averages: bool = False
     replica_slots: int = 0
+    shared: bool = False
+    keep_back: bool = False
     steps: int = 40
     damage: Callable[[], None] = nothing
 
@@ -132,6 +135,7 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         gate="always",
         dense_gradients="allreduce",
         replica_slots=job.replica_slots,
+        shared_between_layers=job.shared,
         split_least_tokens=0,
     )
     balancer = eplb.attach(model, optimizer, config=config)
@@ -151,7 +155,8 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
             if step != job.overflow_at:
                 optimizer.step()
         else:
-            scaler.scale(loss).backward()
+            with balancer.no_sync() if job.keep_back else nullcontext():
+                scaler.scale(loss).backward()
             if step == job.overflow_at and rank == 1:
                 model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
             scaler.step(optimizer)
@@ -234,11 +239,23 @@ def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(replica
     assert scaled[0]["aborted"] == []
 
 
-def test_control_torchs_scaler_leaves_the_gradients_of_copies_scaled() -> None:
-    job = Job(replica_slots=1, steps=20)
+def test_control_torchs_scaler_leaves_gradients_that_copies_kept_back_scaled() -> None:
+    job = Job(replica_slots=1, steps=20, keep_back=True)
     unscaled = run_ranks(2, train, "incremental", job)
+    assert differences(unscaled, run_ranks(2, train, "incremental", replace(job, scaler="ours"))) == []
     scaled = run_ranks(2, train, "incremental", replace(job, scaler="torch"))
     assert any("experts" in name for name in differences(unscaled, scaled))
+
+
+def test_copies_shared_between_layers_compute_alike_in_backward_under_autocast() -> None:
+    """Their rows are computed again in the backward pass: in the precision of the forward."""
+    job = Job(replica_slots=1, steps=12, autocast=True)
+    kept, shared = (run_ranks(2, train, "incremental", replace(job, shared=shared)) for shared in (False, True))
+    assert kept[0]["migrations"] >= 1
+    for a, b in zip(kept, shared, strict=True):
+        assert a["losses"][:8] == b["losses"][:8]
+        for loss, other in zip(a["losses"], b["losses"], strict=True):
+            assert abs(loss - other) < 2e-3
 
 
 def skip_alone(rank: int, agree: bool) -> tuple[dict[str, torch.Tensor], float]:

@@ -6,6 +6,8 @@ bits; in float64 they agree to 1e-12. Each rule has its control: broken on purpo
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.experts.replica_sync import ReplicaSync
 from eplb_runtime.experts.replicas import ReplicaBank
+from eplb_runtime.load.recorder import in_recompute
 
 EXPERTS = 16
 
@@ -38,6 +41,8 @@ class Job:
     accumulate: int = 1
     shared: bool = False
     keep_back: bool = False
+    length: int = 24
+    experts_alone: bool = False
     damage: Callable[[], None] = break_nothing
 
 
@@ -48,6 +53,9 @@ def train(rank: int, job: Job) -> dict:
     with torch.no_grad():
         for layer in model.model.layers:  # a router that is biased to few experts
             layer.mlp.router.bias.copy_(torch.linspace(4.0, -1.0, EXPERTS))
+    if job.experts_alone:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
     if job.checkpointing:
         model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -67,7 +75,7 @@ def train(rank: int, job: Job) -> dict:
     losses, norms, imbalances = [], [], []
     for step in range(job.steps):
         for part in range(job.accumulate):
-            ids = batch_of(rank, job.accumulate * step + part, batch=4, length=24)
+            ids = batch_of(rank, job.accumulate * step + part, batch=4, length=job.length)
             loss = model(input_ids=ids, labels=ids).loss
             last = part == job.accumulate - 1
             with nullcontext() if last or not job.keep_back else balancer.no_sync():
@@ -187,6 +195,15 @@ def test_gradient_accumulation_sums_copies_over_micro_batches(accumulated: list[
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+@pytest.mark.parametrize("rest", [{"experts_alone": True}, {"length": 2}], ids=["a frozen rest", "idle ranks"])
+def test_copies_train_with(rest: dict, shared: bool) -> None:
+    static = run_ranks(4, train, Job(replica_slots=0, policy="static", **rest))
+    results = run_ranks(4, train, Job(replica_slots=1, shared=shared, **rest))
+    assert results[0]["copies"] > 0
+    assert largest_difference(static, results) < 1e-12
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
 def test_the_same_run_twice_gives_the_same_bits(shared: bool) -> None:
     job = Job(replica_slots=1, dtype=torch.float32, shared=shared)
     assert largest_difference(run_ranks(4, train, job), run_ranks(4, train, job)) == 0
@@ -200,6 +217,84 @@ def test_copies_reach_what_moving_homes_cannot() -> None:
     with_copies = sum(copying[0]["imbalance"][last]) / 12
     assert alone > 1.2
     assert with_copies <= 1.05
+
+
+def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
+    events = []
+    send, finish = ReplicaSync._send, ReplicaSync._finish
+
+    def sending(self, layer):
+        events.append(f"sent {layer}")
+        send(self, layer)
+
+    def finishing(self):
+        events.extend([f"added {self._exchange.layer}"] if self._exchange else [])
+        finish(self)
+
+    ReplicaSync._send, ReplicaSync._finish = sending, finishing
+    log = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("eplb_runtime").addHandler(log)
+    logging.getLogger("eplb_runtime").setLevel(logging.INFO)
+    model = make_model("gpt_oss", experts=EXPERTS, top_k=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    placement = eplb.Placement.initial(2, EXPERTS, 4, 1)
+    slots = placement.physical_to_logical.copy()
+    slots[:, placement.homes_per_rank :: placement.slots_per_rank] = [4, 8, 12, 0]
+    config = eplb.BalancerConfig(
+        policy="static",
+        replica_slots=1,
+        shared_between_layers=shared,
+        split_least_tokens=0,
+        initial_placement=eplb.Placement(slots, EXPERTS, 4, placement.home),
+        dense_gradients="allreduce",
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    experts[0].gate_up_proj.register_post_accumulate_grad_hook(lambda _: events.append("layer 0 through"))
+    ids = batch_of(rank, 0)
+    with balancer.no_sync() if keep_back else nullcontext():
+        model(input_ids=ids, labels=ids).loss.backward()
+    events.append("backward over")
+    optimizer.step()
+    banks = balancer._replicas._banks
+    places = [[rows.data_ptr() for rows in bank.replicas] for bank in banks]
+    behind = [p.data_ptr() + p.nbytes for p in banks[0].parameters]
+    balancer.close()
+    return {
+        "events": events,
+        "places": places,
+        "behind": behind,
+        "rows": experts[0].gate_up_proj.shape[0],
+        "log": [line for record in log.buffer if "memory" in (line := record.getMessage())],
+    }
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_gradients_of_a_layer_travel_while_the_layers_before_it_are_in_backward(shared: bool) -> None:
+    result = run_ranks(4, watch_the_exchange, shared, False)[0]
+    events = [event for event in result["events"] if event != "layer 0 through"]
+    assert events == ["sent 1", "added 1", "sent 0", "added 0", "backward over"]
+    assert result["events"].index("layer 0 through") > result["events"].index("sent 1")
+
+
+def test_gradients_kept_back_travel_once_before_the_optimizers_step() -> None:
+    result = run_ranks(4, watch_the_exchange, False, True)[0]
+    assert result["events"] == ["layer 0 through", "backward over", "sent 1", "added 1", "sent 0", "added 0"]
+
+
+def test_kept_rows_lie_behind_the_homes_and_shared_ones_are_one_set_for_all_layers() -> None:
+    kept = run_ranks(4, watch_the_exchange, False, False)[0]
+    assert kept["places"][0] == kept["behind"]
+    assert not set(kept["places"][0]) & set(kept["places"][1])
+    shared = run_ranks(4, watch_the_exchange, True, False)[0]
+    assert shared["places"][0] == shared["places"][1]
+    assert kept["rows"] == shared["rows"] == EXPERTS // 4
+    # An expert has 32 * 32 + 32 + 16 * 32 + 32 numbers, each with a gradient in float32; two layers.
+    assert kept["log"] == ["replica slots: 1 per rank and layer, kept; " + MEMORY]
+    assert shared["log"] == ["replica slots: 1 per rank and layer, shared between layers; " + MEMORY]
+
+
+MEMORY = "memory per rank: 0.0244 MiB kept, 0.0122 MiB shared between layers"
 
 
 # -- controls ------------------------------------------------------------------------------------------------------
@@ -234,6 +329,12 @@ def miss_a_refresh() -> None:
     ReplicaSync.refresh = sometimes
 
 
+def believe_rows_that_another_layer_has_taken() -> None:
+    """No fetch ahead of backward."""
+    fetch = ReplicaSync.fetch
+    ReplicaSync.fetch = lambda self, layer: None if in_recompute() else fetch(self, layer)
+
+
 def count_copies_in_the_norm() -> None:
     clip = eplb.Balancer.clip_grad_norm_
 
@@ -260,7 +361,6 @@ def let_copies_decay() -> None:
 
 
 def split_anew_in_recompute() -> None:
-    from eplb_runtime.load.recorder import in_recompute
     from eplb_runtime.routing.splitter import BatchSplitter
 
     split = BatchSplitter._split
@@ -290,5 +390,20 @@ def test_control_another_split_in_recompute_is_noticed() -> None:
 )
 def test_control_a_broken_rule_is_noticed(without: list[dict], damage: Callable[[], None]) -> None:
     results = run_ranks(4, train, Job(replica_slots=1, damage=damage))
+    assert results[0]["copies"] > 0
+    assert largest_difference(without, results) > 1e-9
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        forget_gradients_of_copies,
+        lose_gradients_on_the_way,
+        average_instead_of_sum,
+        believe_rows_that_another_layer_has_taken,
+    ],
+)
+def test_control_a_broken_rule_is_noticed_with_shared_rows(without: list[dict], damage: Callable[[], None]) -> None:
+    results = run_ranks(4, train, Job(replica_slots=1, shared=True, damage=damage))
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) > 1e-9
