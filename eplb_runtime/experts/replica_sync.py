@@ -9,11 +9,11 @@ is on its way, beside the backward of the layers before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,12 +34,21 @@ class _Copy:
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Gradients of one layer on their way home; ``arrivals``: for each lent copy, one row per trained tensor."""
+class _Links:
+    """What one layer exchanges under the placement that stands; memory stays where it is, so it is put down once.
 
-    layer: int
-    works: list[dist.Work]
+    Args:
+        lent: copies of this rank's homes, in the order of their slots.
+        weights: from homes to copies.
+        gradients: from copies to ``arrivals``: for each lent copy, one row per trained tensor.
+        anywhere: whether any rank has copies.
+    """
+
+    lent: list[_Copy]
+    weights: list[dist.P2POp]
+    gradients: list[dist.P2POp]
     arrivals: list[list[Tensor]]
+    anywhere: bool
 
 
 class ReplicaSync:
@@ -66,40 +75,67 @@ class ReplicaSync:
         self._ep_rank = ep_rank
         self._divisor = gradient_divisor
         self._shared = shared
-        self._held: list[list[_Copy]] = [[] for _ in banks]
-        self._lent: list[list[_Copy]] = [[] for _ in banks]
-        self._has_copies = [False for _ in banks]
+        self._links = [_Links([], [], [], [], False) for _ in banks]
+        self._followed: np.ndarray | None = None
         self._pending: list[list[dist.Work]] = [[] for _ in banks]
         self._fetched: int | None = None
-        self._exchange: _Exchange | None = None
+        self._sent: tuple[int, list[dist.Work]] | None = None
         self._deferring = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
         """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
+        assert placement.home is not None
         self.wait_all()
         self._fetched = None
         slots, homes = placement.slots_per_rank, placement.homes_per_rank
-        for layer in range(placement.num_layers):
-            held, lent = [], []
-            by_rank = placement.physical_to_logical[layer].reshape(placement.num_ranks, slots)[:, homes:]
-            for rank, replicas in enumerate(by_rank.tolist()):
-                for replica, expert in enumerate(replicas):
-                    if expert == EMPTY:
-                        continue
-                    assert placement.home is not None
-                    home = int(placement.home[layer, expert])
-                    copy = _Copy(home // slots, home % slots, rank, replica)
-                    if rank == self._ep_rank:
-                        held.append(copy)
-                    if copy.home_rank == self._ep_rank:
-                        lent.append(copy)
-            self._held[layer], self._lent[layer] = held, lent
-            self._has_copies[layer] = bool((by_rank != EMPTY).any())
+        by_rank_LRS = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, slots)
+        replicas_LRK = by_rank_LRS[:, :, homes:]
+        home_LRK = np.take_along_axis(
+            placement.home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
+        ).reshape(replicas_LRK.shape)
+        home_LRK = np.where(replicas_LRK == EMPTY, EMPTY, home_LRK)
+        for layer, home_RK in enumerate(home_LRK):
+            if self._followed is None or not np.array_equal(self._followed[layer], home_RK):
+                self._links[layer] = self._link(layer, home_RK, slots)
+        self._followed = home_LRK
+
+    def _link(self, layer: int, home_RK: np.ndarray, slots: int) -> _Links:
+        """``home_RK``: the home slot of what stands in each replica slot, or `EMPTY`."""
+        ours = (home_RK >= 0) & (home_RK // slots == self._ep_rank)
+        lent = [
+            _Copy(self._ep_rank, int(home_RK[rank, replica]) % slots, int(rank), int(replica))
+            for rank, replica in np.argwhere(ours)
+        ]
+        held = [
+            _Copy(int(home) // slots, int(home) % slots, self._ep_rank, replica)
+            for replica, home in enumerate(home_RK[self._ep_rank])
+            if home != EMPTY
+        ]
+        bank = self._banks[layer]
+        arrivals = [
+            [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
+            for index in range(len(lent))
+        ]
+        return _Links(
+            lent,
+            self._messages(
+                2 * layer,
+                [(copy.rank, parameter[copy.home_row].detach()) for copy in lent for parameter in bank.parameters],
+                [(copy.home_rank, row) for copy in held for row in bank.replica_rows(copy.replica)],
+            ),
+            self._messages(
+                2 * layer + 1,
+                [(copy.home_rank, row) for copy in held for row in bank.gradient_rows(copy.replica)],
+                [(copy.rank, row) for copy, rows in zip(lent, arrivals, strict=True) for row in rows],
+            ),
+            arrivals,
+            bool((home_RK != EMPTY).any()),
+        )
 
     def has_copies(self, layer: int) -> bool:
         """Whether any rank holds a copy of an expert of this layer."""
-        return self._has_copies[layer]
+        return self._links[layer].anywhere
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -114,7 +150,7 @@ class ReplicaSync:
 
     def fetch(self, layer: int) -> None:
         """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""
-        if self._fetched == layer or not self._has_copies[layer]:
+        if self._fetched == layer or not self.has_copies(layer):
             return
         if self._fetched is not None:
             self.wait(self._fetched)
@@ -133,14 +169,7 @@ class ReplicaSync:
 
     def _post_weights(self, layer: int) -> None:
         self.wait(layer)
-        bank = self._banks[layer]
-        sends = [
-            (copy.rank, parameter[copy.home_row].detach())
-            for copy in self._lent[layer]
-            for parameter in bank.parameters
-        ]
-        receives = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.replica_rows(copy.replica)]
-        self._pending[layer] = self._post(2 * layer, sends, receives)
+        self._pending[layer] = _post(self._links[layer].weights)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -175,24 +204,18 @@ class ReplicaSync:
         self._finish()
 
     def _send(self, layer: int) -> None:
-        bank = self._banks[layer]
-        sends = [(copy.home_rank, row) for copy in self._held[layer] for row in bank.gradient_rows(copy.replica)]
-        arrivals = [
-            [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
-            for index in range(len(self._lent[layer]))
-        ]
-        receives = [(copy.rank, row) for copy, rows in zip(self._lent[layer], arrivals, strict=True) for row in rows]
-        self._exchange = _Exchange(layer, self._post(2 * layer + 1, sends, receives), arrivals)
+        self._sent = layer, _post(self._links[layer].gradients)
 
     def _finish(self) -> None:
         """Add what has been on its way to the homes' gradients; the copies' are free then."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
+        sent, self._sent = self._sent, None
+        if sent is None:
             return
-        for work in exchange.works:
+        layer, works = sent
+        for work in works:
             work.wait()
-        bank = self._banks[exchange.layer]
-        self._add_to_homes(self._lent[exchange.layer], bank.trained(), exchange.arrivals)
+        bank, links = self._banks[layer], self._links[layer]
+        self._add_to_homes(links.lent, bank.trained(), links.arrivals)
         bank.unsent = False
 
     @torch.no_grad()
@@ -219,26 +242,25 @@ class ReplicaSync:
 
     # -- the wire ------------------------------------------------------------------------------------------------
 
-    def _post(
+    def _messages(
         self, channel: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> list[dist.Work]:
-        operations = [*self._operations(channel, dist.isend, sends), *self._operations(channel, dist.irecv, receives)]
-        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        return works
-
-    def _operations(
-        self, channel: int, kind: Callable[..., Any], messages: Sequence[tuple[int, Tensor]]
     ) -> list[dist.P2POp]:
-        # Several layers are on their way at once: a tag of its own for every message of a pair keeps them apart.
-        count: Counter[int] = Counter()
+        """``(rank, row)`` each. Several channels are on their way at once, and a pair may exchange several rows: each
+        message of a pair has a tag of its own."""
         operations = []
-        for rank, row in messages:
-            tag = channel * _TAGS_PER_CHANNEL + count[rank]
-            count[rank] += 1
-            data = row.reshape(-1).view(torch.uint8)
-            peer = dist.get_global_rank(self._group, rank)
-            operations.append(dist.P2POp(kind, data, peer, self._group, tag=tag))
+        for kind, messages in ((dist.isend, sends), (dist.irecv, receives)):
+            count: Counter[int] = Counter()
+            for rank, row in messages:
+                tag = channel * _TAGS_PER_CHANNEL + count[rank]
+                count[rank] += 1
+                peer = dist.get_global_rank(self._group, rank)
+                operations.append(dist.P2POp(kind, row.reshape(-1).view(torch.uint8), peer, self._group, tag=tag))
         return operations
 
 
 _TAGS_PER_CHANNEL = 1 << 12
+
+
+def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works

@@ -228,7 +228,7 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
         send(self, layer)
 
     def finishing(self):
-        events.extend([f"added {self._exchange.layer}"] if self._exchange else [])
+        events.extend([f"added {self._sent[0]}"] if self._sent else [])
         finish(self)
 
     ReplicaSync._send, ReplicaSync._finish = sending, finishing
@@ -340,7 +340,7 @@ def count_copies_in_the_norm() -> None:
 
     def counting(self, max_norm):
         norm = clip(self, max_norm)
-        extra = sum(len(copies) for copies in self._replicas._held) if self._replicas else 0
+        extra = sum(len(links.lent) for links in self._replicas._links) if self._replicas else 0
         return norm * (1.0 + 1e-6 * extra)
 
     eplb.Balancer.clip_grad_norm_ = counting
