@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .placement import Placement
     from .planner import Plan, plan
     from .topology import Topology
+    from .verification import verify
 
 __all__ = [
     "Balancer",
@@ -28,6 +29,7 @@ __all__ = [
     "load_logical_state_dict",
     "logical_state_dict",
     "plan",
+    "verify",
 ]
 
 _ROOM_OF = {
@@ -41,6 +43,7 @@ _ROOM_OF = {
     "load_logical_state_dict": "checkpoint",
     "logical_state_dict": "checkpoint",
     "plan": "planner",
+    "verify": "verification",
 }
 
 

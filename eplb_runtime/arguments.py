@@ -13,7 +13,8 @@ LOAD = "tokens per expert: .npz or .safetensors with `load`, .json, or a serving
 POLICY = "static, deepseek, free, hierarchical or incremental"
 GATE = "rebalance if the imbalance falls, if it pays for itself, or as the policy says (default: always)"
 
-Run = Callable[[argparse.Namespace], None]
+Run = Callable[[argparse.Namespace], int | None]
+"""A command; returns its exit status, None for 0."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,6 +129,67 @@ def add_bench_split_arguments(commands: Any, run: Run) -> None:
 """,
     )
     _add_bench(command)
+
+
+def add_verify_arguments(commands: Any, run: Run) -> None:
+    command = _command(
+        commands,
+        "verify",
+        run,
+        "train with and without migrations on this very cluster and say whether it makes any difference",
+        """
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli verify
+  torchrun --nproc-per-node 8 -m eplb_runtime.cli verify --device cuda --model-config ./my-model --dtype bfloat16
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli verify --replica-slots 1 --dtype float64 --json
+
+exit status: 0 no difference, 1 a difference or nothing proved, 2 bad input (torchrun itself makes 1 of both)
+""",
+    )
+    model = command.add_mutually_exclusive_group()
+    families = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+    model.add_argument("--family", choices=families, default="olmoe", help="a small model of it (default: olmoe)")
+    model.add_argument("--model-config", metavar="PATH", help="a folder with config.json, or that file; random weights")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    command.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+    add = _adder(command)
+    add("--steps", "N", positive, "of each run (default: 12)", default=12)
+    add("--replica-slots", "K", not_negative, "a further run with K copies a rank, held against a bound", default=0)
+    add("--batch", "N", positive, "sequences per rank and step (default: 4)", default=4)
+    add("--length", "N", positive, "tokens of a sequence (default: 32)", default=32)
+
+
+def add_bench_rank_arguments(commands: Any, what: str, run: Run) -> None:
+    """A benchmark that needs ranks: ``dispatch``, ``migrate`` or ``train``."""
+    summary, repeats, meaning = {
+        "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", 20, "timings taken, the median counts"),
+        "migrate": ("moving experts between ranks, beside plain messages", 10, "timings taken, the median counts"),
+        "train": (
+            "training steps, static, balanced and ideal; takes minutes",
+            8,
+            "blocks of ten steps of each variant",
+        ),
+    }[what]
+    command = _command(
+        commands,
+        what,
+        run,
+        summary,
+        f"""
+  eplb-runtime bench {what}                                             # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench {what} --json   # on these
+""",
+    )
+    command.set_defaults(what=what)
+    add = _adder(command)
+    add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
+    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+
+
+def add_bench_count_arguments(commands: Any, run: Run) -> None:
+    command = _command(
+        commands, "count", run, "counting tokens, beside torch.bincount", "\n  eplb-runtime bench count\n"
+    )
+    _adder(command)("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
 
 
 # -- what commands share -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from .migration.groups import ProcessGroups
 from .migration.transports.base import Transport
 from .migration.transports.torch_p2p import TorchPointToPoint
 from .placement import Placement
+from .planner import Plan
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter
 from .topology import Topology
@@ -379,6 +380,29 @@ class Balancer:
     def background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
         return self._groups.background()
+
+    # -- for verification ----------------------------------------------------------------------------------------
+
+    def plan_with(self, planner: Callable[..., Plan]) -> None:
+        """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
+        self._decisions.planner = planner
+
+    @contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
+        if self._splitter is None:
+            yield
+            return
+        self._splitter.at_home = True
+        try:
+            yield
+        finally:
+            self._splitter.at_home = False
+
+    @property
+    def counted(self) -> Tensor:
+        """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
+        return self._recorder.counts
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 from .arguments import (
     BAD_INPUT,
     Parser,
+    add_bench_count_arguments,
     add_bench_planner_arguments,
+    add_bench_rank_arguments,
     add_bench_split_arguments,
     add_convert_arguments,
     add_plan_arguments,
     add_simulate_arguments,
+    add_verify_arguments,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from .topology import Topology
 
 PROGRAM = "eplb-runtime"
+RANK_BENCHES = {"dispatch": "dispatch.bench", "migrate": "migration.bench", "train": "bench_train"}
+"""Where ``run(device, repeats)`` of each benchmark is that needs ranks."""
 
 
 class InputError(ValueError):
@@ -41,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     parsed = _parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        status: int | None = parsed.run(parsed)
         sys.stdout.flush()
-        return 0
+        return status or 0
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -63,7 +68,14 @@ def _input_errors() -> tuple[type[ValueError], ...]:
     from .placement import PlacementError
     from .planner import PlanError
 
-    return InputError, ConvertError, LoadFileError, PlacementError, PlanError
+    known = [InputError, ConvertError, LoadFileError, PlacementError, PlanError]
+    if "torch" in sys.modules:  # else none of these was raised
+        from .hosts import AttachError
+        from .hosts.transformers_models import ModelError
+        from .launching import LaunchError
+
+        known += [AttachError, ModelError, LaunchError]
+    return tuple(known)
 
 
 def _complain(message: str, status: int) -> int:
@@ -209,6 +221,35 @@ def _convert(arguments: argparse.Namespace) -> None:
         print(f"{done.filled_slots} empty replica slots were given a copy: {done.format} knows no empty slots")
 
 
+# -- verify --------------------------------------------------------------------------------------------------------
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .launching import is_first, launched
+    from .verification.job import run
+
+    if not launched() and arguments.replica_slots:
+        raise InputError(
+            "verify --replica-slots needs ranks: torchrun --nproc-per-node 2 -m eplb_runtime.cli verify ..."
+        )
+    report = run(
+        family=arguments.family,
+        model_config=arguments.model_config,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        steps=arguments.steps,
+        replica_slots=arguments.replica_slots,
+        batch=arguments.batch,
+        length=arguments.length,
+    )
+    if is_first():
+        if arguments.json:
+            _print_json(report.to_dict())
+        else:
+            print(report)
+    return 0 if report.passed else 1
+
+
 # -- bench ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +267,30 @@ def _bench_split(arguments: argparse.Namespace) -> None:
     with _spinner():
         result = run(arguments.loads, arguments.repeats)
     _print_bench(result, arguments.json)
+
+
+def _bench_count(arguments: argparse.Namespace) -> None:
+    from .load.bench import run
+
+    with _spinner():
+        result = run(arguments.repeats)
+    _print_bench(result, arguments.json)
+
+
+def _bench_on_ranks(arguments: argparse.Namespace) -> int:
+    """Measure on the ranks that are there, or start some that run this same command."""
+    from importlib import import_module
+
+    from .launching import is_first, launched, process_group, start_ranks
+
+    if not launched():
+        options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
+        return start_ranks(["bench", arguments.what, *options], arguments.ranks)
+    with process_group("cpu") as device:
+        result = import_module(f".{RANK_BENCHES[arguments.what]}", __package__).run(device, arguments.repeats)
+    if is_first():
+        _print_bench(result, arguments.json)
+    return 0
 
 
 def _print_bench(result: Mapping[str, Any], as_json: bool) -> None:
@@ -337,10 +402,16 @@ def _parser() -> Parser:
     add_plan_arguments(commands, _plan)
     add_simulate_arguments(commands, _simulate)
     add_convert_arguments(commands, _convert)
-    bench = commands.add_parser("bench", help="measure planners and splitters on this machine")
+    add_verify_arguments(commands, _verify)
+    bench = commands.add_parser(
+        "bench", help="measure on this machine: planners, splitters, counting, moving, training"
+    )
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     add_bench_planner_arguments(benches, _bench_planner)
     add_bench_split_arguments(benches, _bench_split)
+    add_bench_count_arguments(benches, _bench_count)
+    for what in RANK_BENCHES:
+        add_bench_rank_arguments(benches, what, _bench_on_ranks)
     return parser
 
 

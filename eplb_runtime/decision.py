@@ -23,7 +23,7 @@ from .experts.registry import ExpertTensors
 from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
 from .placement import Placement
-from .planner import CostModel, plan
+from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.warmup import compile_kernels
 from .topology import Topology
@@ -90,6 +90,7 @@ class DecisionMaker:
         self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_row))
         self._ready = threading.Event()
         self._is_planner = dist.get_rank() == 0
+        self.planner: Callable[..., Plan] = plan
         self.on_plan_received: Callable[[bytearray], None] = lambda message: None
         self.reconnect(control, agreement)
 
@@ -129,7 +130,7 @@ class DecisionMaker:
         try:
             if not self._ready.wait(self._config.timeout_seconds / 2):
                 policy, reason = "static", "the planner is still being compiled"
-            made = plan(
+            made = self.planner(
                 np.stack(self._history),
                 self._topology,
                 slots_per_rank=measurement.placement.slots_per_rank,

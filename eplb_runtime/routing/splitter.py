@@ -44,6 +44,9 @@ class BatchSplitter:
         mode: ``"water_filling"`` or ``"even"``.
         locality: serve a token on its own rank or node where the quotas allow.
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+
+    Attributes:
+        at_home: while True, no batch is split.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class BatchSplitter:
         self._mode: Mode = mode
         self._locality = locality
         self._least_tokens = least_tokens
+        self.at_home = False
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:
@@ -80,7 +84,7 @@ class BatchSplitter:
 
     def splits(self, layer: int) -> bool:
         """Whether any expert of the layer has copies; if not, every token goes home."""
-        return self._split_layers[layer]
+        return self._split_layers[layer] and not self.at_home
 
     def warm_up(self) -> None:
         """Compile what a batch needs, so that none has to wait for it."""

@@ -1,0 +1,90 @@
+"""Plans that move experts for the sake of moving them: what a verification puts in the planner's place."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..placement import EMPTY, Placement
+from ..topology import Topology
+from .bounds import lower_bound
+from .evaluate import moves_between, predicted_imbalance
+from .types import Plan
+
+IntArray = NDArray[np.int32]
+
+
+def plan_shuffle(
+    load: NDArray[np.int64], topology: Topology, *, slots_per_rank: int, current: Placement, **_: Any
+) -> Plan:
+    """A plan in the home layout that always moves, balanced load or not; called as `planner.plan` is.
+
+    Args:
+        load: ``[T, L, E]``; decides which experts get copies, and nothing else.
+        current: in the home layout; its epoch seeds the shuffle, so every plan is another.
+    """
+    began = time.perf_counter()
+    total = np.asarray(load, dtype=np.float64).sum(axis=0)
+    placement = shuffled(current, total)
+    return Plan(
+        policy="shuffle",
+        placement=placement,
+        current=current,
+        moves=moves_between(current, placement, topology),
+        imbalance_before=predicted_imbalance(total, current),
+        imbalance_after=predicted_imbalance(total, placement),
+        lower_bound=lower_bound(total, current.num_ranks, slots_per_rank),
+        bytes_intra_node=0,
+        bytes_inter_node=0,
+        seconds_saved=float("nan"),
+        seconds_spent=float("nan"),
+        decision="rebalance",
+        reason="experts change places to show that they can",
+        plan_seconds=time.perf_counter() - began,
+    )
+
+
+def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
+    """Every home changes places with one on another rank; replica slots hold the hottest experts of other ranks.
+
+    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move.
+
+    Args:
+        load: float64 ``[L, E]``.
+    """
+    maps, homes = [], []
+    for layer in range(current.num_layers):
+        generator = np.random.default_rng([current.epoch, layer])
+        home_E = _swapped(current, layer, generator)
+        maps.append(_filled(home_E, load[layer], current))
+        homes.append(home_E)
+    return Placement(np.stack(maps), current.num_experts, current.num_ranks, np.stack(homes), current.epoch)
+
+
+def _swapped(current: Placement, layer: int, generator: np.random.Generator) -> IntArray:
+    """int32 ``[E]``: new home slots. Ranks in random order, each one's experts in random order; then the first half of
+    that row changes places with the second, so a pair is on one rank only where the number of ranks is odd."""
+    assert current.home is not None
+    home_E = current.home[layer].copy()
+    ranks = generator.permutation(current.num_ranks)
+    of_rank = [generator.permutation(np.flatnonzero(current.home_rank[layer] == rank)) for rank in ranks]
+    row = np.concatenate(of_rank)
+    half = len(row) // 2
+    first, second = row[:half], row[half : 2 * half]
+    home_E[first], home_E[second] = home_E[second], home_E[first]
+    return home_E
+
+
+def _filled(home_E: IntArray, load_E: NDArray[np.float64], current: Placement) -> IntArray:
+    """int32 ``[P]``: the homes, and in each rank's replica slots the hottest experts that are at home elsewhere."""
+    slots, homes = current.slots_per_rank, current.homes_per_rank
+    map_P = np.full(current.num_slots, EMPTY, dtype=np.int32)
+    map_P[home_E] = np.arange(current.num_experts, dtype=np.int32)
+    hottest_first = np.lexsort((np.arange(len(load_E)), -load_E))
+    for rank in range(current.num_ranks):
+        elsewhere = hottest_first[home_E[hottest_first] // slots != rank][: slots - homes]
+        map_P[rank * slots + homes : rank * slots + homes + len(elsewhere)] = elsewhere
+    return map_P

@@ -1,0 +1,154 @@
+"""The commands that need ranks, as a user starts them: exit statuses, documented keys, one-line refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from eplb_runtime import bench_train
+from eplb_runtime.bench_train import Workload
+from eplb_runtime.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shell(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.run(
+        [sys.executable, *torchrun, "-m", "eplb_runtime.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_verify_under_torchrun_prints_one_report_and_ends_with_0() -> None:
+    done = shell("verify", "--steps", "8", "--replica-slots", "1", "--json", ranks=2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert list(report)[:2] == ["passed", "verdict"]
+    assert (report["passed"], report["verdict"], report["ranks"]) == (True, "identical", 2)
+    assert report["replicas"]["passed"] is True
+
+
+def test_verify_alone_says_what_it_cannot_show_and_reads_a_config(tmp_path: Path) -> None:
+    from eplb_runtime.hosts.transformers_models import small_config
+
+    small_config("qwen3_moe", 8).save_pretrained(tmp_path)
+    done = shell("verify", "--steps", "4", "--model-config", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("bit-identical") and "one rank" in done.stdout
+
+
+def test_verify_that_proves_nothing_ends_with_1() -> None:
+    done = shell("verify", "--steps", "1")
+    assert done.returncode == 1 and "NOTHING PROVED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model-config", "/nowhere"], "no such file"),
+        (["--replica-slots", "1"], "torchrun"),
+        (["--family", "unheard-of"], "invalid choice"),
+        (["--steps", "0"], "whole number above 0"),
+    ],
+)
+def test_verify_refuses_bad_input_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["verify", *arguments])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_every_family_named_can_be_verified(family: str) -> None:
+    from eplb_runtime.verification.job import run
+
+    report = run(family=family, steps=4, batch=2, length=16)
+    assert report.verdict == "identical", str(report)
+
+
+def test_bench_count_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "count", "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result) == ["device", "count"]
+    for row in result["count"]:
+        assert set(row) == {
+            "tokens",
+            "top_k",
+            "experts",
+            "tokens_per_second",
+            "bincount_tokens_per_second",
+            "ratio",
+            "masked_ratio",
+            "share_of_step",
+        }
+
+
+def test_a_bench_that_needs_ranks_starts_them() -> None:
+    done = shell("bench", "dispatch", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert (result["ranks"], len(result["dispatch"])) == (2, 4)
+    assert set(result["dispatch"][0]) == {"pass", "tokens", "mib", "ms", "all_to_all_ms", "ratio"}
+
+
+def migrate(rank: int) -> dict:
+    from eplb_runtime.migration.bench import run
+
+    return run(torch.device("cpu"), repeats=2, shapes=((32, 64),))
+
+
+def test_bench_migrate_has_the_documented_keys() -> None:
+    result = json.loads(json.dumps(run_ranks(2, migrate)[0]))
+    (row,) = result["migrate"]
+    assert set(row) == {
+        "hidden",
+        "width",
+        "expert_mib",
+        "experts",
+        "gb_per_second",
+        "plain_gb_per_second",
+        "ratio",
+        "pause_ms_per_expert",
+    }
+    assert row["expert_mib"] == 3 * 3 * 32 * 64 * 4 / 2**20
+
+
+def train(rank: int) -> dict:
+    work = Workload(layers=1, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
+    return bench_train.run(torch.device("cpu"), work=work)
+
+
+def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
+    result = json.loads(json.dumps(run_ranks(2, train)[0]))
+    assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead"]
+    static, homes, replicas = result["train"]
+    assert [row["variant"] for row in (static, homes, replicas)] == ["static", "homes", "replicas"]
+    for row in result["train"]:
+        assert set(row) == {"variant", "step_ms", "imbalance", "share_of_ideal_gain", "moved"}
+    assert static["moved"] == 0 and static["share_of_ideal_gain"] == 0 and result["static_imbalance"] > 1.2
+    assert set(result["overhead"][0]) == {"static_step_ms", "attached_step_ms", "overhead", "moved"}
+
+
+def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:
+    work = Workload()
+    ids = bench_train.choices(work, 1.0, torch.Generator().manual_seed(0))
+    assert ids.flatten().bincount(minlength=work.experts).unique().numel() == 1
+    skewed = bench_train.choices(work, work.skew, torch.Generator().manual_seed(0))
+    for chosen in (ids, skewed):
+        assert (chosen.sort(dim=1).values.diff(dim=1) > 0).all()
