@@ -198,10 +198,12 @@ def test_and_back_from_ep_2_and_from_plain_dcp_without_a_balancer_to_ep_4(tmp_pa
     ]:
         folder = str(tmp_path / name)
         saved = run_ranks(world_size, save_and_go_on, job, folder, how)
-        loaded = run_ranks(4, load_and_go_on, Job(), folder, "app" if how == "app" else "")
-        for result in loaded:
-            assert different(saved[0]["state"], result["state"]) == [], name
-        torch.testing.assert_close(mean_losses(loaded), mean_losses(saved), rtol=1e-4, atol=1e-4)
+        for replica_slots in (0, 1):
+            there = Job(replica_slots=replica_slots)
+            loaded = run_ranks(4, load_and_go_on, there, folder, "app" if how == "app" else "")
+            for result in loaded:
+                assert different(saved[0]["state"], result["state"]) == [], name
+            torch.testing.assert_close(mean_losses(loaded), mean_losses(saved), rtol=1e-4, atol=1e-4)
 
 
 def test_two_ep_groups_write_each_expert_once(tmp_path: Path) -> None:
