@@ -40,9 +40,9 @@ class Workload:
     layers: int = 2
     experts: int = 8
     hidden: int = 256
-    width: int = 512
+    width: int = 1024
     top_k: int = 2
-    tokens: int = 512
+    tokens: int = 1024
     skew: float = 0.6
     interval: int = 10
     settle_blocks: int = 4

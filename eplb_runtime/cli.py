@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
@@ -286,7 +287,7 @@ def _bench_on_ranks(arguments: argparse.Namespace) -> int:
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
-    with process_group("cpu") as device:
+    with process_group("cpu") as device, _spinner() if is_first() else nullcontext():
         result = import_module(f".{RANK_BENCHES[arguments.what]}", __package__).run(device, arguments.repeats)
     if is_first():
         _print_bench(result, arguments.json)

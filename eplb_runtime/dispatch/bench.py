@@ -63,7 +63,7 @@ def _row(
     there, back = torch.empty(sum(arrives), hidden, device=device), torch.empty_like(out)
 
     def dispatch() -> None:
-        result = dispatcher(hidden_TD, slots_TK, weights_TK, lambda rows, slot: rows, ())
+        result = dispatcher(hidden_TD, slots_TK, weights_TK, lambda rows_MD, slot_M, rows_S: rows_MD)
         if backward:
             result.sum().backward()
 

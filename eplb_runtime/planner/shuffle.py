@@ -68,7 +68,7 @@ def _swapped(current: Placement, layer: int, generator: np.random.Generator) -> 
     """int32 ``[E]``: new home slots. Ranks in random order, each one's experts in random order; then the first half of
     that row changes places with the second, so a pair is on one rank only where the number of ranks is odd."""
     assert current.home is not None
-    home_E = current.home[layer].copy()
+    home_E: IntArray = current.home[layer].copy()
     ranks = generator.permutation(current.num_ranks)
     of_rank = [generator.permutation(np.flatnonzero(current.home_rank[layer] == rank)) for rank in ranks]
     row = np.concatenate(of_rank)

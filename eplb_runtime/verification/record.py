@@ -72,7 +72,8 @@ class StateReader:
     def read(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         view = LogicalView(model, optimizer)
         entries = list(entries_of(view))
-        whole, experts = [], []
+        whole: list[tuple[int, ...]] = []
+        experts: list[tuple[int, ...]] = []
         for index, entry in enumerate(entries):
             tensor = entry.tensor.detach()
             if entry.layer is None:

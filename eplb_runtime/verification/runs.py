@@ -105,7 +105,7 @@ def verify(
         policy="static",
         dense_gradients="allreduce",
     )
-    plain = replace(config, replica_slots=0, initial_placement=_without_copies(config))
+    plain = replace(config, replica_slots=0, shared_between_layers=False, initial_placement=_without_copies(config))
     group = dist.new_group(backend="gloo", group_desc="eplb_runtime verify")
     reader, ep_sets = _reader(group, ep_group)
     loss = loss if loss is not None else (lambda output, batch: output.loss)
