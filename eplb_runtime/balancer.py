@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from .config import BalancerConfig
@@ -33,7 +34,7 @@ from .migration.engine import MigrationEngine, Outcome
 from .migration.groups import ProcessGroups
 from .migration.transports.base import Transport
 from .migration.transports.torch_p2p import TorchPointToPoint
-from .placement import Placement
+from .placement import Placement, PlacementError
 from .planner import Plan
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter
@@ -105,17 +106,17 @@ class Balancer:
         transport = self._new_transport()
         transport.warm_up()
         self.topology = measure(topology, transport, groups.ep_rank, groups.control)
-        agreement = Agreement(groups.control)
+        self._agreement = Agreement(groups.control)
         self._engine = MigrationEngine(
             registry,
             transport,
-            agreement,
+            self._agreement,
             placement.slots_per_rank,
             groups.ep_rank,
             config.staging_bytes,
         )
         self._decisions = DecisionMaker(
-            config, self.topology, groups.control, agreement, registry, recorder.steps_per_row
+            config, self.topology, groups.control, self._agreement, registry, recorder.steps_per_row
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
@@ -242,9 +243,9 @@ class Balancer:
         """After a timeout: new groups on all ranks, or no more rebalancing on this one."""
         try:
             self._groups.rebuild()
-            agreement, transport = Agreement(self._groups.control), self._new_transport()
-            self._decisions.reconnect(self._groups.control, agreement)
-            self._engine.reconnect(transport, agreement)
+            self._agreement, transport = Agreement(self._groups.control), self._new_transport()
+            self._decisions.reconnect(self._groups.control, self._agreement)
+            self._engine.reconnect(transport, self._agreement)
         except Exception:
             self._disabled = True
             logger.error("the ranks did not find together again: no more rebalancing in this job", exc_info=True)
@@ -427,12 +428,23 @@ class Balancer:
 
         Raises:
             PlacementError: the placement is for another model or EP size.
-            RuntimeError: the migration was dropped; the old placement stands.
+            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
         """
-        target = Placement.from_json(state["placement"])
-        here = self._placement
-        target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+        problem: PlacementError | None = None
+        target, digest = self._placement, bytes(16)
+        try:
+            target = Placement.from_json(state["placement"])
+            here = self._placement
+            target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+            digest = xxhash.xxh3_128(f"{state['step']} {target.digest()}".encode()).digest()
+        except PlacementError as error:
+            problem = error
         self._forget_pending()
+        agreed = self._agreement.same_on_all(digest, "usable saved state")
+        if problem is not None:
+            raise problem
+        if not agreed.commit:
+            raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
         self._step = int(state["step"])
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:

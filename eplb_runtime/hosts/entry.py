@@ -207,7 +207,10 @@ def _check(
         placement = _initial_placement(config, len(host.layers), num_experts, groups.ep_size)
     except PlacementError as error:
         raise AttachError(f"initial_placement: {error}") from None
-    _same_everywhere(config.describe() + placement.digest(), "configuration", groups, "give all ranks the same config")
+    _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config")
+    _same_everywhere(
+        placement.digest(), "initial placement", groups, "give all ranks the same one, or copies of one file"
+    )
     weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     _same_everywhere(shapes, "model", groups, "build the same model on every rank")

@@ -42,6 +42,7 @@ class Job:
     shared: bool = False
     keep_back: bool = False
     length: int = 24
+    ep_size: int = 4
     experts_alone: bool = False
     damage: Callable[[], None] = break_nothing
 
@@ -69,7 +70,9 @@ def train(rank: int, job: Job) -> dict:
         split_least_tokens=0,
         dense_gradients="allreduce",
     )
-    balancer = eplb.attach(model, optimizer, config=config)
+    sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
+    group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]
+    balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
     rows = count_rows(model)
     model.train()
     losses, norms, imbalances = [], [], []
@@ -91,6 +94,7 @@ def train(rank: int, job: Job) -> dict:
         "imbalance": imbalances,
         "state": eplb.logical_state_dict(model, optimizer),
         "copies": int((balancer.placement.copy_count > 1).sum()),
+        "placement": balancer.placement.digest(),
         "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
     }
     balancer.close()
@@ -170,6 +174,17 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
 def test_so_it_is_with(without: list[dict], job: Job) -> None:
     results = run_ranks(4, train, job)
     assert results[0]["copies"] > 0
+    assert largest_difference(without, results) < 1e-12
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_two_ep_groups_with_copies_train_as_two_without_and_as_one(without: list[dict], shared: bool) -> None:
+    """EP 2 x EDP 2, on the same four batches."""
+    static = run_ranks(4, train, Job(replica_slots=0, policy="static", ep_size=2))
+    results = run_ranks(4, train, Job(replica_slots=1, ep_size=2, shared=shared))
+    assert results[0]["copies"] > 0
+    assert len({result["placement"] for result in results}) == 1
+    assert largest_difference(static, results) < 1e-12
     assert largest_difference(without, results) < 1e-12
 
 

@@ -1,0 +1,147 @@
+"""Several EP groups hold the same experts: their ranks keep one placement, and whoever strays is noticed in time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration.agreement import Agreement, Verdict
+
+EXPERTS = 8
+Injection = Callable[[int, eplb.Balancer], None]
+
+
+def ep_group_of(rank: int) -> dist.ProcessGroup:
+    """EP 2 x EDP 2: ranks 0 and 1 are one EP group, 2 and 3 the other."""
+    return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+
+
+def nothing(rank: int, balancer: eplb.Balancer) -> None:
+    pass
+
+
+def train(rank: int, policy: str, inject: Injection) -> dict:
+    model = make_model("olmoe", experts=EXPERTS, top_k=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = eplb.BalancerConfig(interval=4, policy=policy, gate="always", dense_gradients="allreduce")
+    balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group_of(rank))
+    inject(rank, balancer)
+    for step in range(20):
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {
+        "state": eplb.logical_state_dict(model, optimizer),
+        "placement": balancer.placement.digest(),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+        "committed": len(balancer.events.of_type(RebalanceCommitted)),
+    }
+    balancer.close()
+    return result
+
+
+def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
+    """Both its ranks receive the first plan that moves anything with two experts exchanged and a digest that fits."""
+    done = []
+
+    def alter(message: bytearray) -> None:
+        fields = json.loads(bytes(message))
+        if done or not fields.get("placement"):
+            return
+        done.append(True)
+        placement = eplb.Placement.from_json(fields["placement"])
+        map_, home = placement.physical_to_logical.copy(), placement.home.copy()
+        a, b = map_[0, 0], map_[0, -1]
+        map_[0, [0, -1]] = b, a
+        home[0, [a, b]] = home[0, [b, a]]
+        other = eplb.Placement(map_, EXPERTS, 2, home, placement.epoch)
+        fields["placement"], fields["digest"] = other.to_json(), other.digest()
+        message[:] = json.dumps(fields).encode()
+
+    if rank >= 2:
+        balancer._decisions.on_plan_received = alter
+
+
+def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None:
+    another_plan_for_the_second_group(rank, balancer)
+    Agreement.same_on_all = lambda self, digest, what: Verdict(True)
+
+
+def differences(one: list[dict], other: list[dict]) -> list[str]:
+    return [
+        name
+        for a, b in zip(one, other, strict=True)
+        for name in a["state"]
+        if not torch.equal(a["state"][name], b["state"][name])
+    ]
+
+
+@pytest.fixture(scope="module")
+def static() -> list[dict]:
+    return run_ranks(4, train, "static", nothing)
+
+
+def test_migration_changes_no_bit(static: list[dict]) -> None:
+    results = run_ranks(4, train, "incremental", nothing)
+    assert results[0]["committed"] >= 2
+    assert len({result["placement"] for result in results}) == 1
+    assert differences(static, results) == []
+
+
+def test_a_group_with_another_plan_is_noticed_before_anything_moves(static: list[dict]) -> None:
+    results = run_ranks(4, train, "incremental", another_plan_for_the_second_group)
+    for result in results:
+        assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
+        assert result["committed"] >= 1
+    assert differences(static, results) == []
+
+
+def test_control_with_different_placements_training_is_another(static: list[dict]) -> None:
+    results = run_ranks(4, train, "incremental", another_plan_and_nobody_compares)
+    assert results[2]["aborted"] == []
+    assert any("experts" in name for name in differences(static, results))
+
+
+def start_or_restore_apart(rank: int) -> list[str]:
+    start = eplb.Placement.initial(2, EXPERTS, 2)
+    other = eplb.Placement(start.physical_to_logical[:, ::-1], EXPERTS, 2, start.home[:, ::-1])
+    said = []
+    model = make_model("olmoe", experts=EXPERTS)
+    mine = start if rank < 2 else other
+    with pytest.raises(ValueError) as refused:
+        eplb.attach(model, config=eplb.BalancerConfig(initial_placement=mine), ep_group=ep_group_of(rank))
+    said.append(str(refused.value))
+    balancer = eplb.attach(model, ep_group=ep_group_of(rank))
+    for state in ({"step": 8, "placement": mine.to_json()}, {"step": 8 + rank, "placement": other.to_json()}):
+        with pytest.raises(RuntimeError) as refused:
+            balancer.load_state_dict(state)
+        said.append(str(refused.value))
+    narrow = eplb.Placement.initial(2, EXPERTS, 4 if rank == 3 else 2)
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        balancer.load_state_dict({"step": 8, "placement": narrow.to_json()})
+    said.append(str(refused.value))
+    assert balancer.placement.digest() == start.digest()
+    balancer.load_state_dict({"step": 8, "placement": other.to_json()})
+    assert balancer.placement.digest() == other.digest()
+    balancer.close()
+    return said
+
+
+def test_ranks_that_start_or_are_restored_apart_are_told_so_and_nothing_changes() -> None:
+    every = run_ranks(4, start_or_restore_apart)
+    for said in every:
+        assert not any("\n" in line for line in said)
+        assert "rank 2, 3 has another" in said[0]
+        assert said[1].endswith("rank 2, 3 has another usable saved state than rank 0")
+        assert said[2].endswith("rank 1, 2, 3 has another usable saved state than rank 0")
+    assert "EP size" in every[3][3] or "ranks" in every[3][3]
+    assert every[0][3].endswith("no usable saved state on rank 3")
