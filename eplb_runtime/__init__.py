@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
     from .grad_scaler import GradScaler
-    from .hosts import attach
+    from .hosts import attach, shard_experts
     from .placement import Placement
     from .planner import Plan, plan
     from .topology import Topology
@@ -29,6 +29,7 @@ __all__ = [
     "load_logical_state_dict",
     "logical_state_dict",
     "plan",
+    "shard_experts",
     "verify",
 ]
 
@@ -43,6 +44,7 @@ _ROOM_OF = {
     "load_logical_state_dict": "checkpoint",
     "logical_state_dict": "checkpoint",
     "plan": "planner",
+    "shard_experts": "hosts",
     "verify": "verification",
 }
 

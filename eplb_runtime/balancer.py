@@ -26,6 +26,7 @@ from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from .experts.gradients import average_gradients, total_norm
 from .experts.registry import ExpertTensors, RegistryError
 from .experts.replica_sync import ReplicaSync
+from .experts.slices import is_sliced, local
 from .load.aggregate import HostCopy
 from .load.recorder import LoadRecorder
 from .migration.agreement import Agreement
@@ -89,10 +90,12 @@ class Balancer:
         self._splitter = splitter
         self._replicas = replicas
         self._training = training
+        self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
         self._dense_parameters = list(dense_parameters)
         self._device = device
         self._placement = placement
         self._step = 0
+        self._restores = 0
         self._clock = _StepClock()
         self._gradients_reduced = False
         self._quiesced = 0
@@ -201,7 +204,9 @@ class Balancer:
 
     def _migrate(self, target: Placement) -> Outcome:
         before = self._placement
-        outcome = self._engine.migrate(self._placement, target, f"step/{self._step}", self._take_over)
+        # Restoring may set the step back: without their number, an old decision would be taken for the new one.
+        key = f"restored/{self._restores}/step/{self._step}"
+        outcome = self._engine.migrate(self._placement, target, key, self._take_over)
         self._clock.exclude(outcome.pause_seconds)
         if self._placement is not before:
             self.events.emit(
@@ -274,7 +279,7 @@ class Balancer:
             self._replicas.reduce_gradients()
         if self.config.dense_gradients == "allreduce":
             average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
-        if self._groups.expert_data is not None:
+        if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
         self._gradients_reduced = True
 
@@ -303,7 +308,7 @@ class Balancer:
         """
         self.reduce_gradients()
         experts = [
-            (layer, parameter.grad)
+            (layer, local(parameter.grad))
             for layer in range(self._registry.num_layers)
             for parameter in self._registry.parameters(layer)
             if parameter.grad is not None
@@ -315,28 +320,35 @@ class Balancer:
             self._placement.num_experts,
             dense,
             self._groups.dispatch,
+            self._groups.expert_data if self._sliced else None,
             self._device,
         )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in [*(g for _, g in experts), *dense]:
-            gradient.mul_(scale.to(gradient.dtype))
+            local(gradient).mul_(scale.to(gradient.dtype))
         return norm
 
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor) -> Tensor:
-        """All experts of a layer in logical order, from every rank's home rows. Collective over the EP group.
+        """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
 
         Args:
-            rows: ``[E/R, ...]``, a registered parameter or its optimizer state.
+            rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.
 
         Returns:
             ``[E, ...]`` on the same device.
         """
-        parts = [torch.empty_like(rows) for _ in range(self._groups.ep_size)]
-        dist.all_gather(parts, rows.detach().contiguous(), group=self._groups.dispatch)
+        here = local(rows).detach().contiguous()
+        parts = [torch.empty_like(here) for _ in range(self._groups.ep_size)]
+        dist.all_gather(parts, here, group=self._groups.dispatch)
         by_slot = torch.cat(parts)
         logical = torch.cat([self._table.logical_of_rows(rank)[layer] for rank in range(self._groups.ep_size)])
-        return torch.empty_like(by_slot).index_copy_(0, logical, by_slot)
+        in_order = torch.empty_like(by_slot).index_copy_(0, logical, by_slot)
+        if self._groups.expert_data is None or not is_sliced(rows):
+            return in_order
+        slices = [torch.empty_like(in_order) for _ in self._groups.edp_ranks]
+        dist.all_gather(slices, in_order, group=self._groups.expert_data)
+        return torch.cat(slices, dim=1)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -362,6 +374,8 @@ class Balancer:
                 f"{tensor.device}, requires_grad={tensor.requires_grad}"
             )
         layer = self.layer_of_parameter[parameter]
+        if self._sliced and not is_sliced(tensor):
+            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
         self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
         self.extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
@@ -446,6 +460,7 @@ class Balancer:
         if not agreed.commit:
             raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
         self._step = int(state["step"])
+        self._restores += 1
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")

@@ -60,7 +60,7 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2
     elif family == "gpt_oss":
         config = hf.GptOssConfig(
             **common,
-            intermediate_size=16,
+            intermediate_size=32,
             num_local_experts=experts,
             num_experts_per_tok=top_k,
             head_dim=8,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
+from ..experts.slices import columns, local
 from ..placement import PlacementError
 from .rows import ExpertRows
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
@@ -244,7 +245,8 @@ def load(
 
 def _as_saved(view: LogicalView, value: Any, layer: int | None) -> Any:
     if layer is not None:
-        return ExpertRows(value, view.experts_here(layer), view.num_experts)
+        size = (view.num_experts, *value.shape[1:])
+        return ExpertRows(local(value), view.experts_here(layer), size, columns(value).start or 0)
     return value.detach() if isinstance(value, Tensor) else value
 
 

@@ -40,31 +40,39 @@ class ExpertRows(Tensor):
     """Looks like ``[E, ...]``, holds ``rows``; to be saved and loaded, not to be computed with.
 
     Args:
-        rows: ``[H, ...]``, the live tensor: saving reads it, loading writes it in place.
+        rows: ``[H, ...]``, the live tensor: saving reads it, loading writes it in place. Or a slice of it along
+            dimension 1.
         experts: the logical expert of each row.
-        num_experts: E.
+        size: of the logical tensor, ``[E, ...]``.
+        first_column: where a slice begins.
     """
 
     _rows: Tensor
     _experts: tuple[int, ...]
+    _first_column: int
 
     @staticmethod
-    def __new__(cls, rows: Tensor, experts: Sequence[int], num_experts: int) -> ExpertRows:
-        size = (num_experts, *rows.shape[1:])
+    def __new__(cls, rows: Tensor, experts: Sequence[int], size: Sequence[int], first_column: int = 0) -> ExpertRows:
         # The one constructor that torch has for a tensor that only describes others; DTensor is made by it too.
-        wrapper: ExpertRows = torch.Tensor._make_wrapper_subclass(cls, size, dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+        wrapper: ExpertRows = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(size), dtype=rows.dtype, device=rows.device
+        )  # type: ignore[attr-defined]
         wrapper._rows = rows.detach()
         wrapper._experts = tuple(experts)
+        wrapper._first_column = first_column
         return wrapper
 
-    def __init__(self, rows: Tensor, experts: Sequence[int], num_experts: int) -> None:
+    def __init__(self, rows: Tensor, experts: Sequence[int], size: Sequence[int], first_column: int = 0) -> None:
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ExpertRows({tuple(self.shape)}, {self.dtype}, experts {list(self._experts)} here)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return ExpertRows, (self._rows, self._experts, self.shape[0])
+        return ExpertRows, (self._rows, self._experts, tuple(self.shape), self._first_column)
+
+    def _like(self, rows: Tensor) -> ExpertRows:
+        return ExpertRows(rows, self._experts, self.shape, self._first_column)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -72,12 +80,12 @@ class ExpertRows(Tensor):
         twin, *rest = args
         if func is _ATEN.new_empty.default:
             # One of DCP's stagers makes an empty twin first and fills in its attributes (copies of ours) afterwards.
-            return ExpertRows(twin._rows.new_empty(twin._rows.shape, **kwargs), twin._experts, twin.shape[0])
+            return twin._like(twin._rows.new_empty(twin._rows.shape, **kwargs))
         if func is _ATEN.copy_.default and isinstance(rest[0], ExpertRows) and twin._experts == rest[0]._experts:
             twin._rows.copy_(rest[0]._rows, *rest[1:], **kwargs)
             return twin
         if func in _ALIKE:
-            return ExpertRows(func(twin._rows, *rest, **kwargs), twin._experts, twin.shape[0])
+            return twin._like(func(twin._rows, *rest, **kwargs))
         raise NotImplementedError(f"{func}: ExpertRows is for torch.distributed.checkpoint only")
 
     def _runs(self) -> list[_Run]:
@@ -90,7 +98,7 @@ class ExpertRows(Tensor):
         return runs
 
     def _offsets(self, run: _Run) -> torch.Size:
-        return torch.Size([run.first_expert] + [0] * (self.ndim - 1))
+        return torch.Size([run.first_expert, self._first_column, *[0] * self.ndim][: self.ndim])
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         return [
@@ -106,7 +114,8 @@ class ExpertRows(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(self._offsets(run), torch.Size([run.length, *self.shape[1:]])) for run in self._runs()
+            ChunkStorageMetadata(self._offsets(run), torch.Size([run.length, *self._rows.shape[1:]]))
+            for run in self._runs()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..balancer import Balancer
 from ..experts.optimizer_state import is_per_expert
+from ..experts.slices import local
 
 
 class CheckpointError(ValueError):
@@ -139,6 +141,8 @@ def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     def add(key: str, tensor: Tensor, layer: int | None) -> None:
         if layer is not None and view.balancer is not None:
             tensor = view.balancer.gather_experts(layer, tensor)
+        elif isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         found[key] = tensor.detach().to("cpu", copy=True)
 
     for entry in view.tensors():
@@ -177,7 +181,7 @@ def load_logical_state_dict(
         unused.discard(key)
         if key not in state:
             raise CheckpointError(f"{key} is not in the state: it was made from another model")
-        copies.append((tensor, local_part(view, state[key], tensor, layer, key)))
+        copies.append((local(tensor), local_part(view, state[key], tensor, layer, key)))
 
     for entry in view.tensors():
         take(f"model.{entry.name}", entry.tensor, entry.layer)
@@ -204,7 +208,14 @@ def local_part(view: LogicalView, whole: Tensor, live: Tensor, layer: int | None
     wanted = live.shape if layer is None else torch.Size([view.num_experts, *live.shape[1:]])
     if whole.shape != wanted:
         raise CheckpointError(f"{key} has shape {tuple(whole.shape)}; this model has {tuple(wanted)}")
-    return whole if layer is None else whole[view.experts_here(layer)]
+    return part_here(whole if layer is None else whole[view.experts_here(layer)], live)
+
+
+def part_here(whole: Tensor, live: Tensor) -> Tensor:
+    """What of a tensor of ``live``'s shape is on this rank: all of it, or its shard."""
+    if not isinstance(live, DTensor):
+        return whole
+    return local(distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None))
 
 
 def _split(view: LogicalView, key: str) -> tuple[str, str]:
@@ -221,7 +232,8 @@ def _local_states(view: LogicalView, name: str, whole: Mapping[str, Tensor]) -> 
     for key, value in whole.items():
         live = new_state_tensor(view, name, key, value.shape, value.dtype)
         layer = view.layer_of_state(name, key, live)
-        states[key] = live.copy_(local_part(view, value, live, layer, f"optimizer.{name}.{key}"))
+        local(live).copy_(local_part(view, value, live, layer, f"optimizer.{name}.{key}"))
+        states[key] = live
     return states
 
 
@@ -236,6 +248,8 @@ def new_state_tensor(view: LogicalView, name: str, key: str, size: torch.Size, d
     parameter = view.parameters[name]
     if is_expert_state(view, name, size):
         size = torch.Size([parameter.shape[0], *size[1:]])
+    if isinstance(parameter, DTensor) and size == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
     old = view.optimizer_state(name).get(key)
     device = old.device if isinstance(old, Tensor) else _device_of_state(view, parameter, key)
     return torch.empty(size, dtype=dtype, device=device)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 32 << 20
 """Gradients of one dtype travel together up to this size."""
@@ -67,23 +68,32 @@ def total_norm(
     num_experts: int,
     dense_gradients: Sequence[Tensor],
     group: dist.ProcessGroup,
+    slices: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
     """The 2-norm over dense gradients and all logical experts, float64 scalar, equal bit for bit on every rank.
 
     Args:
-        expert_gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes.
+        expert_gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them.
         logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
         num_experts: E.
-        dense_gradients: already averaged, equal on every rank.
+        dense_gradients: already averaged, equal on every rank, or sharded as DTensors.
         group: one EP group.
+        slices: the EDP ranks, where each has a slice; else None.
     """
     squares = torch.zeros(len(expert_gradients), num_experts, dtype=torch.float64, device=device)
     for index, (layer, gradient) in enumerate(expert_gradients):
         per_row = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64)
         squares[index, logical_of_rows_LH[layer]] = per_row.square()
-    # Every entry is zero on all ranks but one: the sum is exact in any order.
+    if slices is not None:
+        dist.all_reduce(squares, group=slices)
+    # Every entry is zero on all ranks of an EP group but one: the sum is exact in any order.
     dist.all_reduce(squares, group=group)
-    dense = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in dense_gradients]
+    sharded = [gradient for gradient in dense_gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in dense_gradients if not isinstance(gradient, DTensor)]
+    dense = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in whole]
+    if sharded:
+        norm = torch.nn.utils.get_total_norm(sharded)
+        dense.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
     parts = [squares.sum(dim=1), *(part.reshape(1) for part in dense)]
     return torch.cat(parts).sum().sqrt()

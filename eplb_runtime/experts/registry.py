@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .optimizer_state import expert_state
+from .slices import local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 
@@ -24,7 +25,7 @@ class RegistryError(ValueError):
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One tensor whose rows along dimension 0 are this rank's home slots ``[E/R, ...]``.
+    """One tensor whose rows along dimension 0 are this rank's home slots ``[E/R, ...]``, or this rank's slices of them.
 
     Args:
         name: unique within its layer; qualifies the parameter it belongs to, such as ``"down_proj/exp_avg"``.
@@ -104,7 +105,7 @@ class ExpertTensors:
             return
         for entry in self._layers[layer]:
             if entry.kind == "parameter" and entry.tensor.grad is not None:
-                entry.tensor.grad[list(local_slots)] = 0
+                local(entry.tensor.grad)[list(local_slots)] = 0
 
     def notify_moved(self, layer: int, local_slots: Sequence[int]) -> None:
         for callback in self._on_moved:
@@ -124,12 +125,12 @@ class ExpertTensors:
         """
         tensors: list[ExpertTensor] = []
         for entry in self._layers[layer]:
-            tensors.append(ExpertTensor(entry.name, entry.tensor, entry.kind))
+            tensors.append(ExpertTensor(entry.name, local(entry.tensor), entry.kind))
             if entry.kind != "parameter":
                 continue
             if self._move_gradients and entry.tensor.grad is not None:
-                tensors.append(ExpertTensor(f"{entry.name}/grad", entry.tensor.grad, "gradient"))
+                tensors.append(ExpertTensor(f"{entry.name}/grad", local(entry.tensor.grad), "gradient"))
             if self._optimizer is not None:
                 for key, state in expert_state(self._optimizer, entry.tensor):
-                    tensors.append(ExpertTensor(f"{entry.name}/{key}", state, "optimizer_state"))
+                    tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
         return tensors

@@ -3,6 +3,8 @@
 ``attach`` finds the host for a model. Nothing outside this room knows a framework.
 """
 
-from .entry import AttachError, attach
+from .description import AttachError
+from .entry import attach
+from .sharding import shard_experts
 
-__all__ = ["AttachError", "attach"]
+__all__ = ["AttachError", "attach", "shard_experts"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dispatch.layer import ExpertParallelLayer
-from .entry import AttachError, HostModel, MoELayer
+from .description import AttachError, HostModel, MoELayer, spread_of
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -64,7 +64,9 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
             "parametrizations first"
         )
     tensors = [*experts.named_parameters(), *experts.named_buffers()]
-    odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != num_experts or "." in key]
+    spread = spread_of(experts)
+    rows = num_experts if spread is None else spread.rows
+    odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != rows or "." in key]
     if odd or not tensors:
         raise AttachError(
             f"{name} ({type(experts).__name__}) has {', '.join(odd) or 'no tensors'} without the {num_experts} experts "

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -27,7 +28,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..checkpoint.state import CheckpointError, LogicalView
+from ..checkpoint.state import CheckpointError, LogicalView, part_here
+from ..experts.slices import local
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
@@ -46,6 +48,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
         tensor = entry.tensor.detach()
         if entry.layer is not None and view.balancer is not None:
             tensor = view.balancer.gather_experts(entry.layer, tensor)
+        elif isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         if first:
             # Tied weights stay one tensor under two names, as the library wants to see them.
             whole[entry.name] = copies.setdefault(id(entry.tensor), tensor.to("cpu", copy=True))
@@ -96,7 +100,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
                 tensor = live[made].tensor
                 if value.shape != tensor.shape:
                     raise CheckpointError(f"{folder}: {made} has shape {tuple(value.shape)}, not {tuple(tensor.shape)}")
-                tensor.copy_(value)
+                local(tensor).copy_(part_here(value, tensor))
                 loaded.add(id(tensor))
     missing = sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded)
     if missing:

@@ -64,6 +64,11 @@ class ProcessGroups:
         return len(self.ep_ranks)
 
     @property
+    def edp_ranks(self) -> list[int]:
+        """Ranks that hold the same experts as this one, in the order of the EP groups."""
+        return [ep_set[self.ep_rank] for ep_set in self.ep_sets]
+
+    @property
     def backend(self) -> str:
         """Name of the device's backend."""
         return self._device_backend

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..checkpoint.state import LogicalView
+from ..experts.slices import local
 from ..migration.staging import as_bytes, checksum
 
 IntArray = NDArray[np.int64]
@@ -75,7 +76,7 @@ class StateReader:
         whole: list[tuple[int, ...]] = []
         experts: list[tuple[int, ...]] = []
         for index, entry in enumerate(entries):
-            tensor = entry.tensor.detach()
+            tensor = local(entry.tensor).detach()
             if entry.layer is None:
                 whole.append((index, *_checksum(tensor)))
                 continue

@@ -1,0 +1,229 @@
+"""FSDP2 over EDP: each EDP rank has a slice of every expert, and experts move slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.experts.registry import ExpertTensors
+from eplb_runtime.hosts import AttachError
+
+EXPERTS = 8
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    policy: str = "incremental"
+    sharded: bool = True
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    damage: Callable[[], None] = nothing
+
+
+def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+    """EP 2 x EDP 2: ranks 0 and 1 are one EP group, 2 and 3 the other; ranks 0 and 2 hold the same experts."""
+    job.damage()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    ep_group = mesh["ep"].get_group()
+    config = eplb.BalancerConfig(
+        interval=4, policy=job.policy, gate="always", dense_gradients="host" if job.sharded else "allreduce"
+    )
+    model = make_model("gpt_oss", experts=EXPERTS, top_k=4, seed=job.seed).to(job.dtype)
+    model.set_experts_implementation("eager" if job.dtype == torch.float64 else "grouped_mm")
+    if job.sharded:
+        eplb.shard_experts(model, config=config, ep_group=ep_group)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=mesh["edp"], shard_placement_fn=lambda parameter: Shard(1))
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return model, optimizer, eplb.attach(model, optimizer, config=config, ep_group=ep_group)
+
+
+def run_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Balancer, rank: int, steps: range
+) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    model.train()
+    for step in steps:
+        ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norms.append(balancer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train(rank: int, job: Job, folder: str = "") -> dict:
+    model, optimizer, balancer = build(job)
+    losses, norms = run_steps(model, optimizer, balancer, rank, range(20))
+    if folder:
+        eplb.checkpoint.save(folder, model, optimizer)
+    experts = model.model.layers[0].mlp.experts
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "state": eplb.logical_state_dict(model, optimizer),
+        "here": tuple(experts.gate_up_proj.to_local().shape) if job.sharded else tuple(experts.gate_up_proj.shape),
+        "committed": len(balancer.events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+    }
+    if folder:
+        result["after"] = run_steps(model, optimizer, balancer, rank, range(20, 26))
+    balancer.close()
+    return result
+
+
+def differences(one: list[dict], other: list[dict]) -> list[str]:
+    found = []
+    for a, b in zip(one, other, strict=True):
+        found += [key for key in ("losses", "norms") if a[key] != b[key]]
+        assert a["state"].keys() == b["state"].keys()
+        found += [name for name in a["state"] if not torch.equal(a["state"][name], b["state"][name])]
+    return found
+
+
+@pytest.fixture(scope="module")
+def static() -> list[dict]:
+    return run_ranks(4, train, Job(policy="static"))
+
+
+def test_each_rank_has_its_slice_and_migration_changes_no_bit(static: list[dict]) -> None:
+    moving = run_ranks(4, train, Job())
+    assert moving[0]["committed"] >= 2 and moving[0]["aborted"] == []
+    assert moving[0]["here"] == (EXPERTS // 2, 16, 64)
+    assert differences(static, moving) == []
+    assert differences(moving[:1] * 4, [{**moving[0], "state": result["state"]} for result in moving]) == []
+
+
+def leave_momentum_behind() -> None:
+    whole = ExpertTensors.of_home
+    ExpertTensors.of_home = lambda self, layer: [t for t in whole(self, layer) if not t.name.endswith("exp_avg")]
+
+
+def test_control_slices_of_optimizer_state_left_behind_are_noticed(static: list[dict]) -> None:
+    moving = run_ranks(4, train, Job(damage=leave_momentum_behind))
+    assert moving[0]["committed"] >= 1
+    assert any(name.endswith("exp_avg") for name in differences(static, moving))
+
+
+def test_sharded_training_is_training_without_sharding() -> None:
+    whole = run_ranks(4, train, Job(policy="static", sharded=False, dtype=torch.float64))
+    sliced = run_ranks(4, train, Job(dtype=torch.float64))
+    assert sliced[0]["committed"] >= 2
+    for a, b in zip(whole, sliced, strict=True):
+        assert a["state"].keys() == b["state"].keys()
+        assert torch.tensor(a["losses"]).sub(torch.tensor(b["losses"])).abs().max() < 1e-12
+        assert torch.tensor(a["norms"]).sub(torch.tensor(b["norms"])).abs().max() < 1e-11
+        for name, tensor in a["state"].items():
+            largest = tensor.abs().max().clamp(min=1e-30)
+            assert (tensor - b["state"][name]).abs().max() / largest < 1e-11, name
+
+
+def load_and_go_on(rank: int, job: Job, folder: str) -> dict:
+    model, optimizer, balancer = build(job)
+    eplb.checkpoint.load(folder, model, optimizer)
+    state = eplb.logical_state_dict(model, optimizer)
+    after = run_steps(model, optimizer, balancer, rank, range(20, 26))
+    balancer.close()
+    return {"state": state, "after": after, "losses": [], "norms": []}
+
+
+def test_a_checkpoint_goes_from_slices_to_slices_and_to_whole_experts_and_back(tmp_path: Path) -> None:
+    sliced, whole = Job(), Job(sharded=False)
+    for name, saver, loaders in (("sliced", sliced, (sliced, whole)), ("whole", whole, (sliced,))):
+        saved = run_ranks(4, train, saver, str(tmp_path / name))
+        for loader in loaders:
+            loaded = run_ranks(4, load_and_go_on, Job(sharded=loader.sharded, seed=1), str(tmp_path / name))
+            for a, b in zip(saved, loaded, strict=True):
+                assert differences([{**a, "losses": [], "norms": []}], [b]) == []
+                if saver is loader:
+                    assert a["after"] == b["after"]
+
+
+def take_state(rank: int) -> None:
+    model, optimizer, balancer = build(Job())
+    run_steps(model, optimizer, balancer, rank, range(6))
+    state = eplb.logical_state_dict(model, optimizer)
+    other, its_optimizer, its_balancer = build(Job(seed=1))
+    eplb.load_logical_state_dict(other, its_optimizer, state)
+    again = eplb.logical_state_dict(other, its_optimizer)
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    assert isinstance(next(iter(its_optimizer.state.values()))["exp_avg"], DTensor)
+    for each in (balancer, its_balancer):
+        each.close()
+
+
+def test_state_in_memory_is_taken_by_slices() -> None:
+    run_ranks(4, take_state)
+
+
+def ask_for_what_does_not_work(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    ep_group, said = mesh["ep"].get_group(), []
+
+    def refused(placement: Shard | None, mesh_of: str = "edp", spread: bool = True, **options: object) -> None:
+        model = make_model("olmoe", experts=EXPERTS)
+        config = eplb.BalancerConfig(**options)
+        if spread:
+            eplb.shard_experts(model, config=config, ep_group=ep_group)
+        for layer in model.model.layers:
+            if placement is not None:
+                fully_shard(
+                    layer.mlp.experts, mesh=mesh[mesh_of], shard_placement_fn=lambda parameter, at=placement: at
+                )
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(AttachError) as error:
+            eplb.attach(model, optimizer, config=config, ep_group=ep_group)
+        said.append(str(error.value))
+
+    refused(Shard(0))
+    refused(Shard(1), mesh_of="ep")
+    refused(None)
+    refused(Shard(1), spread=False)
+    refused(Shard(1), replica_slots=1)
+    refused(Shard(1), dense_gradients="allreduce")
+    twice = make_model("olmoe", experts=EXPERTS)
+    eplb.shard_experts(twice, ep_group=ep_group)
+    for again in (lambda: eplb.shard_experts(twice, ep_group=ep_group), lambda: eplb.attach(twice)):
+        with pytest.raises(AttachError) as error:
+            again()
+        said.append(str(error.value))
+    return said
+
+
+def test_other_ways_to_shard_are_refused_with_the_way_that_works() -> None:
+    expected = [
+        "not along dimension 1: call fully_shard on the experts module itself",
+        "hold the same experts: call fully_shard on the experts module itself",
+        "call fully_shard on the experts module itself",
+        "call eplb_runtime.shard_experts(model) first",
+        "set replica_slots=0",
+        "leave dense_gradients='host'",
+        "shard_experts is called once",
+        "give both the same config and ep_group",
+    ]
+    for said in run_ranks(4, ask_for_what_does_not_work):
+        assert not any("\n" in line for line in said)
+        for line, wanted in zip(said, expected, strict=True):
+            assert wanted in line
