@@ -34,7 +34,7 @@ class DeviceTables:
         first_rank_E: int64, the rank of each expert's first copy.
         order_N: int64, replicated experts, no padding.
         ranks_NC: int64, ranks of their copies; padded with R (a rank of its own that nobody reads).
-        exists_NC: bool, whether there is such a copy.
+        exists_NC: bool, whether there is such a copy; true ones come first.
         colors: for each color the range of ``order_N``.
         num_ranks: R.
     """
@@ -234,17 +234,15 @@ def _stop(tables: DeviceTables, share_NC: Tensor, load_R: Tensor, enough: Tensor
 
 def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tensor) -> None:
     base = load_R[ranks_NC] - share_NC
-    highest_first_out = torch.where(exists_NC, base, torch.iinfo(torch.int64).max).sort(dim=1).values
+    lowest_first = torch.where(exists_NC, base, torch.iinfo(torch.int64).max).sort(dim=1).values
     copies = torch.arange(1, exists_NC.shape[1] + 1, device=base.device)
-    real = copies <= exists_NC.sum(1, keepdim=True)
-    water = share_NC.sum(1, keepdim=True) + (highest_first_out * real).cumsum(1)
+    water = share_NC.sum(1, keepdim=True) + (lowest_first * exists_NC).cumsum(1)
     level = water // copies
-    used = (real & (highest_first_out <= level)).sum(1, keepdim=True)
+    used = (exists_NC & (lowest_first <= level)).sum(1, keepdim=True)
     level = level.gather(1, used - 1)
     more = water.gather(1, used - 1) - level * used
     wet = exists_NC & (base <= level)
-    best = (level - base + (wet.cumsum(1) <= more)) * wet
-    share_NC.copy_(best)
+    share_NC.copy_((level - base + (wet.cumsum(1) <= more)) * wet)
     load_R[ranks_NC.reshape(-1)] = (base + share_NC).reshape(-1)
 
 
