@@ -265,8 +265,8 @@ def _bench_planner(arguments: argparse.Namespace) -> None:
 def _bench_split(arguments: argparse.Namespace) -> None:
     from .routing.bench import run
 
-    with _spinner():
-        result = run(arguments.loads, arguments.repeats)
+    with _spinner() as spinner:
+        result = run(arguments.loads, arguments.repeats, on_progress=spinner.update)
     _print_bench(result, arguments.json)
 
 

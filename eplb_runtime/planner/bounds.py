@@ -1,8 +1,8 @@
 """What no placement can beat: lower bounds on imbalance, so that a report can say how far a plan is from the best.
 
-Three reasons hold a rank up: the mean (somebody has at least that), the hottest copy (spare slots are few, and the rank
-that holds it holds other copies too), and the group rule (a node has the tokens of its groups). The bounds hold for
-every split of an expert's tokens over its copies and for both layouts.
+Three reasons hold a rank up: the mean (somebody has at least that), the hottest copy (spare slots are few; where there
+are none, the hottest experts stand whole, with the lightest beside them at best), and the group rule (a node has the
+tokens of its groups). The bounds hold for every split of an expert's tokens over its copies and for both layouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
     """Tokens that the heaviest rank has at least, whatever the placement.
 
     Without spare slots this includes the pigeonhole: among the (j - 1) R + 1 heaviest experts some j share a rank, with
-    the S - j lightest at best; with two slots a rank, heaviest with lightest is the optimum itself.
+    the S - j lightest at best; and the m heaviest experts stand on at most m ranks, whose other slots hold the lightest
+    at best: the heaviest of these ranks has at least their mean. With two slots a rank, heaviest with lightest is the
+    optimum itself.
     """
     experts = weight.size
     lightest = np.sort(weight)
@@ -64,6 +66,11 @@ def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
     for shared in range(1, slots_per_rank + 1):
         start = experts - (shared - 1) * num_ranks - 1
         best = max(best, lightest[start : start + shared].sum() + lightest[: slots_per_rank - shared].sum())
+    together = 0.0
+    for ranks in range(1, num_ranks):
+        with_lightest = lightest[(ranks - 1) * (slots_per_rank - 1) : ranks * (slots_per_rank - 1)].sum()
+        together += lightest[experts - ranks] + with_lightest
+        best = max(best, together / ranks)
     if slots_per_rank == 2:
         for index in range(num_ranks):
             best = max(best, lightest[index] + lightest[experts - 1 - index])

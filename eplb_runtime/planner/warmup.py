@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from ..placement import Placement
-from ..routing.sources import split_counts
+from ..routing.sources import split_for_rank
 from ..routing.tables import SplitTables
 from ..topology import Topology
 from .entry import plan
@@ -30,7 +30,7 @@ def compile_kernels(policy: str = "incremental") -> None:
     in_home = "home" in LAYOUTS.get(policy, ())
     current = Placement.initial(2, 8, 4, 1)
     plan(load, topology, slots_per_rank=3, policy=policy, current=current if in_home else None)
-    split_counts(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, ranks_per_node=2)
+    split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
 
 def in_background(work: Callable[[], None] = compile_kernels) -> Future[None]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..planner import plan
 from ..topology import Topology
 from . import water_filling, water_filling_torch
-from .sources import split_counts
+from .sources import split_for_rank
 from .tables import SplitTables
 
 TOKENS_PER_RANK = 8192
@@ -23,7 +23,11 @@ SHAPES = ((32, 1), (32, 2), (64, 1))
 """(ranks, replica slots a rank); with 256 experts the second is EP32 with 64 redundant."""
 
 
-def run(load_files: Iterable[str | Path] = (), repeats: int = 20) -> dict[str, Any]:
+def run(
+    load_files: Iterable[str | Path] = (),
+    repeats: int = 20,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
     """Split batches that differ from the load their placement was planned for.
 
     Each layer's batch is drawn from expert shares that scatter around the planned ones (a Dirichlet of concentration
@@ -33,13 +37,14 @@ def run(load_files: Iterable[str | Path] = (), repeats: int = 20) -> dict[str, A
         load_files: load files to use in place of the generated load; those whose experts the ranks of a shape do not
             divide are left out of it.
         repeats: of each timing; the least counts.
+        on_progress: called with what is measured next.
 
     Returns:
         JSON-able; ``"split"``: one row for each load and shape: ``load``, ``ranks``, ``redundant``, ``even`` and
         ``water_filling`` (imbalance, mean over layers), ``gap_mean`` and ``gap_max`` (above the exact linear program,
         as a share; None without scipy), ``totals_us`` and ``even_us`` (quotas of the copies, microseconds a layer, all
-        layers in one call), ``sources_us`` (quotas by source rank too, one layer a call), ``torch_us`` (the same in
-        torch on ``device``).
+        layers in one call), ``rank_us`` (all that one rank needs to route a batch, one layer a call), ``torch_us`` (the
+        same in torch on ``device``).
     """
     from ..load.files import read_load
 
@@ -50,7 +55,10 @@ def run(load_files: Iterable[str | Path] = (), repeats: int = 20) -> dict[str, A
     rows = []
     for name, load in loads.items():
         load = load.mean(axis=0) if load.ndim == 3 else load
-        rows += [_row(name, load[:LAYERS], *shape, repeats) for shape in SHAPES if load.shape[1] % shape[0] == 0]
+        for ranks, replica_slots in SHAPES:
+            if load.shape[1] % ranks == 0:
+                on_progress(f"{name}, {ranks} ranks, {ranks * replica_slots} redundant")
+                rows.append(_row(name, load[:LAYERS], ranks, replica_slots, repeats))
     return {"device": _device(), "tokens_per_rank": TOKENS_PER_RANK, "split": rows}
 
 
@@ -87,7 +95,7 @@ def _row(name: str, load: NDArray[np.float64], ranks: int, replica_slots: int, r
         "totals_us": _microseconds(lambda: water_filling.split_totals(totals_LE, tables), repeats) / len(load),
         "even_us": _microseconds(lambda: water_filling.split_totals(totals_LE, tables, mode="even"), repeats)
         / len(load),
-        "sources_us": _microseconds(lambda: split_counts(counts_LRE[0], tables, 0, ranks_per_node=near), repeats),
+        "rank_us": _microseconds(lambda: split_for_rank(counts_LRE[0], tables, 0, 0, ranks_per_node=near), repeats),
         "torch_us": _microseconds(
             lambda: water_filling_torch.split_counts(counts, layers[0], ranks_per_node=near), repeats
         ),

@@ -14,97 +14,125 @@ from .tables import SplitTables
 from .water_filling import SWEEPS, Mode, split_totals
 
 
-def split_counts(
+def split_for_rank(
     counts_RE: NDArray[np.integer],
     tables: SplitTables,
     layer: int,
+    rank: int,
     *,
     ranks_per_node: int,
     mode: Mode = "water_filling",
     sweeps: int = SWEEPS,
     warm_EC: NDArray[np.int64] | None = None,
     locality: bool = True,
-) -> NDArray[np.int64]:
-    """Tokens that each source rank sends to each copy of each expert, for one layer and batch.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What one rank sends and receives of one layer's batch.
 
     Args:
         counts_RE: integer ``[R, E]``, tokens of each source rank for each expert.
+        rank: whose row of ``water_filling_torch.split_counts`` is asked for; and whose slots.
         ranks_per_node: consecutive ranks that share a node.
         mode, sweeps: as ``split_totals``; ``warm_EC`` an earlier ``[E, C]`` result of it.
         locality: serve copies on the source's own rank first, then on its node; otherwise in order of ranks alone.
 
     Returns:
-        int64 ``[R, E, C]``; sums over C are ``counts_RE`` exactly, sums over R are the copies' quotas.
+        int64 ``[E, C]``, tokens that ``rank`` sends to each copy, sums over C are ``counts_RE[rank]`` exactly; and
+        int64 ``[R, S]``, tokens that each rank sends to the slots of ``rank``.
     """
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
-    warm_LEC = None if warm_EC is None else warm_EC[None]
     quota_LEC = split_totals(
-        counts.sum(axis=0)[None],
+        _column_sums(counts)[None],
         tables,
         mode=mode,
         sweeps=sweeps,
-        warm_LEC=warm_LEC,
+        warm_LEC=None if warm_EC is None else warm_EC[None],
         layers=slice(layer, layer + 1),
     )
-    sent_REC = np.zeros((tables.num_ranks, *quota_LEC.shape[1:]), dtype=np.int64)
-    sent_REC[:, :, 0] = counts
+    sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
+    received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
     _share_out(
         counts,
+        tables.copy_slot_LEC[layer],
         tables.order_LN[layer],
         tables.ranks_LNC[layer],
         tables.count_LN[layer],
         quota_LEC[0],
+        rank,
         ranks_per_node,
         locality,
-        sent_REC,
+        sent_EC,
+        received_RS,
     )
-    return sent_REC
+    return sent_EC, received_RS
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _column_sums(counts_RE: NDArray[np.int64]) -> NDArray[np.int64]:
+    total_E = np.zeros(counts_RE.shape[1], dtype=np.int64)
+    for rank in range(counts_RE.shape[0]):
+        for expert in range(counts_RE.shape[1]):
+            total_E[expert] += counts_RE[rank, expert]
+    return total_E
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _share_out(
     counts_RE: NDArray[np.int64],
+    copy_slot_EC: NDArray[np.int32],
     order_N: NDArray[np.int32],
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
     quota_EC: NDArray[np.int64],
+    me: int,
     ranks_per_node: int,
     locality: bool,
-    sent_REC: NDArray[np.int64],
+    sent_EC: NDArray[np.int64],
+    received_RS: NDArray[np.int64],
 ) -> None:
     """Own rank; then each node by itself, sources in order against copies in order; then everybody likewise."""
-    num_ranks = counts_RE.shape[0]
+    num_ranks, first_slot = counts_RE.shape[0], me * received_RS.shape[1]
+    sent_EC[:, 0] = counts_RE[me]
+    for expert in range(copy_slot_EC.shape[0]):
+        slot = copy_slot_EC[expert, 0] - first_slot
+        if 0 <= slot < received_RS.shape[1]:
+            received_RS[:, slot] = counts_RE[:, expert]
     left_R = np.empty(num_ranks, dtype=np.int64)
     room_C = np.empty(quota_EC.shape[1], dtype=np.int64)
+    sent_CR = np.empty((quota_EC.shape[1], num_ranks), dtype=np.int64)
     for index in range(order_N.size):
         copies, expert = count_N[index], order_N[index]
         if copies < 2:
             continue
         for rank in range(num_ranks):
             left_R[rank] = counts_RE[rank, expert]
-            sent_REC[rank, expert, 0] = 0
         for copy in range(copies):
             room_C[copy] = quota_EC[expert, copy]
+            sent_CR[copy] = 0
         if locality:
             for copy in range(copies):
                 rank = ranks_NC[index, copy]
                 tokens = min(left_R[rank], room_C[copy])
-                sent_REC[rank, expert, copy] += tokens
+                sent_CR[copy, rank] = tokens
                 left_R[rank] -= tokens
                 room_C[copy] -= tokens
             for copy in range(copies):
                 node = ranks_NC[index, copy] // ranks_per_node
                 for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
                     tokens = min(left_R[rank], room_C[copy])
-                    sent_REC[rank, expert, copy] += tokens
+                    sent_CR[copy, rank] += tokens
                     left_R[rank] -= tokens
                     room_C[copy] -= tokens
         copy = 0
         for rank in range(num_ranks):
             while left_R[rank] > 0:
                 tokens = min(left_R[rank], room_C[copy])
-                sent_REC[rank, expert, copy] += tokens
+                sent_CR[copy, rank] += tokens
                 left_R[rank] -= tokens
                 room_C[copy] -= tokens
                 if room_C[copy] == 0:
                     copy += 1
+        for copy in range(copies):
+            sent_EC[expert, copy] = sent_CR[copy, me]
+            slot = copy_slot_EC[expert, copy] - first_slot
+            if 0 <= slot < received_RS.shape[1]:
+                received_RS[:, slot] = sent_CR[copy]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..placement import EMPTY, Placement
+from ..placement import Placement
 from . import sources
 from .tables import SplitTables
 from .water_filling import Mode
@@ -90,7 +90,7 @@ class BatchSplitter:
         """Compile what a batch needs, so that none has to wait for it."""
         ranks = self._tables.num_ranks
         counts_RE = np.ones((ranks, self._num_experts), dtype=np.int64)
-        sources.split_counts(counts_RE, self._tables, 0, ranks_per_node=self._ranks_per_node)
+        sources.split_for_rank(counts_RE, self._tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
 
     def counts(self, topk_ids_TK: Tensor) -> Tensor:
         """int64 ``[E]``: this rank's choices of each expert, padding included: what will really travel."""
@@ -106,48 +106,43 @@ class BatchSplitter:
             topk_ids_TK: int64 ``[T, K]``, this rank's choices.
             counts_RE: int64 ``[R, E]``, ``counts`` of every rank.
         """
-        sent_REC = self._split(layer, counts_RE)
-        slots_TK = assign_slots(topk_ids_TK, sent_REC[self._ep_rank], self._device_tables[layer].copy_slot_EC)
-        expert_P, copy_P, filled_P = self._of_slot[layer]
-        expert_S, copy_S, filled_S = self._of_mine[layer]
-        sent_P = sent_REC[self._ep_rank, expert_P, copy_P] * filled_P
-        received_RS = sent_REC[:, expert_S, copy_S] * filled_S
-        return BatchRoute(slots_TK, sent_P, received_RS.reshape(-1))
+        sent_EC, received_RS = self._split(layer, counts_RE)
+        slots_TK = assign_slots(topk_ids_TK, sent_EC, self._device_tables[layer].copy_slot_EC)
+        expert_P, copy_P, listed_P = self._of_slot[layer]
+        return BatchRoute(slots_TK, sent_EC[expert_P, copy_P] * listed_P, received_RS.reshape(-1))
 
-    def _split(self, layer: int, counts_RE: Tensor) -> Tensor:
-        if counts_RE.device.type == "cpu":
-            counts = counts_RE.numpy()
-            if counts.sum() < self._least_tokens:
-                home = np.zeros((*counts.shape, self._tables.copy_slot_LEC.shape[2]), dtype=np.int64)
-                home[:, :, 0] = counts
-                return torch.from_numpy(home)
-            sent = sources.split_counts(
-                counts,
+    def _split(self, layer: int, counts_RE: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""
+        on_cpu = counts_RE.device.type == "cpu"
+        if on_cpu and counts_RE.sum() >= self._least_tokens:
+            sent_EC, received_RS = sources.split_for_rank(
+                counts_RE.numpy(),
                 self._tables,
                 layer,
+                self._ep_rank,
                 ranks_per_node=self._ranks_per_node,
                 mode=self._mode,
                 locality=self._locality,
             )
-            return torch.from_numpy(sent)
-        sent_REC = split_counts(
-            counts_RE,
-            self._device_tables[layer],
-            ranks_per_node=self._ranks_per_node,
-            mode=self._mode,
-            locality=self._locality,
-        )
-        home_REC = torch.zeros_like(sent_REC)
-        home_REC[:, :, 0] = counts_RE
-        return torch.where(counts_RE.sum() < self._least_tokens, home_REC, sent_REC)
+            return torch.from_numpy(sent_EC), torch.from_numpy(received_RS)
+        tables = self._device_tables[layer]
+        sent_REC = torch.zeros((len(counts_RE), *tables.copy_slot_EC.shape), dtype=torch.int64, device=counts_RE.device)
+        sent_REC[:, :, 0] = counts_RE
+        if not on_cpu:
+            split_REC = split_counts(
+                counts_RE, tables, ranks_per_node=self._ranks_per_node, mode=self._mode, locality=self._locality
+            )
+            sent_REC = torch.where(counts_RE.sum() < self._least_tokens, sent_REC, split_REC)
+        expert_S, copy_S, listed_S = self._of_mine[layer]
+        return sent_REC[self._ep_rank], sent_REC[:, expert_S, copy_S] * listed_S
 
 
 def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> Tensor:
-    """int64 ``[3, P]``, for each slot: its expert, which copy of it stands there, and whether any does (1 or 0)."""
+    """int64 ``[3, P]``, for each slot: its expert, which copy of it stands there, and whether it is listed (1 or 0)."""
     expert_P = placement.physical_to_logical[layer].astype(np.int64)
-    copy_P = np.zeros_like(expert_P)
+    copy_P, listed_P = np.zeros_like(expert_P), np.zeros_like(expert_P)
     slot_EC = tables.copy_slot_LEC[layer]
     experts, copies = np.nonzero(slot_EC >= 0)
     copy_P[slot_EC[experts, copies]] = copies
-    filled_P = (expert_P != EMPTY).astype(np.int64)
-    return torch.from_numpy(np.stack([np.maximum(expert_P, 0), copy_P, filled_P]))
+    listed_P[slot_EC[experts, copies]] = 1
+    return torch.from_numpy(np.stack([np.maximum(expert_P, 0), copy_P, listed_P]))

@@ -2,9 +2,9 @@
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
-program min max rank load, faster when each split goes half as far again as its own best (over-relaxation); they stop on
-the optimum's certificate. All arithmetic is in integers - tokens in fixed point - so that the result is the same on
-every machine and in ``water_filling_torch``.
+program min max rank load, and with momentum they do so along long chains of copies too: before each sweep every split
+goes on by five eighths of its last way. They stop on the optimum's certificate. All arithmetic is in integers - tokens
+in fixed point - so that the result is the same on every machine and in ``water_filling_torch``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from .tables import SplitTables
 
-SWEEPS = 10
+SWEEPS = 16
+"""At most. Measured on 6,844 layers (16 to 64 ranks, one to three replica slots a rank, DeepSeek-V3's loads and
+generated ones): after 10 sweeps 29 layers are more than half a percent above the optimum, after 16 none."""
+MOMENTUM_EIGHTHS = 5
+MOMENTUM_FROM = 2
+"""The first sweep with momentum, counted from 0: the first sweeps go where the start has nothing to say."""
 FRACTION_BITS = 16
 """Tokens are split in units of 2 ** -16 at the finest, coarser where counts are so large that sums would overflow."""
 TOLERANCE_BITS = 10
@@ -75,33 +80,24 @@ def sweep_once(
     count_N: NDArray[np.int32],
     share_NC: NDArray[np.int64],
     load_R: NDArray[np.int64],
-    beyond: bool = False,
 ) -> None:
     """Give each replicated expert in turn its best split while the others stand still; in place.
-
-    With ``beyond``, every copy but the first goes half as far again, and the first takes up the difference; an expert
-    for which that would need less than nothing takes its best split.
 
     The level is ``(n + sum of the m lowest) / m`` for the largest m whose highest rank still lies under it, found by
     dropping ranks above the level of those left. What does not divide goes to the first of the used copies. Two copies
     have a closed form with the same result. (One loop without helper functions: calls with array arguments would cost
-    ten times the arithmetic.)
+    ten times the arithmetic, signed indices a tenth of it.)
     """
-    before_C = np.empty(share_NC.shape[1], dtype=np.int64)
     for index in range(count_N.size):
         copies = count_N[index]
         if copies == 2:
-            first, second = ranks_NC[index, 0], ranks_NC[index, 1]
+            first, second = np.uintp(ranks_NC[index, 0]), np.uintp(ranks_NC[index, 1])
             before = share_NC[index, 0]
             total = before + share_NC[index, 1]
             low, high = load_R[first] - before, load_R[second] - total + before
             give = total + high - low + 1
             give = 0 if give < 0 else give >> 1
             give = total if give > total else give
-            if beyond:
-                farther = total - give + ((before - give) >> 1)
-                if 0 <= farther <= total:
-                    give = total - farther
             share_NC[index, 0] = give
             share_NC[index, 1] = total - give
             load_R[first] = low + give
@@ -109,15 +105,14 @@ def sweep_once(
         elif copies > 2:
             water = 0
             for copy in range(copies):
-                rank = ranks_NC[index, copy]
+                rank = np.uintp(ranks_NC[index, copy])
                 water += load_R[rank]
-                before_C[copy] = share_NC[index, copy]
                 load_R[rank] -= share_NC[index, copy]
             used, level, more = copies, water // copies, water % copies
             while True:
                 under, left = 0, water
                 for copy in range(copies):
-                    base = load_R[ranks_NC[index, copy]]
+                    base = load_R[np.uintp(ranks_NC[index, copy])]
                     if base <= level:
                         under += 1
                     else:
@@ -126,7 +121,7 @@ def sweep_once(
                     break
                 used, level, more = under, left // under, left % under
             for copy in range(copies):
-                rank = ranks_NC[index, copy]
+                rank = np.uintp(ranks_NC[index, copy])
                 share = level - load_R[rank]
                 if share < 0:
                     share = 0
@@ -134,18 +129,40 @@ def sweep_once(
                     share += 1
                     more -= 1
                 share_NC[index, copy] = share
-            if beyond:
-                first, possible = share_NC[index, 0], True
-                for copy in range(1, copies):
-                    step = (share_NC[index, copy] - before_C[copy]) >> 1
-                    first -= step
-                    possible = possible and share_NC[index, copy] + step >= 0
-                if possible and first >= 0:
-                    for copy in range(1, copies):
-                        share_NC[index, copy] += (share_NC[index, copy] - before_C[copy]) >> 1
-                    share_NC[index, 0] = first
-            for copy in range(copies):
-                load_R[ranks_NC[index, copy]] += share_NC[index, copy]
+                load_R[rank] += share
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def go_on(
+    ranks_NC: NDArray[np.int32],
+    count_N: NDArray[np.int32],
+    share_NC: NDArray[np.int64],
+    before_NC: NDArray[np.int64],
+    load_R: NDArray[np.int64],
+) -> None:
+    """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too.
+
+    Every copy but the first goes on by so many eighths, the first takes up the difference; an expert for which that
+    would need less than nothing stays.
+    """
+    for index in range(count_N.size):
+        first, possible = share_NC[index, 0], True
+        for copy in range(1, count_N[index]):
+            share = share_NC[index, copy]
+            step = ((share - before_NC[index, copy]) * MOMENTUM_EIGHTHS) >> 3
+            before_NC[index, copy] = step
+            first -= step
+            possible = possible and share + step >= 0
+        possible = possible and first >= 0
+        for copy in range(1, count_N[index]):
+            step = before_NC[index, copy]
+            before_NC[index, copy] = share_NC[index, copy]
+            if possible:
+                share_NC[index, copy] += step
+                load_R[np.uintp(ranks_NC[index, copy])] += step
+        if possible:
+            load_R[ranks_NC[index, 0]] += first - share_NC[index, 0]
+            share_NC[index, 0] = first
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -172,7 +189,7 @@ def is_optimal(
     for index in range(count_N.size):
         inside, escapes = 0, False
         for copy in range(count_N[index]):
-            if load_R[ranks_NC[index, copy]] >= floor:
+            if load_R[np.uintp(ranks_NC[index, copy])] >= floor:
                 inside += share_NC[index, copy]
             else:
                 escapes = True
@@ -193,7 +210,6 @@ def sweep_until_optimal(
 ) -> int:
     """Gauss-Seidel from the split that stands in ``share_NC`` and ``load_R``, changed in place.
 
-    All sweeps but the last possible one go beyond the best of each expert.
     Stops early when the busiest rank is within 2 ** -10 of the mean or of the certificate's bound.
 
     Returns:
@@ -201,11 +217,16 @@ def sweep_until_optimal(
     """
     enough = load_R.sum() // load_R.size
     enough += enough >> TOLERANCE_BITS
+    before_NC = np.empty_like(share_NC)
     for sweep in range(sweeps):
         peak = load_R.max()
         if peak <= enough or is_optimal(ranks_NC, count_N, share_NC, load_R, peak >> TOLERANCE_BITS):
             return sweep
-        sweep_once(ranks_NC, count_N, share_NC, load_R, sweep + 1 < sweeps)
+        if sweep >= MOMENTUM_FROM:
+            go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
+        elif sweep == MOMENTUM_FROM - 1:
+            before_NC[:] = share_NC
+        sweep_once(ranks_NC, count_N, share_NC, load_R)
     return sweeps
 
 
@@ -222,7 +243,7 @@ def fraction_bits(total: int, copies: int) -> int:
 @njit(nogil=True, cache=True, error_model="numpy")
 def even_shares(total: int, copies: int, share_C: NDArray[np.int64]) -> None:
     """``total // copies`` each, one more to the first few."""
-    each = total // copies
+    each = total >> 1 if copies == 2 else total // copies
     more = total - each * copies
     for copy in range(copies):
         share_C[copy] = each + (1 if copy < more else 0)
@@ -244,19 +265,32 @@ def warm_shares(total: int, copies: int, warm_C: NDArray[np.int64], share_C: NDA
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def round_shares(share_C: NDArray[np.int64], copies: int, bits: int, quota_C: NDArray[np.int64]) -> None:
+def round_shares(
+    share_NC: NDArray[np.int64],
+    order_N: NDArray[np.int32],
+    count_N: NDArray[np.int32],
+    bits: int,
+    quota_EC: NDArray[np.int64],
+) -> None:
     """Whole tokens from shares in fixed point that sum to a whole: largest remainder, ties to the earlier copy."""
-    missing = 0
-    for copy in range(copies):
-        quota_C[copy] = share_C[copy] >> bits
-        missing += share_C[copy] - (quota_C[copy] << bits)
-    for _ in range(missing >> bits):
-        best, best_rest = 0, -1
-        for copy in range(copies):
-            rest = share_C[copy] - (quota_C[copy] << bits)
-            if rest > best_rest:
-                best, best_rest = copy, rest
-        quota_C[best] += 1  # its remainder is negative from here on
+    half, below = (1 << bits) >> 1, (1 << bits) - 1
+    for index in range(order_N.size):
+        copies, expert = count_N[index], order_N[index]
+        if copies == 2:  # the same in closed form
+            quota_EC[expert, 0] = (share_NC[index, 0] + half) >> bits
+            quota_EC[expert, 1] = ((share_NC[index, 0] + share_NC[index, 1]) >> bits) - quota_EC[expert, 0]
+        elif copies > 2:
+            missing = 0
+            for copy in range(copies):
+                quota_EC[expert, copy] = share_NC[index, copy] >> bits
+                missing += share_NC[index, copy] & below
+            for _ in range(missing >> bits):
+                best, best_rest = 0, -1
+                for copy in range(copies):
+                    rest = share_NC[index, copy] - (quota_EC[expert, copy] << bits)
+                    if rest > best_rest:
+                        best, best_rest = copy, rest
+                quota_EC[expert, best] += 1  # its remainder is negative from here on
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -323,9 +357,7 @@ def _split_layers(
                 for copy in range(count_N[index]):
                     load_R[ranks_NC[index, copy]] += share_NC[index, copy]
         sweep_until_optimal(ranks_NC, count_N, share_NC, load_R, sweeps)
-        for index in range(order_N.size):
-            if count_N[index] > 1:
-                round_shares(share_NC[index], count_N[index], bits, quota_EC[order_N[index]])
+        round_shares(share_NC, order_N, count_N, bits, quota_EC)
         if _peak(base_R, order_N, ranks_NC, count_N, quota_EC, load_R) > even_peak:
             for index in range(order_N.size):
                 if count_N[index] > 1:

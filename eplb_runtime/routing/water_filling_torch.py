@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ..placement import Placement
 from .tables import SplitTables
-from .water_filling import FRACTION_BITS, SWEEPS, TOLERANCE_BITS, WARM_BITS, Mode
+from .water_filling import (
+    FRACTION_BITS,
+    MOMENTUM_EIGHTHS,
+    MOMENTUM_FROM,
+    SWEEPS,
+    TOLERANCE_BITS,
+    WARM_BITS,
+    Mode,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +34,7 @@ class DeviceTables:
         first_rank_E: int64, the rank of each expert's first copy.
         order_N: int64, replicated experts, no padding.
         ranks_NC: int64, ranks of their copies; padded with R (a rank of its own that nobody reads).
-        exists_NC: bool, whether there is such a copy.
+        exists_NC: bool, whether there is such a copy; true ones come first.
         colors: for each color the range of ``order_N``.
         num_ranks: R.
     """
@@ -112,7 +120,11 @@ def split_counts(
     warm_EC: Tensor | None = None,
     locality: bool = True,
 ) -> Tensor:
-    """int64 ``[R, E, C]``: as ``sources.split_counts``."""
+    """Tokens that each source rank sends to each copy: ``sources.split_for_rank`` of all ranks at once.
+
+    Returns:
+        int64 ``[R, E, C]``; sums over C are ``counts_RE`` exactly, sums over R are the copies' quotas.
+    """
     quota_EC = split_totals(counts_RE.sum(dim=0), tables, mode=mode, sweeps=sweeps, warm_EC=warm_EC)
     sent_REC = torch.zeros((tables.num_ranks, *quota_EC.shape), dtype=torch.int64, device=counts_RE.device)
     sent_REC[:, :, 0] = counts_RE
@@ -189,14 +201,24 @@ def _sweep_until_optimal(tables: DeviceTables, share_NC: Tensor, load_R: Tensor,
     enough = load_R[:-1].sum() // tables.num_ranks
     enough = enough + (enough >> TOLERANCE_BITS)
     done = torch.zeros((), dtype=torch.bool, device=load_R.device)
+    before_NC = share_NC
     for sweep in range(sweeps):
         done = done | _stop(tables, share_NC, load_R, enough)
         new_NC, new_R = share_NC.clone(), load_R.clone()
+        if sweep >= MOMENTUM_FROM:
+            step_NC = _momentum(share_NC, before_NC)
+            new_NC, new_R = new_NC + step_NC, _add(new_R, tables, step_NC)
+        before_NC = share_NC
         for begin, end in tables.colors:
-            ranks, exists = tables.ranks_NC[begin:end], tables.exists_NC[begin:end]
-            _refill(ranks, exists, new_NC[begin:end], new_R, sweep + 1 < sweeps)
+            _refill(tables.ranks_NC[begin:end], tables.exists_NC[begin:end], new_NC[begin:end], new_R)
         share_NC, load_R = torch.where(done, share_NC, new_NC), torch.where(done, load_R, new_R)
     return share_NC
+
+
+def _momentum(share_NC: Tensor, before_NC: Tensor) -> Tensor:
+    step = ((share_NC - before_NC) * MOMENTUM_EIGHTHS) >> 3
+    step[:, 0] = -step[:, 1:].sum(1)
+    return step * (share_NC + step >= 0).all(1, keepdim=True)
 
 
 def _stop(tables: DeviceTables, share_NC: Tensor, load_R: Tensor, enough: Tensor) -> Tensor:
@@ -210,24 +232,17 @@ def _stop(tables: DeviceTables, share_NC: Tensor, load_R: Tensor, enough: Tensor
     return (peak <= enough) | ((load_R * busy).sum() - leaves.sum() >= floor * busy.sum())
 
 
-def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tensor, beyond: bool) -> None:
+def _refill(ranks_NC: Tensor, exists_NC: Tensor, share_NC: Tensor, load_R: Tensor) -> None:
     base = load_R[ranks_NC] - share_NC
-    highest_first_out = torch.where(exists_NC, base, torch.iinfo(torch.int64).max).sort(dim=1).values
+    lowest_first = torch.where(exists_NC, base, torch.iinfo(torch.int64).max).sort(dim=1).values
     copies = torch.arange(1, exists_NC.shape[1] + 1, device=base.device)
-    real = copies <= exists_NC.sum(1, keepdim=True)
-    water = share_NC.sum(1, keepdim=True) + (highest_first_out * real).cumsum(1)
+    water = share_NC.sum(1, keepdim=True) + (lowest_first * exists_NC).cumsum(1)
     level = water // copies
-    used = (real & (highest_first_out <= level)).sum(1, keepdim=True)
+    used = (exists_NC & (lowest_first <= level)).sum(1, keepdim=True)
     level = level.gather(1, used - 1)
     more = water.gather(1, used - 1) - level * used
     wet = exists_NC & (base <= level)
-    best = (level - base + (wet.cumsum(1) <= more)) * wet
-    if beyond:
-        step = (best - share_NC) >> 1
-        step[:, 0] = -step[:, 1:].sum(1)
-        possible = (best + step >= 0).all(1, keepdim=True)
-        best = torch.where(possible, best + step, best)
-    share_NC.copy_(best)
+    share_NC.copy_((level - base + (wet.cumsum(1) <= more)) * wet)
     load_R[ranks_NC.reshape(-1)] = (base + share_NC).reshape(-1)
 
 

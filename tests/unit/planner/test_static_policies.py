@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +101,37 @@ def test_a_free_plan_is_valid_repeatable_and_between_the_bound_and_deepseeks(
     assert (imbalance(load, theirs, num_ranks) >= bound * (1 - 1e-5)).all()
 
 
+def every_packing(experts: list[int], slots_per_rank: int) -> Iterator[list[list[int]]]:
+    """All ways to fill ranks with whole experts; which rank is which does not count."""
+    if not experts:
+        yield []
+        return
+    for others in combinations(experts[1:], slots_per_rank - 1):
+        left = [expert for expert in experts[1:] if expert not in others]
+        for packing in every_packing(left, slots_per_rank):
+            yield [[experts[0], *others], *packing]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    load=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 10**6)), min_size=8, max_size=8),
+    slots_per_rank=st.sampled_from([1, 2, 4]),
+)
+def test_no_placement_without_copies_gets_below_the_bound(load: list[int], slots_per_rank: int) -> None:
+    num_ranks = 8 // slots_per_rank
+    packings = every_packing([*range(8)], slots_per_rank)
+    best = min(max(sum(load[expert] for expert in rank) for rank in packing) for packing in packings)
+    bound = lower_bound(np.array([load]), num_ranks, slots_per_rank)[0]
+    assert bound * sum(load) <= best * num_ranks * (1 + 1e-12)
+
+
+def test_several_hot_experts_raise_the_bound_together() -> None:
+    load = np.array(
+        [[10, 10, 10, 4, 4, 4, 4, 4, 4, 1, 0, 0]]
+    )  # with the six lightest the hot ones are 43 on three ranks
+    assert lower_bound(load, 4, 3)[0] * load.sum() / 4 == pytest.approx(43 / 3)
+
+
 @pytest.mark.parametrize(
     ("experts", "num_ranks", "slots_per_rank"), [(6, 3, 2), (5, 3, 2), (6, 4, 2), (8, 4, 2), (6, 2, 4), (7, 3, 3)]
 )
@@ -157,6 +190,28 @@ def test_a_budget_of_moves_is_kept_and_no_layer_gets_worse(policy: str, budget: 
     assert made.moved_slots <= budget
     assert made.imbalance_before is not None
     assert (made.imbalance_after <= made.imbalance_before).all()
+
+
+def arrivals(before: Placement, after: Placement) -> int:
+    """Slots that get an expert which their rank did not hold."""
+    held, holds = (p.physical_to_logical.reshape(p.num_layers, p.num_ranks, -1) for p in (before, after))
+    return int((holds[:, :, :, None] != held[:, :, None, :]).all(axis=3).sum())
+
+
+@pytest.mark.parametrize("policy", ["free", "hierarchical"])
+def test_ranks_are_renamed_to_those_that_hold_most_of_their_experts_already(policy: str) -> None:
+    rng = np.random.default_rng(4)
+    load = rng.lognormal(sigma=0.8, size=(4, 64))
+    options = {"slots_per_rank": 10, "policy": policy, "groups": 4}
+    topology = Topology(8, 4)
+    by_rank = plan(load, topology, **options).placement.physical_to_logical.reshape(4, 8, 10)
+    current = Placement(by_rank[:, [5, 6, 7, 4, 2, 0, 3, 1]].reshape(4, 80), 64, 8)
+    load_now = load * rng.lognormal(sigma=0.05, size=load.shape)
+    made = plan(load_now, topology, current=current, **options)
+    as_planned = plan(load_now, topology, **options).placement
+    assert made.decision == "rebalance"
+    assert made.moved_slots == arrivals(current, made.placement) < 0.85 * arrivals(current, as_planned)
+    assert (made.imbalance_after <= predicted_imbalance(load_now, as_planned) + 1e-12).all()
 
 
 def test_a_plan_of_the_same_load_moves_nothing() -> None:

@@ -1,0 +1,39 @@
+"""One batch's route: what a rank sends fits what the others expect, whatever the placement."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.routing.splitter import BatchSplitter
+
+HOME = Placement([[0, 1, 2, -1, 2, 3, 1, 0]], 4, 2, [[0, 1, 4, 5]])
+FREE_WITH_AN_EXPERT_TWICE_ON_A_RANK = Placement([[0, 0, 1, 2, 3, 0]], 4, 2)
+
+
+@pytest.mark.parametrize("placement", [HOME, FREE_WITH_AN_EXPERT_TWICE_ON_A_RANK], ids=["home", "free"])
+@pytest.mark.parametrize("least_tokens", [0, 10**6], ids=["split", "all at home"])
+def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Placement, least_tokens: int) -> None:
+    splitters = [
+        BatchSplitter(
+            placement,
+            torch.device("cpu"),
+            ep_rank=rank,
+            ranks_per_node=1,
+            mode="water_filling",
+            locality=True,
+            least_tokens=least_tokens,
+        )
+        for rank in range(2)
+    ]
+    chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
+    counts_RE = torch.stack([splitter.counts(ids) for splitter, ids in zip(splitters, chosen, strict=True)])
+    routes = [splitter.route(0, ids, counts_RE) for splitter, ids in zip(splitters, chosen, strict=True)]
+    in_slot = torch.from_numpy(np.array(placement.physical_to_logical[0]))
+    for rank, (ids, route) in enumerate(zip(chosen, routes, strict=True)):
+        assert torch.equal(in_slot[route.slots_TK], ids.to(in_slot.dtype))
+        assert torch.equal(torch.bincount(route.slots_TK.reshape(-1), minlength=placement.num_slots), route.sent_P)
+        expected = torch.stack([other.sent_P.reshape(2, -1)[rank] for other in routes])
+        assert torch.equal(route.received_P, expected.reshape(-1))
