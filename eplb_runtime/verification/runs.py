@@ -91,6 +91,7 @@ def verify(
 
     Raises:
         AttachError: the model, optimizer or config cannot be balanced.
+        TypeError: a callback returns something else than it should.
         ValueError: ``steps`` is not positive.
     """
     if steps < 1:
@@ -191,7 +192,11 @@ def _notes(task: _Task, migrations: int) -> tuple[str, ...]:
 def _attached(task: _Task, config: BalancerConfig) -> Iterator[_Run]:
     torch.manual_seed(SEED)
     model = task.make_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"make_model() must return a torch module, not {type(model).__name__}")
     optimizer = task.make_optimizer(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"make_optimizer(model) must return a torch optimizer, not {type(optimizer).__name__}")
     balancer = attach(model, optimizer, config=config, ep_group=task.ep_group)
     model.train()
     run = _Run(task, model, optimizer, balancer, [], torch.zeros(0))
@@ -225,7 +230,11 @@ def _forward(run: _Run, step: int) -> Tensor:
         output = run.model(**batch)
     else:
         output = run.model(*batch) if isinstance(batch, (tuple, list)) else run.model(batch)
-    return run.task.loss(output, batch)
+    loss = run.task.loss(output, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"the loss must be a tensor of one value, not {found}: give labels in the batch, or loss=")
+    return loss
 
 
 def _first_difference(one: _Run, other: _Run) -> tuple[int, Place | None]:

@@ -151,3 +151,23 @@ def test_control_a_broken_copy_is_out_of_bounds(damage: Callable[[], None]) -> N
     assert report.verdict == "identical"
     assert report.replicas is not None and not report.replicas.passed and not report.passed
     assert "NOT WITHIN THE BOUND" in str(report)
+
+
+def refused(rank: int, wrong: str) -> str:
+    parts = {
+        "make_model": lambda: make_model("olmoe", experts=8, top_k=2, seed=0),
+        "make_optimizer": lambda model: torch.optim.AdamW(model.parameters()),
+        "make_batch": lambda step: {"input_ids": batch_of(rank, step)},
+        "loss": lambda output, batch: output.logits.mean(),
+    }
+    parts[wrong] = lambda *_: None
+    loss = parts.pop("loss")
+    with pytest.raises(TypeError) as caught:
+        eplb.verify(**parts, loss=loss, steps=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["make_model", "make_optimizer", "loss"])
+def test_a_callback_that_returns_nothing_is_named_in_one_line(wrong: str) -> None:
+    (said,) = run_ranks(1, refused, wrong)
+    assert wrong in said and "NoneType" in said and "\n" not in said
