@@ -8,7 +8,6 @@ as an event and a warning, and training goes on with the old placement.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from torch import Tensor
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
-from .experts.gradients import average_gradients, total_norm
+from .experts.gradients import Gradients
 from .experts.registry import ExpertTensors, RegistryError
 from .experts.replica_sync import ReplicaSync
 from .experts.slices import is_sliced, local
 from .load.aggregate import HostCopy
+from .load.clock import StepClock
 from .load.recorder import LoadRecorder
 from .migration.agreement import Agreement
 from .migration.bandwidth import measure
@@ -91,13 +91,18 @@ class Balancer:
         self._replicas = replicas
         self._training = training
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
-        self._dense_parameters = list(dense_parameters)
         self._device = device
         self._placement = placement
         self._step = 0
         self._restores = 0
-        self._clock = _StepClock()
-        self._gradients_reduced = False
+        self._clock = StepClock()
+        self._gradients = Gradients(
+            registry,
+            replicas,
+            dense_parameters,
+            groups,
+            average_dense=config.dense_gradients == "allreduce",
+        )
         self._quiesced = 0
         self._disabled = False
         self._closed = False
@@ -151,7 +156,7 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._gradients_reduced = False
+        self._gradients.begin()
         self._step += 1
         self._clock.tick()
         self._recorder.advance()
@@ -272,16 +277,7 @@ class Balancer:
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """
-        if self._gradients_reduced:
-            return
-        if self._replicas is not None:
-            self._replicas.wait_all()
-            self._replicas.reduce_gradients()
-        if self.config.dense_gradients == "allreduce":
-            average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
-        if self._groups.expert_data is not None and not self._sliced:
-            average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
-        self._gradients_reduced = True
+        self._gradients.reduce()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,7 +292,6 @@ class Balancer:
         with self._replicas.defer():
             yield
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
 
@@ -306,27 +301,8 @@ class Balancer:
         Returns:
             The norm before clipping, a scalar, equal on every rank.
         """
-        self.reduce_gradients()
-        experts = [
-            (layer, local(parameter.grad))
-            for layer in range(self._registry.num_layers)
-            for parameter in self._registry.parameters(layer)
-            if parameter.grad is not None
-        ]
-        dense = [p.grad for p in self._dense_parameters if p.grad is not None]
-        norm = total_norm(
-            experts,
-            self._table.logical_of_rows(self._groups.ep_rank),
-            self._placement.num_experts,
-            dense,
-            self._groups.dispatch,
-            self._groups.expert_data if self._sliced else None,
-            self._device,
-        )
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in [*(g for _, g in experts), *dense]:
-            local(gradient).mul_(scale.to(gradient.dtype))
-        return norm
+        rows_LH = self._table.logical_of_rows(self._groups.ep_rank)
+        return self._gradients.clip(max_norm, rows_LH, self._placement.num_experts, self._device)
 
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor) -> Tensor:
@@ -445,21 +421,25 @@ class Balancer:
             RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
         """
         problem: PlacementError | None = None
-        target, digest = self._placement, bytes(16)
+        target, step, digest = self._placement, self._step, bytes(16)
         try:
-            target = Placement.from_json(state["placement"])
+            target, step = Placement.from_json(state["placement"]), int(state["step"])
             here = self._placement
             target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
-            digest = xxhash.xxh3_128(f"{state['step']} {target.digest()}".encode()).digest()
+            digest = xxhash.xxh3_128(f"{step} {target.digest()}".encode()).digest()
         except PlacementError as error:
             problem = error
+        except (KeyError, TypeError, ValueError) as error:
+            problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         self._forget_pending()
         agreed = self._agreement.same_on_all(digest, "usable saved state")
+        if agreed.connections_broken:
+            self._reconnect()
         if problem is not None:
             raise problem
         if not agreed.commit:
             raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
-        self._step = int(state["step"])
+        self._step = step
         self._restores += 1
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
@@ -476,7 +456,7 @@ class Balancer:
     def before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         if torch.is_grad_enabled():
-            self._gradients_reduced = False
+            self._gradients.begin()
 
     def own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Remove this hook at ``close``."""
@@ -498,26 +478,3 @@ class Balancer:
         if self._replicas is not None:
             self._take_over(self._placement.without_replicas())
         self._groups.close_balancing()
-
-
-class _StepClock:
-    """Smoothed seconds of a step, without the pauses that rebalancing made itself."""
-
-    WEIGHT = 0.2
-    DEFAULT_STALL_SECONDS = 0.01
-
-    def __init__(self) -> None:
-        self.step_seconds = 0.0
-        self.stall_seconds = self.DEFAULT_STALL_SECONDS
-        self._last: float | None = None
-        self._excluded = 0.0
-
-    def tick(self) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            seconds = now - self._last - self._excluded
-            self.step_seconds += (self.WEIGHT if self.step_seconds else 1.0) * (seconds - self.step_seconds)
-        self._last, self._excluded = now, 0.0
-
-    def exclude(self, seconds: float) -> None:
-        self._excluded += seconds

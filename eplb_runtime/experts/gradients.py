@@ -6,14 +6,91 @@ The norm counts each logical expert once and sums in logical order, so it does n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .registry import ExpertTensors
+from .replica_sync import ReplicaSync
+from .slices import is_sliced, local
+
 BUCKET_BYTES = 32 << 20
 """Gradients of one dtype travel together up to this size."""
+
+
+class Groups(Protocol):
+    """The process groups that gradients are summed over; ``expert_data`` is None where one rank holds an expert."""
+
+    world_size: int
+    data: dist.ProcessGroup
+    dispatch: dist.ProcessGroup
+    expert_data: dist.ProcessGroup | None
+
+
+class Gradients:
+    """Gradients on their way to the optimizer: reduced once a step, and clipped by one norm.
+
+    Args:
+        registry: has the expert parameters.
+        replicas: brings copies' gradients home; None: there are no copies.
+        dense_parameters: the rest of the model.
+        average_dense: whether the rest is averaged here, or by the host.
+    """
+
+    def __init__(
+        self,
+        registry: ExpertTensors,
+        replicas: ReplicaSync | None,
+        dense_parameters: Sequence[Tensor],
+        groups: Groups,
+        *,
+        average_dense: bool,
+    ) -> None:
+        self._registry = registry
+        self._replicas = replicas
+        self._dense_parameters = list(dense_parameters)
+        self._groups = groups
+        self._average_dense = average_dense
+        self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
+        self._reduced = False
+
+    def begin(self) -> None:
+        """New gradients come."""
+        self._reduced = False
+
+    def reduce(self) -> None:
+        """Make every gradient what the optimizer is to see; nothing more until new ones begin. Collective."""
+        if self._reduced:
+            return
+        if self._replicas is not None:
+            self._replicas.wait_all()
+            self._replicas.reduce_gradients()
+        if self._average_dense:
+            average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
+        if self._groups.expert_data is not None and not self._sliced:
+            average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
+        self._reduced = True
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int, device: torch.device) -> Tensor:
+        """Reduce, scale down to ``max_norm``, and return the norm before."""
+        self.reduce()
+        experts = [
+            (layer, local(parameter.grad))
+            for layer in range(self._registry.num_layers)
+            for parameter in self._registry.parameters(layer)
+            if parameter.grad is not None
+        ]
+        dense = [p.grad for p in self._dense_parameters if p.grad is not None]
+        slices = self._groups.expert_data if self._sliced else None
+        norm = total_norm(experts, logical_of_rows_LH, num_experts, dense, self._groups.dispatch, slices, device)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in [*(g for _, g in experts), *dense]:
+            local(gradient).mul_(scale.to(gradient.dtype))
+        return norm
 
 
 def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup, divisor: int) -> None:

@@ -14,6 +14,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.agreement import Agreement, Verdict
+from eplb_runtime.migration.engine import Phase
 
 EXPERTS = 8
 Injection = Callable[[int, eplb.Balancer], None]
@@ -129,7 +130,23 @@ def start_or_restore_apart(rank: int) -> list[str]:
     with pytest.raises((RuntimeError, ValueError)) as refused:
         balancer.load_state_dict({"step": 8, "placement": narrow.to_json()})
     said.append(str(refused.value))
+    with pytest.raises((RuntimeError, ValueError)) as refused:
+        balancer.load_state_dict(
+            {"placement": other.to_json()} if rank == 1 else {"step": 8, "placement": other.to_json()}
+        )
+    said.append(str(refused.value))
     assert balancer.placement.digest() == start.digest()
+
+    def fail(phase: Phase, subject: object) -> None:
+        if phase is Phase.VERIFIED and rank == 0:
+            raise OSError("the device went away")
+
+    balancer._engine.probe, probe = fail, balancer._engine.probe
+    with pytest.raises(RuntimeError, match="could not be restored"):
+        balancer.load_state_dict({"step": 8, "placement": other.to_json()})
+    balancer._engine.probe = probe
+    assert balancer.placement.digest() == start.digest()
+    # The same step once more: what was decided then does not count now.
     balancer.load_state_dict({"step": 8, "placement": other.to_json()})
     assert balancer.placement.digest() == other.digest()
     balancer.close()
@@ -145,3 +162,4 @@ def test_ranks_that_start_or_are_restored_apart_are_told_so_and_nothing_changes(
         assert said[2].endswith("rank 1, 2, 3 has another usable saved state than rank 0")
     assert "EP size" in every[3][3] or "ranks" in every[3][3]
     assert every[0][3].endswith("no usable saved state on rank 3")
+    assert "not what state_dict() gave" in every[1][4] and every[0][4].endswith("no usable saved state on rank 1")
