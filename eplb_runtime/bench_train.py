@@ -136,10 +136,11 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
     Returns:
         JSON-able. ``"train"``, skewed load, a row for each variant (``static``, ``homes``, ``replicas``): ``step_ms``,
         ``imbalance`` (max / mean rank load by the placement and split used, in the timed steps),
-        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``moved`` (experts).
+        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``homes_moved``, ``copies``
+        (that stand at the end).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``, balanced load: ``static_step_ms``,
         ``attached_step_ms``, ``overhead`` (of a balancer that decides every interval, against one that never does),
-        ``moved``. Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
+        ``homes_moved``. Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
     """
     work = work or Workload(blocks=blocks)
     if device.type != "cpu":
@@ -167,7 +168,8 @@ def _skewed(work: Workload) -> dict[str, Any]:
                 "step_ms": _step_ms(blocks, work),
                 "imbalance": uneven,
                 "share_of_ideal_gain": _median(shares),
-                "moved": _moved(variant),
+                "homes_moved": _moved(variant),
+                "copies": int((variant.balancer.placement.copy_count - 1).sum()),
             }
         )
         variant.balancer.close()
@@ -183,7 +185,7 @@ def _balanced(work: Workload) -> dict[str, Any]:
         "static_step_ms": _step_ms(seconds, work),
         "attached_step_ms": _step_ms(other, work),
         "overhead": _median([b / a - 1 for a, b in zip(seconds, other, strict=True)]),
-        "moved": _moved(attached),
+        "homes_moved": _moved(attached),
     }
     for variant in (static, attached):
         variant.balancer.close()

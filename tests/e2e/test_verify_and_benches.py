@@ -140,9 +140,13 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     static, homes, replicas = result["train"]
     assert [row["variant"] for row in (static, homes, replicas)] == ["static", "homes", "replicas"]
     for row in result["train"]:
-        assert set(row) == {"variant", "step_ms", "imbalance", "share_of_ideal_gain", "moved"}
-    assert static["moved"] == 0 and static["share_of_ideal_gain"] == 0 and result["static_imbalance"] > 1.2
-    assert set(result["overhead"][0]) == {"static_step_ms", "attached_step_ms", "overhead", "moved"}
+        assert set(row) == {"variant", "step_ms", "imbalance", "share_of_ideal_gain", "homes_moved", "copies"}
+    assert (
+        static["homes_moved"] == static["copies"] == 0
+        and static["share_of_ideal_gain"] == 0
+        and result["static_imbalance"] > 1.2
+    )
+    assert set(result["overhead"][0]) == {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
 
 
 def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:
