@@ -136,11 +136,11 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
     Returns:
         JSON-able. ``"train"``, skewed load, a row for each variant (``static``, ``homes``, ``replicas``): ``step_ms``,
         ``imbalance`` (max / mean rank load by the placement and split used, in the timed steps),
-        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``homes_moved``, ``copies``
-        (that stand at the end).
-        ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``, balanced load: ``static_step_ms``,
-        ``attached_step_ms``, ``overhead`` (of a balancer that decides every interval, against one that never does),
-        ``homes_moved``. Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
+        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``homes_moved`` and
+        ``copies`` (that stand at the end). ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``, balanced load:
+        ``static_step_ms``, ``attached_step_ms``, ``overhead`` (of a balancer that decides every interval, against one
+        that never does), ``homes_moved``. Times are medians over blocks; shares and overhead are medians over blocks
+        that stood side by side.
     """
     work = work or Workload(blocks=blocks)
     if device.type != "cpu":
