@@ -26,25 +26,25 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2
         "attn_implementation": "eager",
     }
     if family == "olmoe":
-        config = hf.OlmoeConfig(**common, intermediate_size=16, num_experts=experts, num_experts_per_tok=top_k)
+        config = hf.OlmoeConfig(**common, intermediate_size=32, num_experts=experts, num_experts_per_tok=top_k)
     elif family == "qwen3_moe":
         config = hf.Qwen3MoeConfig(
             **common,
             intermediate_size=32,
-            moe_intermediate_size=16,
+            moe_intermediate_size=32,
             num_experts=experts,
             num_experts_per_tok=top_k,
             head_dim=8,
             norm_topk_prob=True,
         )
     elif family == "mixtral":
-        config = hf.MixtralConfig(**common, intermediate_size=16, num_local_experts=experts, num_experts_per_tok=top_k)
+        config = hf.MixtralConfig(**common, intermediate_size=32, num_local_experts=experts, num_experts_per_tok=top_k)
     elif family == "deepseek_v3":
         # Layer 0 is dense, as in the original; the router limits itself to 2 of 4 groups.
         config = hf.DeepseekV3Config(
             **{**common, "num_hidden_layers": layers + 1, "num_key_value_heads": 4},
             intermediate_size=32,
-            moe_intermediate_size=16,
+            moe_intermediate_size=32,
             n_routed_experts=experts,
             num_experts_per_tok=top_k,
             n_shared_experts=1,

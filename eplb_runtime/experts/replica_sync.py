@@ -188,6 +188,8 @@ class ReplicaSync:
         Args:
             gradients: ``[k, ...]`` per tensor; None where the backward gave none.
         """
+        if not self.has_copies(layer):
+            return
         self._finish()
         self._banks[layer].collect(gradients)
         if self._shared or not self._deferring:
