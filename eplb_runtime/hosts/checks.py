@@ -101,11 +101,11 @@ def check(
     )
     (before,) = spread
     if before is not None:
+        _check_sharded(model, host, config)
         if (before.placement, before.ep_ranks) != (placement.digest(), tuple(groups.ep_ranks)):
             raise AttachError(
                 "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
             )
-        _check_sharded(model, host, config)
         return placement
     weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())

@@ -53,7 +53,8 @@ def attach(
     EDP call ``shard_experts`` first.
 
     Gradients of experts are divided by the number of ranks, so that they match what data parallelism's averaging gives
-    the dense parameters: both are the gradient of the mean over ranks of each rank's loss.
+    the dense parameters: both are the gradient of the mean over ranks of each rank's loss. Experts sliced by FSDP2 are
+    divided by R here and averaged over EDP by FSDP2: leave its ``set_gradient_divide_factor`` alone.
 
     Args:
         model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface.

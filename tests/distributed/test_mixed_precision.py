@@ -439,7 +439,7 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
         "adapters around": "model.layers.1.mlp.experts (Wrapper) adapts all experts with one pair of matrices",
         "parametrized": "the weights of model.layers.0.mlp.experts are parametrized",
         "float8": "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
-        "sharded": "is a DTensor: leave expert parameters out of fully_shard",
+        "sharded": "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first",
         "masters instead of parameters": "with float32 masters in its state, not in the place of parameters",
         "no expert parameter": "'lm_head.weight' is no expert parameter",
         "wrong rows": "its first dimension must be the 4 experts of this rank",
