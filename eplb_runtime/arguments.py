@@ -11,7 +11,7 @@ BAD_INPUT = 2
 
 LOAD = "tokens per expert: .npz or .safetensors with `load`, .json, or a serving engine's dump"
 POLICY = "static, deepseek, free, hierarchical or incremental"
-GATE = "rebalance if the imbalance falls, if it pays for itself, or as the policy says (default: always)"
+GATE = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
 
 Run = Callable[[argparse.Namespace], int | None]
 """A command; returns its exit status, None for 0."""
@@ -42,7 +42,7 @@ def add_plan_arguments(commands: Any, run: Run) -> None:
     add("--policy", "NAME", str, f"{POLICY} (default: incremental)", default="incremental")
     command.add_argument("--layout", choices=("home", "free"), help="training or inference (default: the policy's own)")
     add("--current", "PLACEMENT", str, "the placement that stands now, ours or an engine's; moves are counted from it")
-    add("--expert-parameters", "N", positive, "of one expert, to count bytes: 12 each with optimizer state, else 2")
+    add("--expert-parameters", "N", positive, "of one expert, to count bytes: 12 each with its state, 2 in a copy")
     add("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output")
 
 
@@ -142,7 +142,7 @@ def add_verify_arguments(commands: Any, run: Run) -> None:
   torchrun --nproc-per-node 8 -m eplb_runtime.cli verify --device cuda --model-config ./my-model --dtype bfloat16
   torchrun --nproc-per-node 4 -m eplb_runtime.cli verify --replica-slots 1 --dtype float64 --json
 
-exit status: 0 no difference, 1 a difference or nothing proved, 2 bad input (torchrun itself makes 1 of both)
+exit status: 0 passed, 1 a difference or nothing proved, 2 bad input (torchrun itself makes 1 of both)
 """,
     )
     model = command.add_mutually_exclusive_group()
@@ -150,7 +150,9 @@ exit status: 0 no difference, 1 a difference or nothing proved, 2 bad input (tor
     model.add_argument("--family", choices=families, default="olmoe", help="a small model of it (default: olmoe)")
     model.add_argument("--model-config", metavar="PATH", help="a folder with config.json, or that file; random weights")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    command.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+    command.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="default: float32"
+    )
     add = _adder(command)
     add("--steps", "N", positive, "of each run (default: 12)", default=12)
     add("--replica-slots", "K", not_negative, "a further run with K copies a rank, held against a bound", default=0)

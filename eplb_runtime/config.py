@@ -34,7 +34,7 @@ class BalancerConfig:
         window: steps of load history that a decision looks at; None: ``4 * interval``.
         lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
             run in the background. Fixed, so that a rerun commits at the same steps.
-        replica_slots: k, weights-only copies that each rank can hold per layer.
+        replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
         shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
             theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
             instead of once a step, and are computed by a second call, again in the backward pass.

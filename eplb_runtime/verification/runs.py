@@ -80,7 +80,7 @@ def verify(
         make_batch: this rank's batch of a step, the same at each call: a mapping is given to the model as keyword
             arguments, a tuple or list as positional ones, anything else as the only one.
         steps: of each run. Migrations come every ``config.interval`` steps, or more often where that would be fewer
-            than LEAST_MIGRATIONS of them.
+            than three of them.
         config: of the balancer; policy, gate and limits of moves don't count here. ``replica_slots`` asks for the
             further run with copies.
         ep_group: as for ``attach``.
