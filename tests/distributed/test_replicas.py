@@ -235,6 +235,81 @@ def test_copies_reach_what_moving_homes_cannot() -> None:
     assert with_copies <= 1.05
 
 
+def two_forwards_then_one_backward(loss_of, rank, step, balancer, optimizer) -> None:
+    (loss_of(batch_of(rank, 2 * step)) + loss_of(batch_of(rank, 2 * step + 1))).backward()
+
+
+def two_forwards_then_two_backwards(loss_of, rank, step, balancer, optimizer) -> None:
+    for loss in [loss_of(batch_of(rank, 2 * step)), loss_of(batch_of(rank, 2 * step + 1))]:
+        loss.backward()
+
+
+def backward_twice(loss_of, rank, step, balancer, optimizer) -> None:
+    loss = loss_of(batch_of(rank, step))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def evaluation_before_backward(loss_of, rank, step, balancer, optimizer) -> None:
+    loss = loss_of(batch_of(rank, 2 * step))
+    with torch.no_grad():
+        loss_of(batch_of(rank, 2 * step + 1))
+    loss.backward()
+
+
+def gradients_thrown_away(loss_of, rank, step, balancer, optimizer) -> None:
+    for keeping in (nullcontext(), balancer.no_sync()):
+        with keeping:
+            loss_of(batch_of(rank, 2 * step + 1)).backward()
+        optimizer.zero_grad()
+    loss_of(batch_of(rank, 2 * step)).backward()
+
+
+ORDERS = (
+    two_forwards_then_one_backward,
+    two_forwards_then_two_backwards,
+    backward_twice,
+    evaluation_before_backward,
+    gradients_thrown_away,
+)
+
+
+def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, shared: bool) -> dict:
+    model = make_model("gpt_oss", experts=8, top_k=2).double()
+    model.set_experts_implementation("eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    placement = eplb.Placement.initial(2, 8, 2, replica_slots)
+    if replica_slots:
+        slots = placement.physical_to_logical.copy()
+        slots[:, [4, 9]] = [5, 1]
+        placement = eplb.Placement(slots, 8, 2, placement.home)
+    config = eplb.BalancerConfig(
+        policy="static",
+        replica_slots=replica_slots,
+        shared_between_layers=shared,
+        split="even",
+        split_least_tokens=0,
+        dense_gradients="allreduce",
+        initial_placement=placement,
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    for step in range(3):
+        order(lambda ids: model(input_ids=ids, labels=ids).loss, rank, step, balancer, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = eplb.logical_state_dict(model, optimizer)
+    balancer.close()
+    return {"losses": [0.0], "norms": [0.0], "state": state}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_whatever_the_order_of_forwards_and_backwards(order: Callable[..., None]) -> None:
+    whole = run_ranks(2, train_in_order, order, 0, False)
+    for shared in (False, True):
+        assert 0 < largest_difference(whole, run_ranks(2, train_in_order, order, 1, shared)) < 1e-12
+
+
 def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     events = []
     send, finish = ReplicaSync._send, ReplicaSync._finish
