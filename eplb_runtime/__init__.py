@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .balancer import Balancer
     from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
-    from .grad_scaler import GradScaler
+    from .gradients.scaler import GradScaler
     from .hosts import attach, shard_experts
     from .placement import Placement
     from .planner import Plan, plan
@@ -36,7 +36,7 @@ __all__ = [
 _ROOM_OF = {
     "Balancer": "balancer",
     "BalancerConfig": "config",
-    "GradScaler": "grad_scaler",
+    "GradScaler": "gradients.scaler",
     "Placement": "placement",
     "Plan": "planner",
     "Topology": "topology",

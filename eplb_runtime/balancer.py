@@ -22,21 +22,21 @@ from torch import Tensor
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
-from .experts.gradients import Gradients
 from .experts.registry import ExpertTensors, RegistryError
-from .experts.replica_sync import ReplicaSync
 from .experts.slices import is_sliced, local
+from .gradients.reduction import Gradients
 from .load.aggregate import HostCopy
 from .load.clock import StepClock
-from .load.recorder import LoadRecorder
+from .load.counter import LoadCounter
 from .migration.agreement import Agreement
 from .migration.bandwidth import measure
 from .migration.engine import MigrationEngine, Outcome
-from .migration.groups import ProcessGroups
 from .migration.transports.base import Transport
 from .migration.transports.torch_p2p import TorchPointToPoint
 from .placement import Placement, PlacementError
 from .planner import Plan
+from .ranks import ProcessGroups
+from .replicas.sync import ReplicaSync
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter
 from .topology import Topology
@@ -71,7 +71,7 @@ class Balancer:
         topology: Topology,
         placement: Placement,
         registry: ExpertTensors,
-        recorder: LoadRecorder,
+        counter: LoadCounter,
         table: SlotTable,
         splitter: BatchSplitter | None,
         replicas: ReplicaSync | None,
@@ -85,7 +85,7 @@ class Balancer:
         self.events = EventLog()
         self._groups = groups
         self._registry = registry
-        self._recorder = recorder
+        self._counter = counter
         self._table = table
         self._splitter = splitter
         self._replicas = replicas
@@ -124,7 +124,7 @@ class Balancer:
             config.staging_bytes,
         )
         self._decisions = DecisionMaker(
-            config, self.topology, groups.control, self._agreement, registry, recorder.steps_per_row
+            config, self.topology, groups.control, self._agreement, registry, counter.steps_per_bucket
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
@@ -159,7 +159,7 @@ class Balancer:
         self._gradients.begin()
         self._step += 1
         self._clock.tick()
-        self._recorder.advance()
+        self._counter.advance()
         before = self._placement
         if not self._disabled:
             self._rebalance_if_due()
@@ -175,7 +175,7 @@ class Balancer:
 
     def _start_decision(self) -> Future[Decision]:
         measurement = Measurement(
-            rows=HostCopy(self._recorder.take()),
+            buckets=HostCopy(self._counter.take()),
             placement=self._placement,
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
@@ -187,7 +187,7 @@ class Balancer:
     def _act_on(self, decision: Decision) -> None:
         if decision.imbalance is not None:
             rows = tuple(tuple(row) for row in decision.imbalance.tolist())
-            self.events.emit(LoadMeasured(self._step, len(rows) * self._recorder.steps_per_row, rows))
+            self.events.emit(LoadMeasured(self._step, len(rows) * self._counter.steps_per_bucket, rows))
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return
@@ -230,7 +230,7 @@ class Balancer:
 
     def _take_over(self, placement: Placement) -> None:
         """A round is committed: maps change in place, before anybody routes again."""
-        self._earlier.append((self._recorder.rows, self._placement))
+        self._earlier.append((self._counter.buckets, self._placement))
         self._placement = placement
         self._table.update(placement)
         if self._splitter is not None and self._replicas is not None:
@@ -393,7 +393,7 @@ class Balancer:
     @property
     def counted(self) -> Tensor:
         """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
-        return self._recorder.counts
+        return self._counter.counts
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from typing import Literal
 from .placement import Placement
 
 SPLITS = ("water_filling", "even")
-GATES = ("payoff", "always")
-POLICIES = ("incremental", "static")
+TRAINING_GATES = ("payoff", "always")
+TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch",)
 DISPATCHES = ("all_to_all",)
 DENSE_GRADIENTS = ("host", "allreduce")
@@ -105,8 +105,8 @@ class BalancerConfig:
                 raise ConfigError(f"{name}={value}: give a positive number of seconds")
         if not 0 < self.moe_share <= 1:
             raise ConfigError(f"moe_share={self.moe_share}: give a share of the step in (0, 1]")
-        self._one_of("policy", POLICIES)
-        self._one_of("gate", GATES)
+        self._one_of("policy", TRAINING_POLICIES)
+        self._one_of("gate", TRAINING_GATES)
         self._one_of("split", SPLITS)
         self._one_of("transport", TRANSPORTS)
         self._one_of("dispatch", DISPATCHES)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .config import BalancerConfig
-from .experts.layout import RecordLayout
+from .experts.record import RecordFormat
 from .experts.registry import ExpertTensors
 from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
@@ -54,14 +54,14 @@ class Measurement:
     """What a decision starts from.
 
     Args:
-        rows: this rank's load since the last decision.
+        buckets: this rank's load since the last decision.
         placement: the one that stands.
-        earlier: ``(end, placement)``: rows before ``end`` were computed under another placement.
+        earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
         step_seconds: measured, smoothed.
         stall_seconds: what a rebalance costs besides its transfers.
     """
 
-    rows: HostCopy
+    buckets: HostCopy
     placement: Placement
     earlier: tuple[tuple[int, Placement], ...]
     step_seconds: float
@@ -82,12 +82,12 @@ class DecisionMaker:
         control: dist.ProcessGroup,
         agreement: Agreement,
         registry: ExpertTensors,
-        steps_per_row: int,
+        steps_per_bucket: int,
     ) -> None:
         self._config = config
         self._topology = topology
         self._registry = registry
-        self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_row))
+        self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._ready = threading.Event()
         self._is_planner = dist.get_rank() == 0
         self.planner: Callable[..., Plan] = plan
@@ -108,7 +108,7 @@ class DecisionMaker:
     def decide(self, measurement: Measurement) -> Decision:
         """Collective over the control group; never raises."""
         try:
-            total = aggregate(measurement.rows, self._control).numpy()
+            total = aggregate(measurement.buckets, self._control).numpy()
             imbalance = _imbalance_as_it_was(total, measurement)
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
             self.on_plan_received(message)
@@ -163,7 +163,7 @@ class DecisionMaker:
         ).encode()
 
     def _cost(self, measurement: Measurement) -> CostModel:
-        home = max(RecordLayout.of(self._registry.of_home(layer)).nbytes for layer in range(self._registry.num_layers))
+        home = max(RecordFormat.of(self._registry.of_home(layer)).nbytes for layer in range(self._registry.num_layers))
         return CostModel(
             home_bytes=home,
             replica_bytes=0,  # copies are refreshed after every step anyway

@@ -25,7 +25,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
-    "eplb_runtime.hosts.transformers",
+    "eplb_runtime.hosts.transformers.weights",
     "eplb_runtime.verification",
     "moe_models",
     "ranks",

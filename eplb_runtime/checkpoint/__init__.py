@@ -1,16 +1,11 @@
-"""State in logical order, independent of placement and of the number of ranks: in memory, with DCP, as Hugging Face's.
+"""State in logical order, independent of placement and of the number of ranks: in memory, with DCP, as a framework's.
 
-Nothing here knows a framework: what is Hugging Face's is in ``hosts/transformers_weights.py``.
+Nothing here knows a framework: its folders are read and written by the attached host.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from .dcp import LogicalState, async_save, load, save
+from .pretrained import export_pretrained, load_pretrained
 from .state import CheckpointError, load_logical_state_dict, logical_state_dict
-
-if TYPE_CHECKING:
-    from ..hosts.transformers_weights import export_pretrained, load_pretrained
 
 __all__ = [
     "CheckpointError",
@@ -23,9 +18,3 @@ __all__ = [
     "logical_state_dict",
     "save",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("export_pretrained", "load_pretrained"):
-        return getattr(import_module("eplb_runtime.hosts.transformers_weights"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

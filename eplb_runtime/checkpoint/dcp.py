@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 
 from ..experts.slices import columns, local
 from ..placement import PlacementError
-from .rows import ExpertRows
+from .expert_rows import ExpertRows
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
 
 logger = logging.getLogger("eplb_runtime")

@@ -1,10 +1,112 @@
-"""One file per framework: what its MoE layers look like, where its experts are, how to get between the two.
+"""One room per framework: what its MoE layers look like, where its experts are, how to get between the two.
 
-``attach`` finds the host for a model. Nothing outside this room knows a framework.
+``attach`` asks the list of hosts in turn and hands the model's description to `attaching`. Nothing outside this room
+knows a framework.
 """
 
-from .description import AttachError
-from .entry import attach
-from .sharding import shard_experts
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..attaching.attach import attach_host
+from ..attaching.description import AttachError, HostModel
+from ..attaching.sharding import shard_host
+from ..balancer import Balancer
+from ..config import BalancerConfig
 
 __all__ = ["AttachError", "attach", "shard_experts"]
+
+_HOSTS = {"transformers": "transformers"}
+"""Room in here -> the extra that installs its framework; imported when a model is described."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: BalancerConfig | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> Balancer:
+    """Spread a model's experts over the EP group and keep them balanced. Collective: every rank calls it once.
+
+    The model must be the same on every rank (same seed or checkpoint; checked). Afterwards each rank holds E/R experts
+    of every MoE layer; the rest of the model is untouched. An optimizer made before keeps its groups, options and
+    state: full expert parameters are replaced by local ones. Wrap the model in DistributedDataParallel after this call
+    (expert parameters are excluded from it), or set ``dense_gradients="allreduce"`` and use no wrapper. For FSDP2 over
+    EDP call ``shard_experts`` first.
+
+    Gradients of experts are divided by the number of ranks, so that they match what data parallelism's averaging gives
+    the dense parameters: both are the gradient of the mean over ranks of each rank's loss. Experts sliced by FSDP2 are
+    divided by R here and averaged over EDP by FSDP2: leave its ``set_gradient_divide_factor`` alone.
+
+    Args:
+        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface.
+        optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). None: inference, load counts in
+            evaluation too.
+        config: settings, the same on every rank.
+        ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
+            placement, and expert gradients are averaged over them.
+        device: for a model on the meta device, where to make it: this rank's experts and the rest, nothing more. Its
+            weights are NaN until you load them, with ``eplb_runtime.checkpoint.load`` or ``load_pretrained``.
+
+    Returns:
+        The balancer, hooked to the optimizer's step.
+
+    Raises:
+        AttachError: there is nothing to balance, or it cannot be done; the model and optimizer are as they were.
+    """
+    return attach_host(model, _describe(model), optimizer, config=config, ep_group=ep_group, device=device)
+
+
+def shard_experts(
+    model: nn.Module, *, config: BalancerConfig | None = None, ep_group: dist.ProcessGroup | None = None
+) -> None:
+    """Leave each rank its E/R experts of every MoE layer, and do nothing else yet. Collective.
+
+    Only for FSDP2, which must see the experts cut before the optimizer is made: then ``fully_shard`` each experts
+    module over the ranks that hold the same experts, along dimension 1, the rest as usual, make the optimizer, and
+    ``attach`` with the same config and group::
+
+        eplb.shard_experts(model, ep_group=ep_group)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts, mesh=edp_mesh, shard_placement_fn=lambda parameter: Shard(1))
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        balancer = eplb.attach(model, optimizer, ep_group=ep_group)
+
+    Args:
+        model: as for ``attach``; the same on every rank.
+        config: as for ``attach``; its ``initial_placement`` counts here.
+        ep_group: as for ``attach``.
+
+    Raises:
+        AttachError: the experts cannot be spread; the model is as it was.
+    """
+    shard_host(model, _describe(model), config=config, ep_group=ep_group)
+
+
+def _describe(model: nn.Module) -> HostModel:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
+    if hasattr(model, "_eplb_runtime_balancer"):
+        raise AttachError("the model is attached already: close() does not undo sharding; build the model anew")
+    missing = []
+    for room, extra in _HOSTS.items():
+        try:
+            host: HostModel = import_module(f".{room}", __name__).describe(model)
+        except ImportError:
+            missing.append(extra)
+            continue
+        if host.layers:
+            return host
+    if len(missing) == len(_HOSTS):
+        raise AttachError(f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]'")
+    raise AttachError(
+        f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: nothing to balance"
+    )

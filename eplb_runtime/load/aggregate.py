@@ -26,8 +26,8 @@ class HostCopy:
         return self._host
 
 
-def aggregate(rows: HostCopy, group: dist.ProcessGroup) -> Tensor:
+def aggregate(buckets: HostCopy, group: dist.ProcessGroup) -> Tensor:
     """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, the same on every rank."""
-    total = rows.wait()
+    total = buckets.wait()
     dist.all_reduce(total, group=group)
     return total

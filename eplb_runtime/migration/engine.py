@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..experts.layout import RecordLayout
+from ..checksum import CHECKSUM_BYTES, as_bytes, checksum
+from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..placement import Placement
 from .agreement import Agreement, Verdict
 from .schedule import Round, Transfer, TransferSchedule, make_schedule
-from .staging import CHECKSUM_BYTES, Arena, as_bytes, checksum, runs_of
+from .staging import Arena, runs_of
 from .transports.base import Message, Transport, TransportError
 
 logger = logging.getLogger("eplb_runtime")
@@ -62,7 +63,7 @@ class _Staged:
     """A record that arrived (or was copied, on its own rank) and waits for the commit."""
 
     transfer: Transfer
-    layout: RecordLayout
+    record_format: RecordFormat
     record: Tensor
 
 
@@ -117,12 +118,12 @@ class MigrationEngine:
             cause, broken = (verdict.cause, verdict.connections_broken) if verdict else ("", False)
             return Outcome(standing, moved, received, time.perf_counter() - started, phase, cause, broken)
 
-        schedule, layouts, digest = self._prepare(current, target)
+        schedule, formats, digest = self._prepare(current, target)
         agreed = self._agreement.same_on_all(digest, "transfer schedule")
         if not agreed.commit or schedule is None:
             return outcome(Phase.PREPARED, agreed)
         for number, round_ in enumerate(schedule.rounds):
-            staged, problem, timed_out = self._stage_and_verify(round_, layouts)
+            staged, problem, timed_out = self._stage_and_verify(round_, formats)
             decided = self._agreement.decide(f"{key}/{number}", problem, timed_out)
             self.probe(Phase.DECIDED, decided)
             if not decided.commit:
@@ -131,7 +132,7 @@ class MigrationEngine:
             standing = _placement_after(standing, round_, target.epoch)
             on_commit(standing)
             moved += len(round_.transfers)
-            received += sum(s.layout.payload_bytes for s in staged if not self._is_local(s.transfer))
+            received += sum(s.record_format.payload_bytes for s in staged if not self._is_local(s.transfer))
             self.probe(Phase.COMMITTED, round_)
         return outcome()
 
@@ -139,15 +140,15 @@ class MigrationEngine:
 
     def _prepare(
         self, current: Placement, target: Placement
-    ) -> tuple[TransferSchedule | None, list[RecordLayout], bytes]:
-        """The schedule, the layout of each record, memory for the largest round, and the digest of all that.
+    ) -> tuple[TransferSchedule | None, list[RecordFormat], bytes]:
+        """The schedule, the record_format of each record, memory for the largest round, and the digest of all that.
 
         What can fail on one rank alone fails here, before anybody waits for its bytes: then the digest is zeros.
         """
-        layouts: list[RecordLayout] = []
+        formats: list[RecordFormat] = []
         try:
-            layouts = [RecordLayout.of(self._registry.of_home(layer)) for layer in range(self._registry.num_layers)]
-            schedule = make_schedule(current, target, [layout.nbytes for layout in layouts], self._budget)
+            formats = [RecordFormat.of(self._registry.of_home(layer)) for layer in range(self._registry.num_layers)]
+            schedule = make_schedule(current, target, [record_format.nbytes for record_format in formats], self._budget)
             for round_ in schedule.rounds:
                 arriving = [t.nbytes for t in round_.transfers if self._rank_of(t.destination_slot) == self._ep_rank]
                 leaving = [t.nbytes for t in round_.transfers if self._leaves(t)]
@@ -156,16 +157,16 @@ class MigrationEngine:
             self.probe(Phase.PREPARED, schedule)
         except Exception:
             logger.warning("this rank cannot prepare the migration", exc_info=True)
-            return None, layouts, bytes(16)
+            return None, formats, bytes(16)
         digest = np.frombuffer(schedule.digest(), dtype=np.uint8)
-        for layout in layouts:
-            digest = digest ^ np.frombuffer(layout.digest(), dtype=np.uint8)
-        return schedule, layouts, digest.tobytes()
+        for record_format in formats:
+            digest = digest ^ np.frombuffer(record_format.digest(), dtype=np.uint8)
+        return schedule, formats, digest.tobytes()
 
-    def _stage_and_verify(self, round_: Round, layouts: list[RecordLayout]) -> tuple[list[_Staged], str, bool]:
+    def _stage_and_verify(self, round_: Round, formats: list[RecordFormat]) -> tuple[list[_Staged], str, bool]:
         """Bring this rank's part of a round into staging. Returns it, what is wrong with it, and whether by timeout."""
         try:
-            staged, expected = self._stage(round_, layouts)
+            staged, expected = self._stage(round_, formats)
             self.probe(Phase.STAGED, staged)
             problem = self._verify(staged, expected)
             self.probe(Phase.VERIFIED, staged)
@@ -175,7 +176,7 @@ class MigrationEngine:
         except Exception as error:
             return [], f"{type(error).__name__}: {error}", False
 
-    def _stage(self, round_: Round, layouts: list[RecordLayout]) -> tuple[list[_Staged], dict[int, Tensor]]:
+    def _stage(self, round_: Round, formats: list[RecordFormat]) -> tuple[list[_Staged], dict[int, Tensor]]:
         """Exchange records and their checksums. Pairs of ranks send in the order of the schedule."""
         self._arrivals.restart()
         self._departures.restart()
@@ -185,19 +186,19 @@ class MigrationEngine:
         sent_checksums: dict[int, list[bytes]] = defaultdict(list)
         expected_count: dict[int, int] = defaultdict(int)
         for transfer in round_.transfers:
-            layout = layouts[transfer.layer]
+            record_format = formats[transfer.layer]
             source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
             if destination == self._ep_rank:
-                record = self._arrivals.take(layout.nbytes)
-                staged.append(_Staged(transfer, layout, record))
+                record = self._arrivals.take(record_format.nbytes)
+                staged.append(_Staged(transfer, record_format, record))
                 if source == self._ep_rank:
-                    layout.pack(self._local(transfer.source_slot), record)
+                    record_format.pack(self._local(transfer.source_slot), record)
                 else:
-                    runs = runs_of(layout, self._transport.device)
+                    runs = runs_of(record_format, self._transport.device)
                     receives.extend(Message(source, record[first:end]) for first, end, _ in runs)
                     expected_count[source] += 1
             elif source == self._ep_rank:
-                messages, rows = self._departing(transfer, layout, destination)
+                messages, rows = self._departing(transfer, record_format, destination)
                 sends.extend(messages)
                 sent_checksums[destination].append(checksum(rows))
         expected = {}
@@ -211,24 +212,24 @@ class MigrationEngine:
         return staged, expected
 
     def _departing(
-        self, transfer: Transfer, layout: RecordLayout, destination: int
+        self, transfer: Transfer, record_format: RecordFormat, destination: int
     ) -> tuple[list[Message], list[Tensor]]:
         """Messages that carry one expert away, and its rows as bytes, in field order, for the checksum."""
         slot = self._local(transfer.source_slot)
-        record = self._departures.take(layout.nbytes)
+        record = self._departures.take(record_format.nbytes)
         messages, rows = [], {}
-        for first, end, direct in runs_of(layout, self._transport.device):
+        for first, end, direct in runs_of(record_format, self._transport.device):
             if direct is not None:
                 row = as_bytes(direct.live_row(slot))
                 messages.append(Message(destination, row))
                 rows[direct.offset] = row
                 continue
-            for field in layout.fields:
+            for field in record_format.fields:
                 if first <= field.offset < end:
                     field.view_in(record).copy_(field.live_row(slot).detach())
                     rows[field.offset] = record[field.offset : field.offset + field.nbytes]
             messages.append(Message(destination, record[first:end]))
-        return messages, [rows[field.offset] for field in layout.fields]
+        return messages, [rows[field.offset] for field in record_format.fields]
 
     def _verify(self, staged: list[_Staged], expected: dict[int, Tensor]) -> str:
         """Compare checksums of what arrived with those of what left; returns the first difference, or nothing."""
@@ -240,7 +241,7 @@ class MigrationEngine:
             source = self._rank_of(s.transfer.source_slot)
             at = position[source]
             position[source] += CHECKSUM_BYTES
-            arrived = checksum([s.record[f.offset : f.offset + f.nbytes] for f in s.layout.fields])
+            arrived = checksum([s.record[f.offset : f.offset + f.nbytes] for f in s.record_format.fields])
             if arrived != digests[source][at : at + CHECKSUM_BYTES]:
                 return (
                     f"layer {s.transfer.layer}: expert {s.transfer.expert} from EP rank {source} arrived with another "
@@ -253,7 +254,7 @@ class MigrationEngine:
         changed: dict[int, list[int]] = defaultdict(list)
         for s in staged:
             slot = self._local(s.transfer.destination_slot)
-            s.layout.unpack(s.record, slot)
+            s.record_format.unpack(s.record, slot)
             changed[s.transfer.layer].append(slot)
         for layer, slots in changed.items():
             self._registry.settle_gradients(layer, slots)

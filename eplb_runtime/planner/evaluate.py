@@ -9,7 +9,7 @@ from ..placement import EMPTY, Placement
 from ..routing.tables import SplitTables
 from ..routing.water_filling import split_totals
 from ..topology import Topology
-from .bounds import lower_bound
+from .search.bounds import lower_bound
 from .types import PlanRequest
 
 UNITS = 2.0**40

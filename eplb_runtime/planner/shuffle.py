@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
 from ..topology import Topology
-from .bounds import lower_bound
 from .evaluate import moves_between, predicted_imbalance
+from .search.bounds import lower_bound
 from .types import Plan
 
 IntArray = NDArray[np.int32]

@@ -15,7 +15,7 @@ from ..placement import Placement
 from ..routing.sources import split_for_rank
 from ..routing.tables import SplitTables
 from ..topology import Topology
-from .entry import plan
+from .planning import plan
 from .policies import LAYOUTS
 
 

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from ..placement import Placement
 from .tables import SplitTables
-from .water_filling import (
-    FRACTION_BITS,
-    MOMENTUM_EIGHTHS,
-    MOMENTUM_FROM,
-    SWEEPS,
-    TOLERANCE_BITS,
-    WARM_BITS,
-    Mode,
-)
+from .water_filling import FRACTION_BITS, MOMENTUM_EIGHTHS, MOMENTUM_FROM, SWEEPS, TOLERANCE_BITS, WARM_BITS, Mode
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ def run(
     Raises:
         LaunchError, ModelError, AttachError: what was asked for cannot be run.
     """
-    from ..hosts.transformers_models import make_model, read_config, small_config
+    from ..hosts.transformers.models import make_model, read_config, small_config
 
     with process_group(device) as here:
         if here.type == "cuda":

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..checkpoint.state import LogicalView
+from ..checksum import as_bytes, checksum
 from ..experts.slices import local
-from ..migration.staging import as_bytes, checksum
 
 IntArray = NDArray[np.int64]
 

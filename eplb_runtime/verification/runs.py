@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..balancer import Balancer
 from ..config import BalancerConfig
 from ..events import RebalanceAborted, RebalanceCommitted
-from ..experts.replicas import accumulation_dtype
 from ..hosts import attach
 from ..planner.shuffle import plan_shuffle
+from ..replicas.bank import accumulation_dtype
 from .record import Place, State, StateReader, differing
 from .report import Difference, ReplicaCheck, Report, Verdict
 

@@ -166,12 +166,12 @@ def count_load(rank: int) -> list[int]:
     counted = []
     for attention_mask in (None, mask):
         model(input_ids=ids, labels=ids, attention_mask=attention_mask).loss.backward()
-        counted.append(int(balancer._recorder.counts[0].sum()))
+        counted.append(int(balancer._counter.counts[0].sum()))
         model.eval()
         with torch.no_grad():
             model(input_ids=ids)
         model.train()
-        assert int(balancer._recorder.counts[0].sum()) == counted[-1]
+        assert int(balancer._counter.counts[0].sum()) == counted[-1]
         optimizer.step()
     optimizer.step()
     assert balancer.events.of_type(LoadMeasured)

@@ -75,7 +75,7 @@ class Reads:
         self.bytes = 0
 
     def watch(self) -> None:
-        from eplb_runtime.hosts import transformers_weights
+        from eplb_runtime.hosts.transformers import weights as transformers_weights
 
         reads = self
 

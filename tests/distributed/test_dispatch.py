@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
-from eplb_runtime.experts.local import LocalExperts
+from eplb_runtime.experts.compute import LocalExperts
 
 SLOTS, WIDTH, TOP_K = 3, 8, 2
 

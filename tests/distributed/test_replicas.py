@@ -19,9 +19,9 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
-from eplb_runtime.experts.replica_sync import ReplicaSync
-from eplb_runtime.experts.replicas import ReplicaBank
-from eplb_runtime.load.recorder import in_recompute
+from eplb_runtime.load.counter import in_recompute
+from eplb_runtime.replicas.bank import ReplicaBank
+from eplb_runtime.replicas.sync import ReplicaSync
 
 EXPERTS = 16
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.experts.registry import ExpertTensors
-from eplb_runtime.experts.replica_sync import ReplicaSync
+from eplb_runtime.replicas.sync import ReplicaSync
 from eplb_runtime.verification.report import Report
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_runtime.arguments import POLICY
-from eplb_runtime.cli import main
-from eplb_runtime.load.files import read_load, write_load
+from eplb_runtime.cli.arguments import POLICY
+from eplb_runtime.cli.commands import main
+from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.policies import POLICIES
 
@@ -63,7 +63,7 @@ def test_help_shows_examples_and_waits_for_no_heavy_import() -> None:
     assert "examples:" in done.stdout and "--every 5" in done.stdout
     program = """
 import sys
-from eplb_runtime.arguments import POLICY
+from eplb_runtime.cli.arguments import POLICY
 from eplb_runtime.cli import main
 try:
     main(["simulate", "--help"])
@@ -222,7 +222,7 @@ def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.Ca
 
 
 def test_the_splitter_is_measured_on_a_load_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("eplb_runtime.routing.bench")
+    pytest.importorskip("eplb_runtime.bench.split")
     write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 64)))
     result = answer(capsys, "bench", "split", tmp_path / "load.npz", "--repeats", "1")
     assert all(row["water_filling"] <= row["even"] for row in result["split"])  # type: ignore[attr-defined]

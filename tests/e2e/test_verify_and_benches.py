@@ -12,9 +12,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from eplb_runtime import bench_train
-from eplb_runtime.bench_train import Workload
-from eplb_runtime.cli import main
+from eplb_runtime.bench import train as bench_train
+from eplb_runtime.bench.train import Workload
+from eplb_runtime.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def test_verify_under_torchrun_prints_one_report_and_ends_with_0() -> None:
 
 
 def test_verify_alone_says_what_it_cannot_show_and_reads_a_config(tmp_path: Path) -> None:
-    from eplb_runtime.hosts.transformers_models import small_config
+    from eplb_runtime.hosts.transformers.models import small_config
 
     small_config("qwen3_moe", 8).save_pretrained(tmp_path)
     done = shell("verify", "--steps", "4", "--model-config", tmp_path)
@@ -108,7 +108,7 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
 
 
 def migrate(rank: int) -> dict:
-    from eplb_runtime.migration.bench import run
+    from eplb_runtime.bench.migrate import run
 
     return run(torch.device("cpu"), repeats=2, shapes=((32, 64),))
 

@@ -12,7 +12,7 @@ from device import DEVICE
 
 from eplb_runtime import Placement
 from eplb_runtime.load.aggregate import HostCopy
-from eplb_runtime.load.recorder import LoadRecorder
+from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.routing.lookup import SlotTable
 from eplb_runtime.routing.splitter import BatchSplitter
 
@@ -37,8 +37,8 @@ def choices(seed: int, tokens: int = TOKENS) -> torch.Tensor:
     return torch.multinomial(weight, TOP_K, generator=generator)
 
 
-def recorder() -> LoadRecorder:
-    return LoadRecorder(LAYERS, EXPERTS, 8, DEVICE)
+def counter() -> LoadCounter:
+    return LoadCounter(LAYERS, EXPERTS, 8, DEVICE)
 
 
 def captured(work: object) -> torch.cuda.CUDAGraph:
@@ -55,7 +55,7 @@ def captured(work: object) -> torch.cuda.CUDAGraph:
 
 
 def test_counts_are_right_and_padding_does_not_count() -> None:
-    counting = recorder()
+    counting = counter()
     real = torch.arange(TOKENS) % 5 > 0
     for layer in range(LAYERS):
         counting.count(layer, choices(layer).to(DEVICE))
@@ -68,7 +68,7 @@ def test_counts_are_right_and_padding_does_not_count() -> None:
 
 
 def test_counting_and_closing_a_step_never_wait_for_the_device() -> None:
-    counting = recorder()
+    counting = counter()
     ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
     counting.count(0, ids, real)
     with no_host_sync():
@@ -81,7 +81,7 @@ def test_counting_and_closing_a_step_never_wait_for_the_device() -> None:
 
 
 def test_counting_takes_no_memory() -> None:
-    counting = recorder()
+    counting = counter()
     ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
     counting.count(0, ids, real)
     before, address = torch.cuda.memory_allocated(), counting.counts.data_ptr()
@@ -94,7 +94,7 @@ def test_counting_takes_no_memory() -> None:
 
 
 def test_a_captured_graph_goes_on_counting() -> None:
-    counting = recorder()
+    counting = counter()
     ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
 
     def work() -> None:

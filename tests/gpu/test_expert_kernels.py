@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import DEVICE
 
-from eplb_runtime.hosts.transformers import describe
+from eplb_runtime.hosts.transformers.describe import describe
 
 pytestmark = pytest.mark.gpu
 ROWS_OF_EXPERT = (0, 1, 3, 17, 64, 129, 5, 200)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from device import DEVICE
 
-from eplb_runtime.experts.layout import RecordLayout
+from eplb_runtime.checksum import as_bytes, checksum
+from eplb_runtime.experts.record import RecordFormat
 from eplb_runtime.experts.registry import ExpertTensor
-from eplb_runtime.migration.staging import as_bytes, checksum
 
 pytestmark = pytest.mark.gpu
 
@@ -35,13 +35,13 @@ def tensors() -> list[ExpertTensor]:
 @pytest.mark.parametrize("pinned", [False, True], ids=["on the device", "through pinned memory"])
 def test_a_record_brings_every_bit_to_another_slot(pinned: bool) -> None:
     experts = tensors()
-    layout = RecordLayout.of(experts)
+    record_format = RecordFormat.of(experts)
     device = torch.device("cpu") if pinned else DEVICE
-    record = torch.empty(layout.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    record = torch.empty(record_format.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     before = [t.tensor.clone() for t in experts]
     addresses = [t.tensor.data_ptr() for t in experts]
-    layout.pack(1, record)
-    layout.unpack(record, 3)
+    record_format.pack(1, record)
+    record_format.unpack(record, 3)
     for t, old in zip(experts, before, strict=True):
         for slot, source in enumerate((0, 1, 2, 1)):
             assert torch.equal(as_bytes(t.tensor[slot]), as_bytes(old[source])), f"{t.name}, slot {slot}"

@@ -15,9 +15,9 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.groups import ProcessGroups, backend_for
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
+from eplb_runtime.ranks import ProcessGroups, backend_for
 
 pytestmark = pytest.mark.gpu
 EXPERTS, LAYERS = 8, 2

@@ -174,7 +174,7 @@ def test_static_takes_the_free_layout_where_ranks_do_not_divide_the_experts() ->
 
 
 def test_the_past_helps_on_a_real_drifting_series(shared_data: Path) -> None:
-    from eplb_runtime.load.files import read_load
+    from eplb_runtime.formats.loads import read_load
 
     load = merge_windows(read_load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz"), 5)
     runs = simulate(load, Topology(8, 8), slots_per_rank=5, every=1, policies=["static", "incremental"])

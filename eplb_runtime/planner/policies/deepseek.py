@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
-from .settle import settle
+from ..search.settle import settle
 
 if TYPE_CHECKING:
     from ..types import PlanRequest

@@ -13,8 +13,8 @@ from numba import njit
 from numpy.typing import ArrayLike
 
 from ...placement import Placement
-from ..bounds import floor
-from .packing import (
+from ..search.bounds import floor
+from ..search.packing import (
     FloatArray,
     IntArray,
     Layer,
@@ -28,8 +28,8 @@ from .packing import (
     spread_copies,
     swap,
 )
-from .pairing import search_counts
-from .settle import settle
+from ..search.pairing import search_counts
+from ..search.settle import settle
 
 if TYPE_CHECKING:
     from ..types import PlanRequest

@@ -15,12 +15,12 @@ from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
-from ..bounds import floor, lower_bound
 from ..evaluate import predicted_imbalance
+from ..search.bounds import floor, lower_bound
+from ..search.packing import FloatArray, IntArray, empty_layer
+from ..search.settle import settle
 from .free import balance as balance_free
 from .free import plan_layer
-from .packing import FloatArray, IntArray, empty_layer
-from .settle import settle
 
 if TYPE_CHECKING:
     from ..types import PlanRequest

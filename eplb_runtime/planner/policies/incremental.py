@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
-from ..align import align
-from ..budget import share_out
 from ..cost import HYSTERESIS, CostModel
-from ..descent import descend
 from ..evaluate import expected_imbalance, in_units, moves_between
-from ..spare import fill_with_chords, fill_with_hottest
+from ..search.align import align
+from ..search.budget import share_out
+from ..search.descent import descend
+from ..search.spare import fill_with_chords, fill_with_hottest
 from ..types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK, PlanRequest
 
 LEAST_GAIN = 0.005

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.experts.layout import ALIGNMENT, RecordLayout
+from eplb_runtime.checksum import as_bytes, checksum
 from eplb_runtime.experts.optimizer_state import (
     OptimizerStateError,
     check_element_wise,
@@ -14,8 +14,8 @@ from eplb_runtime.experts.optimizer_state import (
     is_per_expert,
     replace_parameter,
 )
+from eplb_runtime.experts.record import ALIGNMENT, RecordFormat
 from eplb_runtime.experts.registry import ExpertTensor, ExpertTensors, RegistryError
-from eplb_runtime.migration.staging import as_bytes, checksum
 
 ELEMENT_WISE = {
     "SGD": {"momentum": 0.9},
@@ -119,30 +119,30 @@ def test_gradients_left_behind_are_zeroed_only_where_experts_moved() -> None:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
 
 
-def layout_of(rows: int = 3) -> tuple[RecordLayout, list[torch.Tensor]]:
+def layout_of(rows: int = 3) -> tuple[RecordFormat, list[torch.Tensor]]:
     tensors = [torch.randint(0, 100, (rows, 5, 7)).to(dtype) for dtype in DTYPES] + [torch.randn(rows)]
     named = [ExpertTensor(f"t{i}", tensor, "buffer") for i, tensor in enumerate(tensors)]
-    return RecordLayout.of(named), tensors
+    return RecordFormat.of(named), tensors
 
 
 def test_a_record_carries_every_bit_of_every_dtype() -> None:
-    layout, tensors = layout_of()
+    record_format, tensors = layout_of()
     before = [tensor.clone() for tensor in tensors]
-    record = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(2, record)
-    layout.unpack(record, 0)
+    record = torch.zeros(record_format.nbytes, dtype=torch.uint8)
+    record_format.pack(2, record)
+    record_format.unpack(record, 0)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
         assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
-    assert all(field.offset % ALIGNMENT == 0 for field in layout.fields)
+    assert all(field.offset % ALIGNMENT == 0 for field in record_format.fields)
 
 
 def test_layouts_that_cannot_be_exchanged_have_other_digests() -> None:
-    layout, tensors = layout_of()
-    fewer = RecordLayout.of([f.source for f in layout.fields][:-1])
-    other_type = RecordLayout.of([ExpertTensor("t0", tensors[0].float(), "buffer")])
-    same = RecordLayout.of([ExpertTensor("t0", tensors[0], "buffer")])
-    assert len({layout.digest(), fewer.digest(), other_type.digest(), same.digest()}) == 4
+    record_format, tensors = layout_of()
+    fewer = RecordFormat.of([f.source for f in record_format.fields][:-1])
+    other_type = RecordFormat.of([ExpertTensor("t0", tensors[0].float(), "buffer")])
+    same = RecordFormat.of([ExpertTensor("t0", tensors[0], "buffer")])
+    assert len({record_format.digest(), fewer.digest(), other_type.digest(), same.digest()}) == 4
 
 
 def test_a_checksum_notices_every_single_bit() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
-from eplb_runtime.planner.bounds import lower_bound
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.policies.deepseek import balance
+from eplb_runtime.planner.search.bounds import lower_bound
 from eplb_runtime.topology import Topology
 
 

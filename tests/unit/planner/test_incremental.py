@@ -7,7 +7,7 @@ import pytest
 
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
-from eplb_runtime.planner.align import simple_cycles
+from eplb_runtime.planner.search.align import simple_cycles
 from eplb_runtime.planner.types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_SOURCE_RANK
 from eplb_runtime.topology import Topology
 

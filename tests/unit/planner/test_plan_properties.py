@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
-from eplb_runtime.planner.types import (
-    MOVE_DESTINATION_SLOT,
-    MOVE_IS_HOME,
-    MOVE_LAYER,
-    MOVE_SOURCE_RANK,
-)
+from eplb_runtime.planner.types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK
 from eplb_runtime.topology import Topology
 
 KINDS = ("lognormal", "ties", "zeros", "one hot expert", "huge", "layer without load")

@@ -16,7 +16,7 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.planner.warmup import in_background
 from eplb_runtime.topology import Topology
-import eplb_runtime.planner.descent as descent
+import eplb_runtime.planner.search.descent as descent
 import eplb_runtime.routing.water_filling as water_filling
 in_background().result()
 kernels = [descent.descend, water_filling._split_layers]

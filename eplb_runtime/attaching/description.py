@@ -1,0 +1,95 @@
+"""How a host describes its model to the rest of this room: where the experts are and how to compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..experts.compute import Compute
+from ..layer import ExpertParallelLayer
+
+
+class AttachError(ValueError):
+    """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer as its host describes it.
+
+    Args:
+        name: of the experts module within the model.
+        experts: the module that holds the expert weights; its parameters are replaced by the local ones.
+        num_experts: E.
+        parameters: names (within ``experts``) of the tensors whose first dimension is E.
+        compute: runs rows through local slots with the module's own code.
+        install: puts the expert-parallel way in the place of the module's own forward.
+    """
+
+    name: str
+    experts: nn.Module
+    num_experts: int
+    parameters: tuple[str, ...]
+    compute: Compute
+    install: Callable[[ExpertParallelLayer], None]
+
+
+class PretrainedFolders(Protocol):
+    """A framework's own checkpoint folders, for an attached model. Collective.
+
+    ``view`` is the `checkpoint.state.LogicalView` of the model, which this room does not know.
+    """
+
+    def write(self, view: Any, folder: Path, **options: Any) -> None:
+        """Write the whole model in logical order."""
+
+    def read(self, view: Any, folder: Path) -> None:
+        """Read weights into the live tensors, each rank its own experts."""
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """What a host knows of a model.
+
+    Args:
+        layers: in model order.
+        real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
+        watch_batches: hooks into the model what ``real_tokens`` needs.
+        remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
+        folders: reads and writes the framework's own checkpoint folders; None: it has none.
+    """
+
+    layers: tuple[MoELayer, ...]
+    real_tokens: Callable[[int], Tensor | None]
+    watch_batches: Callable[[], RemovableHandle]
+    remake_buffers: Callable[[nn.Module], None]
+    folders: PretrainedFolders | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """That ``shard_experts`` has cut a module's experts already.
+
+    Args:
+        rows: E/R, experts that are left here.
+        placement: digest of the placement they were cut by.
+        ep_ranks: of the EP group they were cut for.
+    """
+
+    rows: int
+    placement: str
+    ep_ranks: tuple[int, ...]
+
+
+def spread_of(experts: nn.Module) -> Spread | None:
+    """What ``shard_experts`` has left on an experts module; None: its experts are whole."""
+    return experts.__dict__.get("_eplb_runtime_spread")
+
+
+def mark_spread(experts: nn.Module, spread: Spread) -> None:
+    experts.__dict__["_eplb_runtime_spread"] = spread

@@ -1,0 +1,96 @@
+"""Cut a model's experts to those of this rank: as a part of ``attach``, or before it, for FSDP2 over EDP."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import BalancerConfig
+from ..experts.optimizer_state import replace_parameter
+from ..placement import Placement
+from ..ranks import ProcessGroups
+from .checks import check, device_of
+from .description import AttachError, HostModel, MoELayer, Spread, mark_spread, spread_of
+from .meta import blank
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def shard_host(
+    model: nn.Module, host: HostModel, *, config: BalancerConfig | None, ep_group: dist.ProcessGroup | None
+) -> None:
+    """``shard_experts`` for a model whose host has described it; arguments and errors as there."""
+    config = config if config is not None else BalancerConfig()
+    if any(spread_of(layer.experts) is not None for layer in host.layers):
+        raise AttachError("the experts are spread already: shard_experts is called once")
+    device = device_of(model, host, None)
+    try:
+        groups = ProcessGroups(ep_group, device, config.timeout_seconds)
+    except ValueError as error:
+        raise AttachError(str(error)) from None
+    try:
+        placement = check(model, None, host, config, groups, device)
+        rows_LH = rows_of_rank(placement, groups.ep_rank)
+        for layer, rows in zip(host.layers, rows_LH, strict=True):
+            for name in layer.parameters:
+                setattr(layer.experts, name, cut(layer, name, rows, device))
+            mark_spread(layer.experts, Spread(len(rows), placement.digest(), tuple(groups.ep_ranks)))
+    finally:
+        groups.close()
+
+
+def rows_of_rank(placement: Placement, rank: int) -> Tensor:
+    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
+    first = rank * placement.slots_per_rank
+    rows = placement.physical_to_logical[:, first : first + placement.homes_per_rank]
+    return torch.from_numpy(rows.astype("int64"))
+
+
+def cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
+    """These experts' rows of a full parameter."""
+    full = getattr(layer.experts, name)
+    if full.is_meta:
+        local = blank(torch.Size([len(rows), *full.shape[1:]]), full.dtype, device)
+        return nn.Parameter(local, requires_grad=full.requires_grad)
+    return nn.Parameter(full.detach()[rows.to(full.device)], requires_grad=full.requires_grad)
+
+
+def install(
+    experts: nn.Module,
+    name: str,
+    local: nn.Parameter,
+    rows: Tensor | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Put a parameter in the place of an expert parameter, in the module and in the optimizer.
+
+    Args:
+        rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
+    """
+    old = getattr(experts, name)
+    if optimizer is not None and old.requires_grad:
+        replace_parameter(
+            optimizer, old, local, lambda state: state.detach()[rows.to(state.device)] if rows is not None else state
+        )
+    setattr(experts, name, local)
+
+
+STEADY_ROW_BYTES = 128
+"""Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
+end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
+
+
+def warn_of_odd_rows(name: str, tensor: Tensor) -> None:
+    """On a CPU the last bits of a result depend on where odd rows stand; say so where they are odd."""
+    widths = [width * tensor.element_size() for width in tensor.shape[1:]]
+    if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
+        logger.warning(
+            "%s makes rows of %s bytes: on a CPU results may differ in the last bits by placement; widths that are "
+            "multiples of %d bytes avoid it",
+            name,
+            " and ".join(map(str, widths)),
+            STEADY_ROW_BYTES,
+        )

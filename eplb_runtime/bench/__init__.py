@@ -1,0 +1,1 @@
+"""Measurements on this machine, one file a subject, the public peers beside ours in the same run."""

@@ -1,0 +1,231 @@
+"""Measure training steps on this machine: experts fixed, homes moved, homes moved with a replica slot, and the ideal.
+
+The model is MoE layers and nothing else, so experts dominate the step; its router is a table, so the skew is what it is
+said to be. All variants train in one run and take turns in blocks of steps, so that drift of the machine cancels out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..balancer import Balancer
+from ..config import BalancerConfig
+from ..events import LoadMeasured, RebalanceCommitted
+from ..hosts import attach
+
+NEVER = 1_000_000
+"""Steps between decisions of a balancer that is to make none."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model, its batches and how long it trains.
+
+    Args:
+        layers, experts, hidden, width, top_k: of the model; ``experts`` is a multiple of twice the ranks.
+        tokens: of each rank's batch, a multiple of ``experts``.
+        skew: share of an expert's load to that of the one before it, so 1 is balanced.
+        interval: steps between decisions, and of a block.
+        settle_blocks: of each variant before timing, in which experts find their places.
+        blocks: timed, of each variant.
+    """
+
+    layers: int = 2
+    experts: int = 8
+    hidden: int = 256
+    width: int = 1024
+    top_k: int = 2
+    tokens: int = 1024
+    skew: float = 0.6
+    interval: int = 10
+    settle_blocks: int = 4
+    blocks: int = 8
+
+
+class MoEStack(nn.Module):
+    """Residual MoE layers of the Transformers library's experts; who gets which token is given."""
+
+    def __init__(self, work: Workload) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        super().__init__()
+        config = MixtralConfig(
+            hidden_size=work.hidden, intermediate_size=work.width, num_local_experts=work.experts, hidden_act="silu"
+        )
+        config._experts_implementation = "grouped_mm"
+        self.layers = nn.ModuleList(MixtralExperts(config) for _ in range(work.layers))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, hidden_TD: Tensor, topk_ids_LTK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        for layer, ids_TK in zip(self.layers, topk_ids_LTK, strict=True):
+            hidden_TD = hidden_TD + layer(hidden_TD, ids_TK, topk_weights_TK)
+        return hidden_TD.square().mean()
+
+
+class _Variant:
+    """One model in training with its balancer, and the seconds of its blocks."""
+
+    def __init__(self, name: str, work: Workload, skew: float, config: BalancerConfig) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.work = work
+        self._skew = skew
+        self._model = MoEStack(work)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self.balancer: Balancer = attach(self._model, self._optimizer, config=config)
+        self._model.train()
+        self._step = 0
+        self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
+        self.block_seconds: list[float] = []
+
+    def steps(self, count: int) -> float:
+        """Seconds that this rank took; batches are made before the clock starts."""
+        batches = [self._batch(self._step + index) for index in range(count)]
+        self._step += count
+        dist.barrier()
+        began = time.perf_counter()
+        for hidden_TD, ids_LTK in batches:
+            self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def block(self) -> None:
+        self.block_seconds.append(self.steps(self.work.interval))
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        work = self.work
+        generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
+        hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator)
+        ids = [choices(work, self._skew, generator) for _ in range(work.layers)]
+        return hidden_TD, torch.stack(ids)
+
+
+def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
+    """int64 ``[T, K]``: expert ids of a batch, different ones for each token.
+
+    Skewed ones are drawn by shares ``skew ** expert``; balanced ones give every expert the same number of tokens.
+    """
+    if skew < 1:
+        shares = skew ** torch.arange(work.experts, dtype=torch.float64)
+        return torch.multinomial(shares.expand(work.tokens, -1), work.top_k, generator=generator)
+    first = torch.arange(work.tokens) % work.experts
+    first = first[torch.randperm(work.tokens, generator=generator)]
+    apart = work.experts // work.top_k
+    return (first[:, None] + apart * torch.arange(work.top_k)) % work.experts
+
+
+def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> dict[str, Any]:
+    """Train the variants on the ranks of the process group, one thread each. Collective.
+
+    Args:
+        device: of this rank; the CPU.
+        blocks: of ten steps, timed, of each variant.
+        work: None: the usual one.
+
+    Returns:
+        JSON-able. ``"train"``, skewed load, a row for each variant (``static``, ``homes``, ``replicas``): ``step_ms``,
+        ``imbalance`` (max / mean rank load by the placement and split used, in the timed steps),
+        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``homes_moved`` and
+        ``copies`` (that stand at the end). ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``, balanced load:
+        ``static_step_ms``, ``attached_step_ms``, ``overhead`` (of a balancer that decides every interval, against one
+        that never does), ``homes_moved``. Times are medians over blocks; shares and overhead are medians over blocks
+        that stood side by side.
+    """
+    work = work or Workload(blocks=blocks)
+    if device.type != "cpu":
+        raise ValueError("bench train measures on CPUs")
+    torch.set_num_threads(1)
+    return {"ranks": dist.get_world_size(), **_skewed(work), "overhead": [_balanced(work)]}
+
+
+def _skewed(work: Workload) -> dict[str, Any]:
+    variants = [
+        _Variant("static", work, work.skew, _config(work, policy="static")),
+        _Variant("homes", work, work.skew, _config(work, policy="incremental")),
+        _Variant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
+    ]
+    _take_turns(variants)
+    seconds = [_over_ranks(variant.block_seconds) for variant in variants]
+    imbalance = [_imbalance(variant) for variant in variants]
+    ideal = [block / imbalance[0] for block in seconds[0]]
+    rows = []
+    for variant, blocks, uneven in zip(variants, seconds, imbalance, strict=True):
+        shares = [(s - b) / (s - i) if s > i else 0.0 for s, b, i in zip(seconds[0], blocks, ideal, strict=True)]
+        rows.append(
+            {
+                "variant": variant.name,
+                "step_ms": _step_ms(blocks, work),
+                "imbalance": uneven,
+                "share_of_ideal_gain": _median(shares),
+                "homes_moved": _moved(variant),
+                "copies": int((variant.balancer.placement.copy_count - 1).sum()),
+            }
+        )
+        variant.balancer.close()
+    return {"train": rows, "ideal_step_ms": _step_ms(ideal, work), "static_imbalance": imbalance[0]}
+
+
+def _balanced(work: Workload) -> dict[str, Any]:
+    static = _Variant("static", work, 1.0, BalancerConfig(policy="static", interval=NEVER))
+    attached = _Variant("attached", work, 1.0, _config(work, policy="incremental"))
+    _take_turns([static, attached])
+    seconds, other = _over_ranks(static.block_seconds), _over_ranks(attached.block_seconds)
+    row = {
+        "static_step_ms": _step_ms(seconds, work),
+        "attached_step_ms": _step_ms(other, work),
+        "overhead": _median([b / a - 1 for a, b in zip(seconds, other, strict=True)]),
+        "homes_moved": _moved(attached),
+    }
+    for variant in (static, attached):
+        variant.balancer.close()
+    return row
+
+
+def _config(work: Workload, **options: Any) -> BalancerConfig:
+    return BalancerConfig(interval=work.interval, window=2 * work.interval, moe_share=1.0, **options)
+
+
+def _take_turns(variants: Sequence[_Variant]) -> None:
+    work = variants[0].work
+    for variant in variants:
+        # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
+        variant.steps(work.settle_blocks * work.interval + work.interval // 2)
+    for block in range(work.blocks):
+        for variant in variants if block % 2 == 0 else reversed(variants):
+            variant.block()
+
+
+def _imbalance(variant: _Variant) -> float:
+    """Mean over layers and steps of the timed part, as far as decisions have measured it."""
+    measured = [e for e in variant.balancer.events if isinstance(e, LoadMeasured)][-variant.work.blocks :]
+    values = [value for event in measured for row in event.imbalance for value in row]
+    return sum(values) / len(values) if values else 1.0
+
+
+def _moved(variant: _Variant) -> int:
+    return sum(e.moved_experts for e in variant.balancer.events if isinstance(e, RebalanceCommitted))
+
+
+def _over_ranks(seconds: Sequence[float]) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in slowest]
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def _step_ms(block_seconds: Sequence[float], work: Workload) -> float:
+    return _median(block_seconds) / work.interval * 1e3

@@ -1,0 +1,53 @@
+"""A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), by the attached host's contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..attaching.description import PretrainedFolders
+from .state import CheckpointError, LogicalView
+
+
+def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Write what ``save_pretrained`` of the whole model would; rank 0 writes. Collective.
+
+    Args:
+        model: attached.
+        folder: seen by rank 0.
+        options: for the library's ``save_pretrained`` (``max_shard_size``, ...).
+
+    Raises:
+        CheckpointError: the model is not attached, or its framework has no such folders.
+    """
+    view = LogicalView(model)
+    _folders(view, "save_pretrained").write(view, Path(folder), **options)
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Read a folder that ``from_pretrained`` reads (safetensors); each rank its own experts. Between steps.
+
+    Collective (replica slots follow). Weights are cast to the model's dtype; optimizer state stays.
+
+    Args:
+        model: attached.
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: the model is not attached, there is no safetensors file, weights are missing or have another
+            shape, or experts are stored in a way that cannot be read by expert. Weights may be a mixture then.
+    """
+    view = LogicalView(model)
+    _folders(view, "from_pretrained").read(view, Path(folder))
+
+
+def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
+    host = view.model.__dict__.get("_eplb_runtime_host")
+    if host is None:
+        raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
+    if host.folders is None:
+        raise CheckpointError("this framework has no checkpoint folders of its own: use checkpoint.save and load")
+    folders: PretrainedFolders = host.folders
+    return folders

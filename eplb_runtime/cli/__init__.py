@@ -1,0 +1,5 @@
+"""The ``eplb-runtime`` command."""
+
+from .commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,1 @@
+"""Files of others: one file an engine, loads and placements alike. Files only: no engine is imported."""

@@ -1,0 +1,58 @@
+"""Loss scaling for float16: a step is skipped on every rank or on none.
+
+Each rank looks at the gradients of its own experts, so an overflow may show on one rank alone. Torch's GradScaler would
+skip the step there and take it elsewhere. And gradients that copies kept back must come home before they are unscaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+
+
+class GradientOwner(Protocol):
+    """What scaling asks of a balancer."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup: ...
+
+    def reduce_gradients(self) -> None: ...
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for an attached model; use it in the same way.
+
+    Args:
+        balancer: the one that ``attach`` gave.
+        options: of torch's: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``.
+    """
+
+    def __init__(self, balancer: GradientOwner, **options: Any) -> None:
+        super().__init__(balancer.device.type, **options)
+        self._balancer = balancer
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduce gradients over ranks, divide them by the scale, and agree on whether any is infinite or NaN."""
+        if not self._enabled:
+            return
+        self._balancer.reduce_gradients()
+        super().unscale_(optimizer)
+        # As torch's ShardedGradScaler does it for FSDP, whose flag has a shape that fused optimizers cannot take.
+        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = self._balancer.device
+        anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer.gradient_group)
+        for key in found or [device]:
+            found[key] = anywhere.to(key)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's. Fused optimizers, which would unscale by themselves, are told what the ranks agreed on."""
+        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)

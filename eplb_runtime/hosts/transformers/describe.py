@@ -1,0 +1,166 @@
+"""Hugging Face Transformers 5: every MoE whose experts module follows the library's experts interface.
+
+Such a module keeps its experts in tensors ``[E, ...]`` and has ``forward(hidden_states, top_k_index, top_k_weights)``.
+Cut to the local slots and called with one choice per row and weight 1, its own code (eager, grouped_mm, ...) computes
+the rows that arrive here, whatever the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...attaching.description import AttachError, HostModel, MoELayer, spread_of
+from ...layer import ExpertParallelLayer
+
+
+def describe(model: nn.Module) -> HostModel:
+    """The MoE layers of ``model`` in model order, and the padding of its batches.
+
+    Raises:
+        AttachError: an experts module holds tensors whose expert dimension cannot be told.
+    """
+    _refuse_adapters(model)
+    layers = tuple(
+        _describe_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
+    )
+    padding = _Padding()
+    return HostModel(
+        layers,
+        padding.real_tokens,
+        lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+        getattr(model, "_init_weights", lambda module: None),
+        _Folders(),
+    )
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """PEFT's adapters on expert tensors keep all experts in one pair of low-rank matrices, around the module."""
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None)
+        if isinstance(inner, nn.Module) and follows_experts_interface(inner):
+            raise AttachError(
+                f"{name} ({type(module).__name__}) adapts all experts with one pair of matrices, which cannot be split "
+                "by expert: target other modules, or keep adapters [E, ...] as parameters of the experts module"
+            )
+
+
+def follows_experts_interface(module: nn.Module) -> bool:
+    """Whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
+
+
+def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
+    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    if experts._is_expert_parallel:
+        raise AttachError(f"{name} is expert-parallel already: load the model without an expert-parallel plan")
+    if nn.utils.parametrize.is_parametrized(experts):
+        raise AttachError(
+            f"the weights of {name} are parametrized: what makes them would not move along; remove the "
+            "parametrizations first"
+        )
+    tensors = [*experts.named_parameters(), *experts.named_buffers()]
+    spread = spread_of(experts)
+    rows = num_experts if spread is None else spread.rows
+    odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != rows or "." in key]
+    if odd or not tensors:
+        raise AttachError(
+            f"{name} ({type(experts).__name__}) has {', '.join(odd) or 'no tensors'} without the {num_experts} experts "
+            "as first dimension: this layer cannot be split by expert"
+        )
+    buffers = [key for key, _ in experts.named_buffers()]
+    if buffers:
+        raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
+    own_forward = experts.forward
+
+    names = tuple(key for key, _ in experts.named_parameters())
+
+    def compute(rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
+        with _reading(experts, names, weights), _StableSort():
+            result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
+        return result
+
+    def install(layer: ExpertParallelLayer) -> None:
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return layer(hidden_states, top_k_index, top_k_weights)
+
+        experts.forward = forward  # type: ignore[method-assign]
+
+    return MoELayer(
+        name=name,
+        experts=experts,
+        num_experts=num_experts,
+        parameters=names,
+        compute=compute,
+        install=install,
+    )
+
+
+@contextmanager
+def _reading(experts: nn.Module, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[None]:
+    """Let the module's code take these tensors for its parameters, and their rows for its experts."""
+    own, num_experts = {name: experts._parameters[name] for name in names}, experts.num_experts
+    experts._parameters.update(zip(names, weights, strict=True))  # type: ignore[arg-type]
+    experts.num_experts = weights[0].shape[0]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        experts._parameters.update(own)
+        experts.num_experts = num_experts
+
+
+class _Folders:
+    """The library's checkpoint folders; its conversion code is imported when one is read or written."""
+
+    def write(self, view: Any, folder: Path, **options: Any) -> None:
+        from . import weights
+
+        weights.write(view, folder, **options)
+
+    def read(self, view: Any, folder: Path) -> None:
+        from . import weights
+
+        weights.read(view, folder)
+
+
+class _StableSort(TorchFunctionMode):
+    """Makes sorting stable while the library computes: its grouped_mm sorts rows by expert with a sort that may put
+    equal keys in any order, and does on CPUs; then an expert's rows would be summed in an order that depends on
+    which experts stand beside it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SORTS and len(args) == 1:
+            kwargs = {**kwargs, "stable": True}
+        return func(*args, **kwargs)
+
+
+_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
+
+
+class _Padding:
+    """Remembers the attention mask of the batch that is running, so that padding does not count as load."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+        self._tokens_per_row = 0
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def real_tokens(self, tokens: int) -> Tensor | None:
+        """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
+        mask = self._mask
+        if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
+            return None
+        return mask[:, mask.shape[1] - tokens // mask.shape[0] :].to(torch.bool).reshape(-1)

@@ -1,0 +1,68 @@
+"""One expert-parallel MoE layer: count, pick slots, dispatch, compute, combine - for experts of any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .dispatch.all_to_all import AllToAllDispatcher
+from .experts.compute import LocalExperts
+from .load.counter import LoadCounter, in_recompute
+from .routing.lookup import SlotTable
+from .routing.splitter import BatchSplitter
+
+
+class ExpertParallelLayer:
+    """The way of a batch through one MoE layer.
+
+    Args:
+        index: the layer's index among the model's MoE layers.
+        module: the host's experts module; its ``training`` flag decides what counts as load.
+        experts: the slots of this rank.
+        splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
+        counts_in_evaluation: whether load counts outside training (inference has nothing else).
+        real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        experts: LocalExperts,
+        *,
+        counter: LoadCounter,
+        table: SlotTable,
+        splitter: BatchSplitter | None,
+        dispatcher: AllToAllDispatcher,
+        counts_in_evaluation: bool,
+        real_tokens: Callable[[int], Tensor | None],
+    ) -> None:
+        self.index = index
+        self._module = module
+        self._experts = experts
+        self._counter = counter
+        self._table = table
+        self._splitter = splitter
+        self._dispatcher = dispatcher
+        self._counts_in_evaluation = counts_in_evaluation
+        self._real_tokens = real_tokens
+
+    @torch.compiler.disable
+    def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """``[T, D]`` -> ``[T, D]``; ids are logical."""
+        if (self._module.training or self._counts_in_evaluation) and not in_recompute():
+            self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+        slots_TK, row_counts = self._route(topk_ids_TK)
+        self._experts.ahead_of_forward()
+        combined_TD = self._dispatcher(hidden_TD, slots_TK, topk_weights_TK, self._experts, row_counts)
+        return self._experts.ahead_of_backward(combined_TD)
+
+    def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Slots of this batch, and how many rows go where if the split has told that already."""
+        if self._splitter is None or not self._splitter.splits(self.index):
+            return self._table.slots(self.index, topk_ids_TK), None
+        counts_RE = self._dispatcher.gather_counts(self._splitter.counts(topk_ids_TK))
+        route = self._splitter.route(self.index, topk_ids_TK, counts_RE)
+        return route.slots_TK, (route.sent_P, route.received_P)

@@ -1,0 +1,84 @@
+"""Count tokens per logical expert while the model runs, one bucket of history per step, or for several.
+
+What stands here: device-side counting without host sync, and its short history. Not here: sums over ranks
+(`aggregate.py`) and what to expect next (`forecast.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_BUCKETS = 32
+"""Rows of history that one measurement carries over the wire at most; longer intervals add up several steps in one."""
+
+
+def in_recompute() -> bool:
+    """Whether this code runs inside a backward pass, where activation checkpointing repeats the forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class LoadCounter:
+    """Tokens per logical expert, counted on the model's device into preallocated memory.
+
+    ``counts`` is int64 ``[L, E]`` and never moves, so CUDA graphs can hold it. ``advance()`` closes a step; the steps
+    since the last ``take()`` are kept as buckets ``[T, L, E]`` with ``T <= MAX_BUCKETS``.
+
+    Args:
+        num_layers: L, MoE layers.
+        num_experts: E, logical experts of a layer.
+        interval: steps between two ``take()`` calls; more steps than that restart the history.
+        device: where the router's choices are.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, interval: int, device: torch.device) -> None:
+        self.steps_per_bucket = -(-interval // MAX_BUCKETS)
+        buckets = -(-interval // self.steps_per_bucket)
+        # One column more than experts: masked tokens are counted there instead of being filtered out, because
+        # filtering would need to know how many there are.
+        self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._sink = torch.full((1,), num_experts, dtype=torch.int64, device=device)
+        self._masked_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._buckets = torch.zeros(buckets, num_layers, num_experts, dtype=torch.int64, device=device)
+        self._steps = 0
+        self.counts = self._counts[:, :num_experts]
+
+    def count(self, layer: int, topk_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
+        """Add one batch of router choices. Enqueues device work only.
+
+        Args:
+            layer: index of the MoE layer.
+            topk_ids_TK: int64 ``[T, K]``, logical expert ids.
+            real_T: bool ``[T]``, False for padding; None: every token counts.
+        """
+        ids = topk_ids_TK
+        if real_T is not None:
+            if self._masked_ids.shape != ids.shape:
+                self._masked_ids = torch.empty_like(ids)
+            ids = torch.where(real_T[:, None], ids, self._sink, out=self._masked_ids)
+        ids = ids.reshape(-1)
+        self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
+
+    def advance(self) -> None:
+        """Close a step: its counts go into the history."""
+        if self._steps == self._buckets.shape[0] * self.steps_per_bucket:
+            self._steps = 0
+        bucket = self._buckets[self._steps // self.steps_per_bucket]
+        if self._steps % self.steps_per_bucket == 0:
+            bucket.copy_(self.counts)
+        else:
+            bucket.add_(self.counts)
+        self._counts.zero_()
+        self._steps += 1
+
+    @property
+    def buckets(self) -> int:
+        """Rows of history so far."""
+        return -(-self._steps // self.steps_per_bucket)
+
+    def take(self) -> Tensor:
+        """The buckets since the last call, int64 ``[T, L, E]``, oldest first, as a copy on the device; starts anew."""
+        buckets = self._buckets[: self.buckets].clone()
+        self._steps = 0
+        return buckets

@@ -1,0 +1,1 @@
+"""The moves, packings and bounds that policies share; compiled by numba."""

@@ -1,0 +1,1 @@
+"""Replica slots: weights-only copies of experts, kept fresh from their homes, gradients brought home."""

@@ -1,0 +1,57 @@
+"""Replica slots with memory of their own: a layer's copies are refreshed after each step and stay until the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts.compute import Compute, LocalExperts, run_rows
+from .bank import ReplicaBank
+from .sync import ReplicaSync
+
+
+class KeptReplicas(LocalExperts):
+    """A layer whose copies are refreshed after each step and stay until the next.
+
+    Args:
+        compute: runs rows through slots with the host's own code.
+        layer: index of the layer.
+        bank: its slots, in one piece.
+        sync: keeps its copies and homes together.
+    """
+
+    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
+        super().__init__(compute, lambda: bank.parameters)
+        self._layer = layer
+        self._bank = bank
+        self._sync = sync
+
+    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+        self._sync.wait(self._layer)
+        return run_rows(self._compute, rows_MD, slot_M, _AllSlots.apply(self, *self._bank.parameters))
+
+    def all_slots(self) -> list[Tensor]:
+        """Home and replica rows ``[S, ...]`` per tensor."""
+        return self._bank.slots
+
+    def part(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Take the copies' part of gradients ``[S, ...]`` and give back the homes'."""
+        homes = self._bank.homes_per_rank
+        self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients])
+        return [gradient[:homes] for gradient in gradients]
+
+
+class _AllSlots(torch.autograd.Function):
+    """Home parameters -> the storages that hold homes and copies. Backward parts the gradients again."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: KeptReplicas, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        return tuple(slots.view_as(slots) for slots in layer.all_slots())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.layer.part(gradients)

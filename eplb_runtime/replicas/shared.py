@@ -1,0 +1,118 @@
+"""Replica slots without memory of their own: one set of rows that all layers use in turn.
+
+A layer's copies are fetched from their homes ahead of its forward and again ahead of its backward, and their gradients
+leave before the next layer needs the rows. Home rows and replica rows do not lie in one piece, so copies are computed
+by a second call, and computed again in the backward pass, where their weights are there once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..experts.compute import Compute, LocalExperts, run_rows
+from .bank import ReplicaBank
+from .sync import ReplicaSync
+
+
+class SharedReplicas(LocalExperts):
+    """A layer whose replica rows belong to it only while it is computed.
+
+    Args:
+        compute: runs rows through slots with the host's own code.
+        layer: index of the layer.
+        bank: its slots, replica rows from a pool.
+        sync: fetches its copies and brings their gradients home.
+    """
+
+    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
+        super().__init__(compute, lambda: bank.parameters)
+        self._layer = layer
+        self._bank = bank
+        self._sync = sync
+
+    def ahead_of_forward(self) -> None:
+        self.fetch()
+
+    def ahead_of_backward(self, combined_TD: Tensor) -> Tensor:
+        ahead: Tensor = _FetchAhead.apply(combined_TD, self)
+        return ahead
+
+    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+        homes = self._bank.homes_per_rank
+        home_rows = sum(rows_S[:homes])
+        at_home = run_rows(self._compute, rows_MD[:home_rows], slot_M[:home_rows], self._bank.parameters)
+        if not self._sync.has_copies(self._layer):
+            return at_home
+        copied = _OnReplicaRows.apply(rows_MD[home_rows:], slot_M[home_rows:] - homes, self, *self._bank.parameters)
+        return torch.cat([at_home, copied])
+
+    def compute_copies(self, rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Rows through the copies that were fetched, slots counted from the first replica slot."""
+        return self._compute(rows_MD, slot_M, weights) if rows_MD.shape[0] else torch.zeros_like(rows_MD)
+
+    def fetched(self) -> list[Tensor]:
+        """This layer's copies ``[k, ...]``, once they have arrived."""
+        self.fetch()
+        self._sync.wait(self._layer)
+        return self._bank.replicas
+
+    def fetch(self) -> None:
+        self._sync.fetch(self._layer)
+
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Hand over what the copies' backward gave, ``[k, ...]`` per tensor."""
+        self._sync.collect(self._layer, gradients)
+
+
+class _OnReplicaRows(torch.autograd.Function):
+    """The compute of copies. The homes' parameters take part so that a frozen input does not cut the graph; their
+    gradient from here comes over the wire."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, slot_M: Tensor, layer: SharedReplicas, *parameters: nn.Parameter) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(rows_MD, slot_M)
+        device = rows_MD.device.type
+        ctx.autocast = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
+        return layer.compute_copies(rows_MD, slot_M, layer.fetched())
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MD, slot_M = ctx.saved_tensors
+        trained = ctx.needs_input_grad[3:]
+        weights = [rows.detach().requires_grad_(need) for rows, need in zip(ctx.layer.fetched(), trained, strict=True)]
+        rows_MD = rows_MD.detach().requires_grad_(ctx.needs_input_grad[0])
+        wanted = [tensor for tensor in (rows_MD, *weights) if tensor.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
+        if rows_MD.shape[0]:
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                out_MD = ctx.layer.compute_copies(rows_MD, slot_M, weights)
+            found = list(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
+        elif rows_MD.requires_grad:
+            found[0] = grad_MD
+        gradients = iter(found)
+        grad_rows_MD = next(gradients) if rows_MD.requires_grad else None
+        ctx.layer.collect([next(gradients) if need else None for need in trained])
+        return grad_rows_MD, None, None, *(None for _ in trained)
+
+
+class _FetchAhead(torch.autograd.Function):
+    """The identity; its backward sends for the layer's copies while gradients travel to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, combined_TD: Tensor, layer: SharedReplicas) -> Tensor:
+        ctx.layer = layer
+        return combined_TD.view_as(combined_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.fetch()
+        return grad_TD, None

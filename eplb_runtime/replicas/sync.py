@@ -1,0 +1,268 @@
+"""Keep copies and homes together: weights from home to copies, gradients from copies to home.
+
+Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
+the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
+A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
+is on its way, beside the backward of the layers before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..placement import EMPTY, Placement
+from .bank import ReplicaBank, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A replica slot that concerns this rank: as holder of the copy, or as its home."""
+
+    home_rank: int
+    home_row: int
+    rank: int
+    replica: int
+
+
+@dataclass(frozen=True)
+class _Links:
+    """What one layer exchanges under the placement that stands; memory stays where it is, so it is put down once.
+
+    Args:
+        lent: copies of this rank's homes, in the order of their slots.
+        weights: from homes to copies.
+        gradients: from copies to ``arrivals``: for each lent copy, one row per trained tensor.
+        anywhere: whether any rank has copies.
+    """
+
+    lent: list[_Copy]
+    weights: list[dist.P2POp]
+    gradients: list[dist.P2POp]
+    arrivals: list[list[Tensor]]
+    anywhere: bool
+
+
+class ReplicaSync:
+    """Weights and gradients of one rank's banks.
+
+    Args:
+        banks: one per layer.
+        group: the EP group, on the weights' device, used by nothing else.
+        ep_rank: this rank in it.
+        gradient_divisor: what copies' gradients are divided by, as the homes' are (ranks of the job).
+        shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
+    """
+
+    def __init__(
+        self,
+        banks: Sequence[ReplicaBank],
+        group: dist.ProcessGroup,
+        ep_rank: int,
+        gradient_divisor: int,
+        shared: bool = False,
+    ) -> None:
+        self._banks = banks
+        self._group = group
+        self._ep_rank = ep_rank
+        self._divisor = gradient_divisor
+        self._shared = shared
+        self._links = [_Links([], [], [], [], False) for _ in banks]
+        self._followed: np.ndarray | None = None
+        self._pending: list[list[dist.Work]] = [[] for _ in banks]
+        self._fetched: int | None = None
+        self._sent: tuple[int, list[dist.Work]] | None = None
+        self._deferring = False
+        self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
+
+    def follow(self, placement: Placement) -> None:
+        """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
+        assert placement.home is not None
+        self.wait_all()
+        self._fetched = None
+        slots, homes = placement.slots_per_rank, placement.homes_per_rank
+        by_rank_LRS = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, slots)
+        replicas_LRK = by_rank_LRS[:, :, homes:]
+        home_LRK = np.take_along_axis(
+            placement.home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
+        ).reshape(replicas_LRK.shape)
+        home_LRK = np.where(replicas_LRK == EMPTY, EMPTY, home_LRK)
+        for layer, home_RK in enumerate(home_LRK):
+            if self._followed is None or not np.array_equal(self._followed[layer], home_RK):
+                self._links[layer] = self._link(layer, home_RK, slots)
+        self._followed = home_LRK
+
+    def _link(self, layer: int, home_RK: np.ndarray, slots: int) -> _Links:
+        """``home_RK``: the home slot of what stands in each replica slot, or `EMPTY`."""
+        ours = (home_RK >= 0) & (home_RK // slots == self._ep_rank)
+        lent = [
+            _Copy(self._ep_rank, int(home_RK[rank, replica]) % slots, int(rank), int(replica))
+            for rank, replica in np.argwhere(ours)
+        ]
+        held = [
+            _Copy(int(home) // slots, int(home) % slots, self._ep_rank, replica)
+            for replica, home in enumerate(home_RK[self._ep_rank])
+            if home != EMPTY
+        ]
+        bank = self._banks[layer]
+        arrivals = [
+            [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
+            for index in range(len(lent))
+        ]
+        return _Links(
+            lent,
+            self._messages(
+                2 * layer,
+                [(copy.rank, parameter[copy.home_row].detach()) for copy in lent for parameter in bank.parameters],
+                [(copy.home_rank, row) for copy in held for row in bank.replica_rows(copy.replica)],
+            ),
+            self._messages(
+                2 * layer + 1,
+                [(copy.home_rank, row) for copy in held for row in bank.gradient_rows(copy.replica)],
+                [(copy.rank, row) for copy, rows in zip(lent, arrivals, strict=True) for row in rows],
+            ),
+            arrivals,
+            bool((home_RK != EMPTY).any()),
+        )
+
+    def has_copies(self, layer: int) -> bool:
+        """Whether any rank holds a copy of an expert of this layer."""
+        return self._links[layer].anywhere
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """The homes' weights are new. Post them to their copies, in layer order; shared rows are fetched when used."""
+        if self._shared:
+            self.wait_all()
+            self._fetched = None
+            return
+        for layer in range(len(self._banks)):
+            self._post_weights(layer)
+
+    def fetch(self, layer: int) -> None:
+        """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""
+        if self._fetched == layer or not self.has_copies(layer):
+            return
+        if self._fetched is not None:
+            self.wait(self._fetched)
+        self._fetched = layer
+        self._post_weights(layer)
+
+    def wait(self, layer: int) -> None:
+        """Until this layer's copies are fresh and its homes may change again."""
+        for work in self._pending[layer]:
+            work.wait()
+        self._pending[layer] = []
+
+    def wait_all(self) -> None:
+        for layer in range(len(self._banks)):
+            self.wait(layer)
+
+    def _post_weights(self, layer: int) -> None:
+        self.wait(layer)
+        self._pending[layer] = _post(self._links[layer].weights)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Gradients of kept copies stay where they are, for as many backward passes as run inside."""
+        before, self._deferring = self._deferring, True
+        try:
+            yield
+        finally:
+            self._deferring = before
+
+    def collect(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+        """A layer's backward is through on this rank: take its copies' gradients and send them home. On every rank.
+
+        Args:
+            gradients: ``[k, ...]`` per tensor; None where the backward gave none.
+        """
+        if not self.has_copies(layer):
+            return
+        self._finish()
+        self._banks[layer].collect(gradients)
+        if self._shared or not self._deferring:
+            self._send(layer)
+            # The engine calls it when this backward pass is over: then every gradient is whole.
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def reduce_gradients(self) -> None:
+        """Bring home what was deferred. Collective over the ranks concerned."""
+        for layer in reversed(range(len(self._banks))):
+            if self._banks[layer].unsent:
+                self._finish()
+                self._send(layer)
+        self._finish()
+
+    def _send(self, layer: int) -> None:
+        self._sent = layer, _post(self._links[layer].gradients)
+
+    def _finish(self) -> None:
+        """Add what has been on its way to the homes' gradients; the copies' are free then."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        layer, works = sent
+        for work in works:
+            work.wait()
+        bank, links = self._banks[layer], self._links[layer]
+        self._add_to_homes(links.lent, bank.trained(), links.arrivals)
+        bank.unsent = False
+
+    @torch.no_grad()
+    def _add_to_homes(
+        self, lent: Sequence[_Copy], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Sum in float32, the home's own first, then the copies in the order of their slots; round once."""
+        for home_row in sorted({copy.home_row for copy in lent}):
+            for index, parameter in enumerate(trained):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                total = parameter.grad[home_row].to(accumulation_dtype(parameter))
+                for copy, rows in zip(lent, arrivals, strict=True):
+                    if copy.home_row == home_row:
+                        total = total + rows[index] / self._divisor
+                parameter.grad[home_row] = total.to(parameter.grad.dtype)
+
+    def _arrival(self, index: int, position: int, parameter: Tensor) -> Tensor:
+        """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
+        key = (index, position, parameter.shape[1:], accumulation_dtype(parameter))
+        if key not in self._arrivals:
+            self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=parameter.device)
+        return self._arrivals[key]
+
+    # -- the wire ------------------------------------------------------------------------------------------------
+
+    def _messages(
+        self, channel: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.P2POp]:
+        """``(rank, row)`` each. Several channels are on their way at once, and a pair may exchange several rows: each
+        message of a pair has a tag of its own."""
+        operations = []
+        for kind, messages in ((dist.isend, sends), (dist.irecv, receives)):
+            count: Counter[int] = Counter()
+            for rank, row in messages:
+                tag = channel * _TAGS_PER_CHANNEL + count[rank]
+                count[rank] += 1
+                peer = dist.get_global_rank(self._group, rank)
+                operations.append(dist.P2POp(kind, row.reshape(-1).view(torch.uint8), peer, self._group, tag=tag))
+        return operations
+
+
+_TAGS_PER_CHANNEL = 1 << 12
+
+
+def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
