@@ -357,14 +357,10 @@ class Balancer:
 
     def home_experts(self, layer: int) -> list[int]:
         """The logical expert of each home row of this rank."""
-        first = self._groups.ep_rank * self._placement.slots_per_rank
-        rows = self._placement.physical_to_logical[layer, first : first + self._placement.homes_per_rank]
-        return [int(expert) for expert in rows]
+        return [int(expert) for expert in self._placement.homes_LRH[layer, self._groups.ep_rank]]
 
     def weights_changed(self) -> None:
-        """Expert weights were written from outside, between steps: copies and caches follow. Collective."""
-        for layer in range(self._registry.num_layers):
-            self._registry.notify_moved(layer, range(self._placement.homes_per_rank))
+        """Expert weights were written from outside, between steps: copies follow. Collective."""
         if self._replicas is not None:
             self._replicas.refresh()
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -153,20 +153,58 @@ class Placement:
         table[layers, experts, copy] = slots
         return _read_only(table)
 
+    @overload
+    def rank_of(self, slot: int) -> int: ...
+
+    @overload
+    def rank_of(self, slot: NDArray[np.integer]) -> NDArray[np.integer]: ...
+
+    def rank_of(self, slot: int | NDArray[np.integer]) -> int | NDArray[np.integer]:
+        """The rank of a slot, or of an array of slots; -1 for `EMPTY`."""
+        return slot // self.slots_per_rank
+
+    def local_slot(self, slot: int) -> int:
+        """The place of a slot on its rank, 0 .. S - 1."""
+        return slot % self.slots_per_rank
+
+    @property
+    def slots_LRS(self) -> IntArray:
+        """int32 ``[L, R, S]``: the logical expert of each slot, rank by rank."""
+        return self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
+
+    @property
+    def homes_LRH(self) -> IntArray:
+        """int32 ``[L, R, E/R]``: the logical experts at home on each rank (``home`` layout)."""
+        self.require_homes()
+        return self.slots_LRS[:, :, : self.homes_per_rank]
+
+    @property
+    def replicas_LRK(self) -> IntArray:
+        """int32 ``[L, R, k]``: the logical experts copied to each rank, or `EMPTY` (``home`` layout)."""
+        self.require_homes()
+        return self.slots_LRS[:, :, self.homes_per_rank :]
+
+    def require_homes(self) -> IntArray:
+        """``home``, int32 ``[L, E]``.
+
+        Raises:
+            PlacementError: this is a free placement.
+        """
+        if self.home is None:
+            raise PlacementError("a free placement has no homes: make one in the home layout")
+        return self.home
+
     @cached_property
     def home_rank(self) -> IntArray:
         """int32 ``[L, E]``: the rank that owns each expert (``home`` layout)."""
-        if self.home is None:
-            raise PlacementError("a free placement has no homes: make one in the home layout")
-        return _read_only((self.home // self.slots_per_rank).astype(np.int32))
+        return _read_only((self.require_homes() // self.slots_per_rank).astype(np.int32))
 
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 
     def without_replicas(self) -> Placement:
         """The same homes, every replica slot empty (``home`` layout)."""
-        if self.home is None:
-            raise PlacementError("a free placement has no homes: make one in the home layout")
+        self.require_homes()
         is_replica = np.arange(self.num_slots) % self.slots_per_rank >= self.homes_per_rank
         map_ = np.where(is_replica, EMPTY, self.physical_to_logical)
         return Placement(map_, self.num_experts, self.num_ranks, self.home, self.epoch)

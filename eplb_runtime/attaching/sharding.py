@@ -44,9 +44,7 @@ def shard_host(
 
 def rows_of_rank(placement: Placement, rank: int) -> Tensor:
     """int64 ``[L, E/R]``: the logical experts at home on a rank."""
-    first = rank * placement.slots_per_rank
-    rows = placement.physical_to_logical[:, first : first + placement.homes_per_rank]
-    return torch.from_numpy(rows.astype("int64"))
+    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
 
 
 def cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:

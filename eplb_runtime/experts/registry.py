@@ -6,7 +6,7 @@ optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,7 +57,7 @@ class ExpertTensors:
     """The registry of one model on one rank.
 
     Args:
-        num_layers: L.
+        num_layers: L, MoE layers of the whole model.
         homes_per_rank: E/R, the rows that every registered tensor has.
         optimizer: where the state of the registered parameters lives; None for inference.
         move_gradients: whether gradients that exist move too.
@@ -74,11 +74,16 @@ class ExpertTensors:
         self._homes_per_rank = homes_per_rank
         self._optimizer = optimizer
         self._move_gradients = move_gradients
-        self._on_moved: list[Callable[[int, Sequence[int]], None]] = []
 
     @property
     def num_layers(self) -> int:
+        """L, MoE layers of the whole model, wherever they are."""
         return len(self._layers)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers of which this rank holds experts; with pipelines, those of its stages."""
+        return [layer for layer, entries in enumerate(self._layers) if entries]
 
     def add(self, layer: int, name: str, tensor: Tensor, kind: Kind = "parameter") -> None:
         """Register a tensor ``[E/R, ...]`` of a layer.
@@ -95,10 +100,6 @@ class ExpertTensors:
             raise RegistryError(f"layer {layer}: {name} is registered already")
         self._layers[layer].append(_Registered(name, tensor, kind))
 
-    def on_moved(self, callback: Callable[[int, Sequence[int]], None]) -> None:
-        """Call ``callback(layer, local_slots)`` after rows changed, for caches made from them (quantised copies...)."""
-        self._on_moved.append(callback)
-
     def settle_gradients(self, layer: int, local_slots: Sequence[int]) -> None:
         """Gradients that did not move along belong to the experts that left: nothing of them may stay behind."""
         if self._move_gradients:
@@ -107,16 +108,9 @@ class ExpertTensors:
             if entry.kind == "parameter" and entry.tensor.grad is not None:
                 local(entry.tensor.grad)[list(local_slots)] = 0
 
-    def notify_moved(self, layer: int, local_slots: Sequence[int]) -> None:
-        for callback in self._on_moved:
-            callback(layer, local_slots)
-
     def parameters(self, layer: int | None = None) -> list[Tensor]:
         layers = self._layers if layer is None else [self._layers[layer]]
         return [entry.tensor for entries in layers for entry in entries if entry.kind == "parameter"]
-
-    def named_parameters(self, layer: int) -> list[tuple[str, Tensor]]:
-        return [(entry.name, entry.tensor) for entry in self._layers[layer] if entry.kind == "parameter"]
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.

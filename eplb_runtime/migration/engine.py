@@ -258,7 +258,6 @@ class MigrationEngine:
             changed[s.transfer.layer].append(slot)
         for layer, slots in changed.items():
             self._registry.settle_gradients(layer, slots)
-            self._registry.notify_moved(layer, slots)
 
     # -- small words ---------------------------------------------------------------------------------------------
 

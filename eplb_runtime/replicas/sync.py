@@ -85,14 +85,12 @@ class ReplicaSync:
 
     def follow(self, placement: Placement) -> None:
         """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
-        assert placement.home is not None
+        home = placement.require_homes()
         self.wait_all()
         self._fetched = None
-        slots, homes = placement.slots_per_rank, placement.homes_per_rank
-        by_rank_LRS = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, slots)
-        replicas_LRK = by_rank_LRS[:, :, homes:]
+        slots, replicas_LRK = placement.slots_per_rank, placement.replicas_LRK
         home_LRK = np.take_along_axis(
-            placement.home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
+            home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
         ).reshape(replicas_LRK.shape)
         home_LRK = np.where(replicas_LRK == EMPTY, EMPTY, home_LRK)
         for layer, home_RK in enumerate(home_LRK):

@@ -20,12 +20,8 @@ class SlotTable:
 
     def update(self, placement: Placement) -> None:
         """Take over a committed placement; the table keeps its memory."""
-        if placement.home is None:
-            raise ValueError("a slot table needs a placement in the home layout")
-        self._home_LE.copy_(torch.from_numpy(placement.home.astype("int64")))
-        by_rank = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
-        homes = by_rank[:, :, : placement.homes_per_rank].astype("int64")
-        self._logical_LRH.copy_(torch.from_numpy(homes))
+        self._home_LE.copy_(torch.from_numpy(placement.require_homes().astype("int64")))
+        self._logical_LRH.copy_(torch.from_numpy(placement.homes_LRH.astype("int64")))
 
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
         """Physical slot of each choice, int64 ``[T, K]``."""

@@ -257,3 +257,16 @@ def test_a_placement_of_another_model_says_what_it_is_for_and_what_is_needed() -
 
 def test_training_refuses_a_free_placement() -> None:
     assert "free layout" in refusal(lambda: Placement([[0, 1]], 2, 2).require_model(1, 2, 2, 0))
+
+
+def test_slots_are_answered_rank_by_rank() -> None:
+    placement = Placement([[0, 1, 2, 2, 3, EMPTY]], 4, 2, [[0, 1, 3, 4]])
+    assert placement.slots_LRS.tolist() == [[[0, 1, 2], [2, 3, EMPTY]]]
+    assert placement.homes_LRH.tolist() == [[[0, 1], [2, 3]]]
+    assert placement.replicas_LRK.tolist() == [[[2], [EMPTY]]]
+    assert [placement.rank_of(slot) for slot in (0, 2, 3, EMPTY)] == [0, 0, 1, -1]
+    assert placement.rank_of(placement.require_homes()).tolist() == placement.home_rank.tolist()
+    assert placement.local_slot(4) == 1
+    free = Placement([[0, 1, 0, 1]], 2, 2)
+    with pytest.raises(PlacementError, match="no homes"):
+        _ = free.homes_LRH
