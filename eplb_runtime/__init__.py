@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .topology import Topology
     from .verification import verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Balancer",
     "BalancerConfig",

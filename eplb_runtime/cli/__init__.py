@@ -1,5 +1,5 @@
-"""The ``eplb-runtime`` command."""
+"""The ``eplb-runtime`` command: one file a command, what they share beside them."""
 
-from .commands import main
+from .program import main
 
 __all__ = ["main"]

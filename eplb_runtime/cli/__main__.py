@@ -1,6 +1,6 @@
 import sys
 
-from .commands import main
+from .program import main
 
 if __name__ == "__main__":
     sys.exit(main())

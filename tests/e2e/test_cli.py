@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import eplb_runtime
+from eplb_runtime.cli import main
 from eplb_runtime.cli.arguments import POLICY
-from eplb_runtime.cli.commands import main
 from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.policies import POLICIES
@@ -55,6 +56,12 @@ def test_a_wrong_argument_is_one_line_and_status_2(load_file: Path) -> None:
     assert done.stderr == (
         "eplb-runtime plan: argument --ranks: 'no': give a whole number above 0; see eplb-runtime plan --help\n"
     )
+
+
+@pytest.mark.parametrize("module", ["eplb_runtime", "eplb_runtime.cli"])
+def test_the_version_is_the_packages_own(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"eplb-runtime {eplb_runtime.__version__}\n")
 
 
 def test_help_shows_examples_and_waits_for_no_heavy_import() -> None:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from eplb_runtime.bench import train as bench_train
 from eplb_runtime.bench.train import Workload
-from eplb_runtime.cli.commands import main
+from eplb_runtime.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

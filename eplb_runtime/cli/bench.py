@@ -1,0 +1,148 @@
+"""``eplb-runtime bench``: one command for each file of ``bench/``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from .arguments import LOAD, add_command, adder, names, positive
+from .printing import print_json, print_table, spinner
+
+ON_RANKS = ("dispatch", "migrate", "train")
+"""Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
+
+
+def add(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure on this machine: planners, splitters, counting, moving, training"
+    )
+    benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    _add_planner(benches)
+    _add_split(benches)
+    _add_count(benches)
+    for what in ON_RANKS:
+        _add_on_ranks(benches, what)
+
+
+def _add_planner(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "planner",
+        _planner,
+        "balance and time of the policies, beside other planners in the same run",
+        """
+  eplb-runtime bench planner
+  eplb-runtime bench planner load.npz --peers vllm,sglang
+  eplb-runtime bench planner --peers ./eplb.py --json
+""",
+    )
+    _add_bench(command)
+    peers = "installed planners, vllm or sglang, or a file with DeepSeek's rebalance_experts"
+    adder(command)("--peers", "A,B,...", names, peers, default=[])
+
+
+def _add_split(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "split",
+        _split,
+        "balance and time of splitting tokens over copies",
+        """
+  eplb-runtime bench split
+  eplb-runtime bench split load.npz --repeats 20 --json
+""",
+    )
+    _add_bench(command)
+
+
+def _add_on_ranks(benches: Any, what: str) -> None:
+    """A benchmark that needs ranks: ``dispatch``, ``migrate`` or ``train``."""
+    summary, repeats, meaning = {
+        "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", 20, "timings taken, the median counts"),
+        "migrate": ("moving experts between ranks, beside plain messages", 10, "timings taken, the median counts"),
+        "train": (
+            "training steps, static, balanced and ideal; takes minutes",
+            8,
+            "blocks of ten steps of each variant",
+        ),
+    }[what]
+    command = add_command(
+        benches,
+        what,
+        _on_ranks,
+        summary,
+        f"""
+  eplb-runtime bench {what}                                             # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench {what} --json   # on these
+""",
+    )
+    command.set_defaults(what=what)
+    add = adder(command)
+    add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
+    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+
+
+def _add_count(benches: Any) -> None:
+    command = add_command(
+        benches, "count", _count, "counting tokens, beside torch.bincount", "\n  eplb-runtime bench count\n"
+    )
+    adder(command)("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument("loads", metavar="LOAD", nargs="*", help=f"{LOAD} (default: generated loads)")
+    adder(command)("--repeats", "N", positive, "timings taken, the median counts (default: 5)", default=5)
+
+
+def _planner(arguments: argparse.Namespace) -> None:
+    from ..bench.planner import run
+
+    with spinner() as shown:
+        result = run(arguments.loads, arguments.peers, arguments.repeats, on_progress=shown.update)
+    _print(result, arguments.json)
+
+
+def _split(arguments: argparse.Namespace) -> None:
+    from ..bench.split import run
+
+    with spinner() as shown:
+        result = run(arguments.loads, arguments.repeats, on_progress=shown.update)
+    _print(result, arguments.json)
+
+
+def _count(arguments: argparse.Namespace) -> None:
+    from ..bench.count import run
+
+    with spinner():
+        result = run(arguments.repeats)
+    _print(result, arguments.json)
+
+
+def _on_ranks(arguments: argparse.Namespace) -> int:
+    """Measure on the ranks that are there, or start some that run this same command."""
+    from importlib import import_module
+
+    from ..launching import is_first, launched, process_group, start_ranks
+
+    if not launched():
+        options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
+        return start_ranks(["bench", arguments.what, *options], arguments.ranks)
+    with process_group("cpu") as device, spinner() if is_first() else nullcontext():
+        result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats)
+    if is_first():
+        _print(result, arguments.json)
+    return 0
+
+
+def _print(result: Mapping[str, Any], as_json: bool) -> None:
+    """A benchmark's result: its lists of rows as tables, its single values as lines."""
+    if as_json:
+        print_json(result)
+        return
+    for name, value in result.items():
+        if isinstance(value, list):
+            print_table(name, value)
+        else:
+            print(f"{name}: {value}")

@@ -1,0 +1,53 @@
+"""``eplb-runtime convert``: placements and loads to and from the serving engines' files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .arguments import add_command, add_dense_layers, adder, positive
+from .printing import print_json
+
+
+def add(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "convert",
+        _run,
+        "convert placements and loads to and from the serving engines' formats",
+        """
+  eplb-runtime convert placement.json sglang.json --to sglang --dense-layers 3   # for --init-expert-location
+  eplb-runtime convert placement.json eplb.yaml --dense-layers 3                 # for TensorRT-LLM's load_balancer
+  eplb-runtime convert sglang.json placement.json --ranks 32 --dense-layers 3
+  eplb-runtime convert expert_distribution_recorder_1.pt load.npz --dense-layers 3
+""",
+    )
+    command.add_argument("source", metavar="IN", help="a placement or a load; known by its content")
+    command.add_argument("destination", metavar="OUT", help="the file to write")
+    add = adder(command)
+    formats = "eplb-runtime, sglang, vllm, vllm-ascend or tensorrt-llm"
+    add("--to", "FORMAT", str, f"{formats} (default by ending: .yaml tensorrt-llm, .pt sglang, others eplb-runtime)")
+    add("--ranks", "R", positive, "EP size, which most engines' maps do not say")
+    add_dense_layers(command)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from ..formats.convert import convert
+
+    done = convert(
+        arguments.source,
+        arguments.destination,
+        to=arguments.to,
+        num_ranks=arguments.ranks,
+        dense_layers=arguments.dense_layers,
+    )
+    if arguments.json:
+        print_json(asdict(done))
+        return
+    axes = ("layers", "slots") if done.kind == "placement" else ("windows", "layers", "experts")
+    shape = " x ".join(f"{size} {axis}" for size, axis in zip(done.shape, axes, strict=True))
+    print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {arguments.destination}")
+    if done.filled_slots:
+        print(f"{done.filled_slots} empty replica slots were given a copy: {done.format} knows no empty slots")

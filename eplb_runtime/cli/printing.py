@@ -1,0 +1,68 @@
+"""What commands print: tables, JSON objects, and on stderr the progress of what takes long."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .arguments import PROGRAM
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+
+def note(message: str) -> None:
+    """A line on stderr that is no refusal."""
+    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name.replace("_", " "), justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(_shown(row.get(name, "")) for name in columns))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a pipe has no width: do not wrap at 80
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    print(json.dumps(fields))
+
+
+class progress:
+    """A bar on stderr; entering gives the function that advances it by one."""
+
+    def __init__(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> Callable[[], None]:
+        self._bar.start()
+        return lambda: self._bar.advance(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def spinner() -> Status:
+    """A sign of life on stderr, for work whose length is not known."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("measuring")

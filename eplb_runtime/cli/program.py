@@ -1,0 +1,68 @@
+"""The ``eplb-runtime`` command: asks one command's file, prints what it says, and turns bad input into one line.
+
+No decisions here. Rooms are imported by the command that needs them, so that ``--help`` is quick. Bad input gets one
+line on stderr that says what is wrong and how to mend it, and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import bench, convert, plan, simulate, verify
+from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
+
+COMMANDS = (plan, simulate, convert, verify, bench)
+"""Modules with ``add(commands)``, in the order in which ``--help`` names them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int | None = parsed.run(parsed)
+        sys.stdout.flush()
+        return status or 0
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT)
+    except ValueError as error:
+        if not isinstance(error, _input_errors()):
+            raise
+        return _complain(str(error), BAD_INPUT)
+
+
+def _input_errors() -> tuple[type[ValueError], ...]:
+    from ..formats.convert import ConvertError
+    from ..formats.loads import LoadFileError
+    from ..placement import PlacementError
+    from ..planner import PlanError
+
+    known = [InputError, ConvertError, LoadFileError, PlacementError, PlanError]
+    if "torch" in sys.modules:  # else none of these was raised
+        from ..hosts import AttachError
+        from ..hosts.transformers.models import ModelError
+        from ..launching import LaunchError
+
+        known += [AttachError, ModelError, LaunchError]
+    return tuple(known)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=PROGRAM, description="Expert-parallel load balancing for MoE models.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

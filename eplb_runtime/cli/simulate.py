@@ -1,0 +1,112 @@
+"""``eplb-runtime simulate``: a series of loads, played through several policies."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .arguments import (
+    LOAD,
+    POLICY,
+    add_cluster,
+    add_command,
+    adder,
+    names,
+    not_negative_float,
+    positive,
+    positive_float,
+)
+from .inputs import policy_options, read_windows, topology_of
+from .printing import print_json, print_table, progress
+
+GATE = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
+
+
+def add(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "simulate",
+        _run,
+        "play a series of loads through several policies: plan on the past, judge on what came next",
+        """
+  eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
+  eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
+      --policies static,deepseek,incremental --gate payoff -o windows.csv --plot balance.png
+""",
+    )
+    command.add_argument("trace", metavar="TRACE", help="a series of windows; " + LOAD)
+    add_cluster(command)
+    add = adder(command)
+    add("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True)
+    policies = "static,deepseek,incremental"
+    add("--policies", "A,B,...", names, f"{POLICY} (default: {policies})", default=names(policies))
+    add("--merge", "N", positive, "first merge every N windows of the series into one", default=1)
+    add("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)")
+    command.add_argument("--gate", choices=("always", "payoff", "off"), default="always", help=GATE)
+    add("-o", "FILE", str, "write every judged window, .csv or .json", dest="output")
+    add("--plot", "FILE", str, "draw balance and moves over time, .png, .svg or .pdf (needs matplotlib)")
+    add = adder(command.add_argument_group("step times", "a model that compares policies, not one that predicts"))
+    add("--steps-per-window", "N", positive, "training steps that a window stands for (default: 1)", default=1)
+    add("--hidden-size", "N", positive, "of the model (default: 7168, DeepSeek-V3)", default=7168)
+    add("--expert-hidden-size", "N", positive, "of one expert (default: 2048)", default=2048)
+    add("--flops", "F", positive_float, "FLOP/s a rank sustains on expert GEMMs (default: 4e14)", default=400e12)
+    add("--stall-seconds", "S", not_negative_float, "cost of a rebalance besides its bytes (default: 0)", default=0.0)
+    command.add_argument("--inference", action="store_true", help="no backward pass, no optimizer state")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ..simulate import StepModel, merge_windows, num_replans, plot, simulate, write_windows
+
+    topology = topology_of(arguments)
+    load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
+    total = len(arguments.policies) * num_replans(len(load), arguments.every)
+    with progress("plans", total) as advance:
+        runs = simulate(
+            load,
+            topology,
+            slots_per_rank=arguments.slots_per_rank,
+            every=arguments.every,
+            policies=arguments.policies,
+            history=arguments.history,
+            groups=arguments.groups,
+            max_moves=arguments.max_moves,
+            gate=arguments.gate,
+            options=policy_options(arguments),
+            steps_per_window=arguments.steps_per_window,
+            step_model=StepModel(
+                hidden_size=arguments.hidden_size,
+                expert_hidden_size=arguments.expert_hidden_size,
+                flops=arguments.flops,
+                training=not arguments.inference,
+                stall_seconds=arguments.stall_seconds,
+            ),
+            on_progress=advance,
+        )
+    if arguments.output is not None:
+        write_windows(runs, arguments.output)
+    if arguments.plot is not None:
+        plot(runs, arguments.plot)
+    summaries = [run.summary() for run in runs]
+    if arguments.json:
+        print_json({"policies": summaries})
+        return
+    print_table(
+        f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every {arguments.every}",
+        [
+            {
+                "policy": summary["policy"],
+                "layout": run.layout,
+                "balancedness mean": f"{summary['balancedness']['mean']:.4f}",
+                "p5": f"{summary['balancedness']['p5']:.4f}",
+                "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
+                "p95": f"{summary['imbalance']['p95']:.4f}",
+                "max": f"{summary['imbalance']['max']:.4f}",
+                "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
+                "rebalances": f"{summary['rebalances']} of {len(run.replans)}",
+                "GB moved": f"{run.moved_bytes / 1e9:.1f}",
+                "plan ms": f"{summary['plan_seconds'] * 1e3:.2f}",
+                "step ms": f"{summary['step_seconds'] * 1e3:.3f}",
+            }
+            for run, summary in zip(runs, summaries, strict=True)
+        ],
+    )
