@@ -20,7 +20,8 @@ from eplb_runtime.formats.convert import (
     read_placement,
     write_placement,
 )
-from eplb_runtime.formats.loads import LoadFileError, read_load, write_load
+from eplb_runtime.formats.errors import LoadFileError
+from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
 
 LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
@@ -157,7 +158,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
     write_load(tmp_path / "load.json", [[1, 2]])
     out, sglang = tmp_path / "out.json", '{"physical_to_logical_map": [[0, 1], [1, 0]]}'
     cases: list[tuple[Path, dict[str, object], str]] = [
-        (tmp_path / "missing.json", {}, "no such file"),
+        (tmp_path / "missing.json", {}, "No such file"),
         (text("sglang.json", sglang), {}, "does not say how many ranks it is for: give --ranks R"),
         (text("dense.json", sglang), {"num_ranks": 2, "dense_layers": 2}, "2 dense layers of 2: none would be left"),
         (text("three.json", "[[0, 1, 2]]"), {"num_ranks": 2}, "3 slots cannot be spread evenly over 2 ranks"),

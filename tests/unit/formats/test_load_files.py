@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from eplb_runtime.formats.loads import LoadFileError, layers_without_tokens, read_load, write_load
+from eplb_runtime.formats.errors import LoadFileError
+from eplb_runtime.formats.loads import layers_without_tokens, read_load, write_load
 
 LOAD = np.arange(24).reshape(2, 3, 4)
 
@@ -123,12 +124,15 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "NaN": (write("nan.json", '{"load": [[1, NaN]]}'), "window 0, layer 0, expert 1: nan"),
         "negative": (write("negative.json", '{"load": [[1, 2], [-3, 4]]}'), "layer 1, expert 0: -3.0"),
         "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
-        "another .pt": (folder / "other.pt", "no SGLang expert distribution: it holds 'weights'"),
+        "another .pt": (
+            folder / "other.pt",
+            'no "logical_count" (or "records" with "last_physical_to_logical_map") in it, only \'weights\'',
+        ),
         "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
         "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
         "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
         "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
-        "empty folder": (folder / "empty", "neither *.pt (SGLang) nor rank*.safetensors"),
+        "empty folder": (folder / "empty", "it has no *.pt or rank*.safetensors"),
     }
 
 

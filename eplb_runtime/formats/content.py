@@ -1,0 +1,64 @@
+"""A file or folder as its reader found it, before any engine is asked whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from errno import ENOENT
+from os import strerror
+from pathlib import Path
+from typing import Any
+
+from .errors import FormatError
+from .readers import json_text, npz, pt, safetensors_file, yaml_text
+
+KINDS = {
+    ".npz": "npz",
+    ".safetensors": "safetensors",
+    ".json": "json",
+    ".pt": "pt",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
+"""The kind of a file by its ending."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What stands in a file.
+
+    Args:
+        path: the file or folder.
+        kind: a value of ``KINDS``, or ``"directory"``.
+        value: what the reader found; arrays by name for ``npz`` and ``safetensors``, None for a directory.
+        metadata: the texts in a safetensors file's header.
+    """
+
+    path: Path
+    kind: str
+    value: Any = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def holds(self, *names: str) -> bool:
+        """Whether it is a mapping with all these names."""
+        return isinstance(self.value, Mapping) and all(name in self.value for name in names)
+
+
+def open_content(path: Path) -> Content:
+    """Read a file, or note that it is a directory.
+
+    Raises:
+        FormatError: an unknown ending, or not what the ending says.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        return Content(path, "directory")
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
+    kind = KINDS.get(path.suffix)
+    if kind == "safetensors":
+        return Content(path, kind, safetensors_file.read(path), safetensors_file.metadata(path))
+    if kind is None:
+        raise FormatError(f"cannot tell what kind of file this is by its ending; give {', '.join(KINDS)}")
+    reader = {"npz": npz.read, "json": json_text.read, "pt": pt.read, "yaml": yaml_text.read}[kind]
+    return Content(path, kind, reader(path))

@@ -1,0 +1,18 @@
+"""What goes wrong with files of others; each message is one line that says what and how to mend it."""
+
+
+class FormatError(ValueError):
+    """A file that cannot be used."""
+
+
+class LoadFileError(FormatError):
+    """A load file that cannot be used; the message names the file."""
+
+
+class ConvertError(FormatError):
+    """A file that cannot be converted; the message names the file, or the argument that does not fit."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, short enough to stand in ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

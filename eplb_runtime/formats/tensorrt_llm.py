@@ -1,0 +1,83 @@
+"""TensorRT-LLM: load balancer configurations, and directories of expert statistics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from ..placement import Placement
+from .arrays import LoadArray
+from .base import Engine, ExpertMap, check_text, write_text
+from .content import Content
+from .errors import ConvertError, FormatError
+from .readers import safetensors_file
+
+
+class TensorRTLLM(Engine):
+    name = "tensorrt-llm"
+    numbers_dense_layers = True
+    load_names: ClassVar = {"directory": "rank*.safetensors"}
+
+    def placement(self, content: Content) -> ExpertMap | None:
+        """Its load balancer configuration: ``initial_global_assignments: {layer: [num_slots]}``.
+
+        Its reader (``llmapi/llm_args.py``, ``MoeLoadBalancerConfig``) takes these keys and no others: ``num_slots``,
+        ``initial_global_assignments``, ``layer_updates_per_iter``. Every MoE layer needs a row under its number in the
+        model, ``num_slots`` long, that names every expert (``fused_moe/interface.py``); EP size divides ``num_slots``.
+        """
+        if content.kind != "yaml":
+            return None
+        assignments = content.value["initial_global_assignments"] if content.holds("initial_global_assignments") else {}
+        if not isinstance(assignments, dict) or not assignments:
+            raise ConvertError('no "initial_global_assignments" of layers in it')
+        try:
+            layers = sorted(assignments, key=int)
+        except (TypeError, ValueError):
+            raise ConvertError("a layer of initial_global_assignments is no number") from None
+        return ExpertMap([assignments[layer] for layer in layers])
+
+    def load(self, content: Content) -> LoadArray | None:
+        """A directory of statistics; see :func:`expert_statistics`."""
+        has_some = content.kind == "directory" and any(content.path.glob("rank*.safetensors"))
+        return expert_statistics(content.path) if has_some else None
+
+    def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
+        check_text(path, self.name)
+        rows = enumerate(placement.physical_to_logical.tolist(), start=dense_layers)
+        lines = [f"  {layer}: {json.dumps(row)}" for layer, row in rows]
+        head = [f"num_slots: {placement.num_slots}", "layer_updates_per_iter: 0", "initial_global_assignments:"]
+        write_text(path, "\n".join(head + lines) + "\n")
+
+
+def expert_statistics(directory: Path) -> LoadArray:
+    """Tokens per logical expert in a TensorRT-LLM expert statistics directory.
+
+    ``rank*.safetensors`` hold one count vector [E] by name ``<iteration>_<layer>``; they are summed over ranks.
+    ``rank*_raw.safetensors`` are left alone. Layers of the file that are dense simply do not occur, so layer numbers
+    are taken in ascending order.
+
+    Checked against TensorRT-LLM's ``examples/wide_ep/ep_load_balancer/utils.py`` (``load_expert_statistic``).
+
+    Returns:
+        float64 [T, L, E], one window an iteration.
+    """
+    counts: dict[tuple[int, int], LoadArray] = {}
+    for file in sorted(directory.glob("rank*.safetensors")):
+        if file.stem.endswith("_raw"):
+            continue
+        for name, array in safetensors_file.read(file).items():
+            match = re.fullmatch(r"(\d+)_(\d+)", name)
+            if match is None:
+                raise FormatError(f"{file.name} holds {name!r}, which is no <iteration>_<layer>")
+            key = (int(match[1]), int(match[2]))
+            counts[key] = counts.get(key, 0.0) + array.astype(np.float64)
+    iterations, layers = (sorted({key[part] for key in counts}) for part in (0, 1))
+    if not counts or len(counts) != len(iterations) * len(layers):
+        raise FormatError(
+            f"{len(counts)} count vectors for {len(iterations)} iterations x {len(layers)} layers: some are missing"
+        )
+    return np.array([[counts[iteration, layer] for layer in layers] for iteration in iterations])
