@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .config import BalancerConfig
-from .experts.record import RecordFormat
-from .experts.registry import ExpertTensors
 from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
 from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.warmup import compile_kernels
+from .ranks import ProcessGroups
 from .topology import Topology
 
 logger = logging.getLogger("eplb_runtime")
@@ -59,6 +58,7 @@ class Measurement:
         earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
         step_seconds: measured, smoothed.
         stall_seconds: what a rebalance costs besides its transfers.
+        home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
     """
 
     buckets: HostCopy
@@ -66,33 +66,29 @@ class Measurement:
     earlier: tuple[tuple[int, Placement], ...]
     step_seconds: float
     stall_seconds: float
+    home_bytes: int
 
 
 class DecisionMaker:
-    """Makes decisions for one rank, in the balancer's worker thread.
-
-    Args:
-        registry: tells the planner how many bytes an expert has.
-    """
+    """Makes decisions for one rank, in the balancer's worker thread."""
 
     def __init__(
         self,
         config: BalancerConfig,
         topology: Topology,
-        control: dist.ProcessGroup,
+        groups: ProcessGroups,
         agreement: Agreement,
-        registry: ExpertTensors,
         steps_per_bucket: int,
     ) -> None:
         self._config = config
         self._topology = topology
-        self._registry = registry
         self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._ready = threading.Event()
-        self._is_planner = dist.get_rank() == 0
+        self._is_planner = groups.job.is_planner
+        self._planner_rank = groups.job.ranks[0]
         self.planner: Callable[..., Plan] = plan
         self.on_plan_received: Callable[[bytearray], None] = lambda message: None
-        self.reconnect(control, agreement)
+        self.reconnect(groups.control, agreement)
 
     def warm_up(self) -> None:
         """Compile the planner, on rank 0, while the job starts."""
@@ -109,6 +105,7 @@ class DecisionMaker:
         """Collective over the control group; never raises."""
         try:
             total = aggregate(measurement.buckets, self._control).numpy()
+            measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes))
             imbalance = _imbalance_as_it_was(total, measurement)
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
             self.on_plan_received(message)
@@ -162,10 +159,15 @@ class DecisionMaker:
             }
         ).encode()
 
+    def _largest(self, here: int) -> int:
+        """Over all ranks, whose stages differ."""
+        size = torch.tensor([here])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._control)
+        return int(size.item())
+
     def _cost(self, measurement: Measurement) -> CostModel:
-        home = max(RecordFormat.of(self._registry.of_home(layer)).nbytes for layer in range(self._registry.num_layers))
         return CostModel(
-            home_bytes=home,
+            home_bytes=measurement.home_bytes,
             replica_bytes=0,  # copies are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
             moe_share=self._config.moe_share,
@@ -184,9 +186,9 @@ class DecisionMaker:
 
     def _broadcast(self, message: bytes) -> bytearray:
         size = torch.tensor([len(message)])
-        dist.broadcast(size, src=0, group=self._control)
+        dist.broadcast(size, src=self._planner_rank, group=self._control)
         buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0, group=self._control)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=self._control)
         return buffer
 
     def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:

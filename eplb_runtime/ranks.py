@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -80,12 +82,12 @@ class Job:
     def is_planner(self) -> bool:
         return self.rank == self.ranks[0]
 
-    @property
+    @cached_property
     def ep_ranks(self) -> tuple[int, ...]:
         """The EP group of this rank."""
         return next(ranks for ranks in self.ep_sets if self.rank in ranks)
 
-    @property
+    @cached_property
     def ep_rank(self) -> int:
         """This rank's place in its EP group."""
         return self.ep_ranks.index(self.rank)
@@ -94,12 +96,12 @@ class Job:
     def ep_size(self) -> int:
         return len(self.ep_ranks)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[int, ...]:
         """The pipeline stages of this rank."""
         return self.stages_of_set[self.ep_sets.index(self.ep_ranks)]
 
-    @property
+    @cached_property
     def stage_sets(self) -> tuple[tuple[int, ...], ...]:
         """Which stages ranks hold together, each tuple once, ascending."""
         return tuple(sorted(set(self.stages_of_set)))
@@ -108,22 +110,22 @@ class Job:
         """The EP groups that hold these stages, in order."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
 
-    @property
+    @cached_property
     def edp_sets(self) -> list[tuple[int, ...]]:
         """Ranks that hold the same experts, for all of the job."""
         return [ranks for stages in self.stage_sets for ranks in zip(*self.ep_sets_of(stages), strict=True)]
 
-    @property
+    @cached_property
     def edp_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the same experts as this one, in the order of the EP groups."""
         return next(ranks for ranks in self.edp_sets if self.rank in ranks)
 
-    @property
+    @cached_property
     def data_sets(self) -> list[tuple[int, ...]]:
         """Ranks that hold the same stages, ascending, for all of the job."""
         return [tuple(sorted(sum(self.ep_sets_of(stages), ()))) for stages in self.stage_sets]
 
-    @property
+    @cached_property
     def data_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the same stages as this one, ascending."""
         return next(ranks for ranks in self.data_sets if self.rank in ranks)
@@ -306,6 +308,15 @@ def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: 
         work.wait()
 
 
+def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """One contiguous tensor of each rank, of equal shapes, stacked: ``[R, ...]``, in one call and one buffer."""
+    rows = mine.new_empty(group.size() * mine.numel())
+    # torch 2.13 has a new name for it and warns of the old one, which 2.11 alone knows.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(rows, mine.reshape(-1), group=group)
+    return rows.view(group.size(), *mine.shape)
+
+
 @contextlib.contextmanager
 def _watchdog_that_ends_nothing() -> Iterator[None]:
     """Inside, NCCL groups are made whose watchdog leaves the process alone: who waits on them looks for himself."""
@@ -363,6 +374,10 @@ def _gather_job(
         for stage, count in zip(one.stages, one.layers, strict=True):
             if layers.setdefault(stage, count) != count:
                 raise GroupError(f"stage {stage} has {layers[stage]} MoE layers on one rank and {count} on another")
+    together = {stage: {one.stages for one in said if stage in one.stages} for stage in layers}
+    for stage, held in together.items():
+        if len(held) > 1:
+            raise GroupError(f"stage {stage} is held together with other stages on some ranks: {sorted(held)}")
     if sorted(layers) != list(range(len(layers))):
         raise GroupError(f"the ranks hold the pipeline stages {sorted(layers)}: every stage from 0 on must be there")
     sets = _ep_sets(said, everyone)
@@ -391,7 +406,7 @@ def _exchange(
     # Without an EP group: all ranks with the same stages, which are not known yet; they are told apart by their stages.
     ep = tuple(sorted(ranks.ep)) if ranks.ep is not None else ()
     name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=7).digest()
-    mine = torch.full((7 + 2 * MAX_STAGES,), -1, dtype=torch.int64)
+    mine = torch.full((6 + 2 * MAX_STAGES,), -1, dtype=torch.int64)
     mine[:6] = torch.tensor(
         [
             dist.get_rank(),
@@ -402,21 +417,14 @@ def _exchange(
             len(stages),
         ]
     )
-    counts = (*stage_layers, *[0] * MAX_STAGES)[: len(stages)]
+    layers = (*stage_layers, *[0] * MAX_STAGES)[: len(stages)]
     mine[6 : 6 + len(stages)] = torch.tensor(stages)
-    mine[6 + MAX_STAGES : 6 + MAX_STAGES + len(stages)] = torch.tensor(counts)
-    all_ = torch.empty(len(everyone) * len(mine), dtype=torch.int64)
-    dist.all_gather_into_tensor(all_, mine, group=control)
+    mine[6 + MAX_STAGES : 6 + MAX_STAGES + len(stages)] = torch.tensor(layers)
     said = []
-    for row in all_.view(len(everyone), -1).tolist():
-        count = row[5]
-        said.append(
-            _Said(
-                *row[:5],
-                stages=tuple(row[6 : 6 + count]),
-                layers=tuple(row[6 + MAX_STAGES : 6 + MAX_STAGES + count]),
-            )
-        )
+    for row in gather_rows(mine, control).tolist():
+        rank, ep_first, ep_size, ep_name, divisor, count = row[:6]
+        held, counts = row[6 : 6 + count], row[6 + MAX_STAGES : 6 + MAX_STAGES + count]
+        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, tuple(held), tuple(counts)))
     return said
 
 

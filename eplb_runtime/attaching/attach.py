@@ -1,18 +1,19 @@
-"""From a described model and an optimizer to a running balancer, the same way for every framework.
+"""From described models and optimizers to a running balancer, the same way for every framework.
 
-A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here.
+A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here. First
+all that can fail: connections, measurements, checks. Then the model is cut.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..balancer import Balancer
+from ..balancer import Balancer, Parts
 from ..config import BalancerConfig, launcher_environment
 from ..dispatch.all_to_all import AllToAllDispatcher
 from ..experts.compute import LocalExperts
@@ -20,8 +21,11 @@ from ..experts.registry import ExpertTensors
 from ..experts.slices import DividedGradient, is_sliced
 from ..layer import ExpertParallelLayer
 from ..load.counter import LoadCounter
+from ..migration.bandwidth import measure
+from ..migration.transports.base import Transport, TransportError
 from ..placement import Placement
-from ..ranks import ProcessGroups
+from ..ranks import GroupError, Job, ProcessGroups, Ranks
+from ..rebalancing import Maps, new_transport
 from ..replicas.bank import ReplicaBank, ReplicaPool, replica_bytes
 from ..replicas.kept import KeptReplicas
 from ..replicas.shared import SharedReplicas
@@ -30,148 +34,232 @@ from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from ..topology import Topology
 from .checks import check, device_of
-from .description import AttachError, HostModel, MoELayer, spread_of
+from .description import AttachError, MoELayer, Stage, spread_of
 from .meta import MetaError, make_buffers, make_parameters
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
 
 logger = logging.getLogger("eplb_runtime")
 
 
-def attach_host(
-    model: nn.Module,
-    host: HostModel,
-    optimizer: torch.optim.Optimizer | None,
+def attach_stages(
+    stages: Sequence[Stage],
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
-    config: BalancerConfig | None,
-    ep_group: dist.ProcessGroup | None,
+    config: BalancerConfig,
+    ranks: Ranks,
     device: torch.device | str | None,
 ) -> Balancer:
-    """``attach`` for a model whose host has described it; arguments and errors as there."""
-    config = config if config is not None else BalancerConfig()
-    device = device_of(model, host, device)
+    """``attach`` for models that their host has described; errors as there. Collective over the job.
+
+    Args:
+        stages: the models of this rank, in the order of ``ranks.stages``.
+        optimizers: none: inference.
+    """
+    on = device_of(stages, device)
     try:
-        groups = ProcessGroups(ep_group, device, config.timeout_seconds)
-    except ValueError as error:
+        groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], on, config.timeout_seconds)
+    except GroupError as error:
         raise AttachError(str(error)) from None
     try:
-        placement = check(model, optimizer, host, config, groups, device)
-        make_buffers(model, device, host.remake_buffers)
-    except MetaError as error:
+        transport = new_transport(config, groups, on)
+        transport.warm_up()
+        job = groups.job
+        topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
+        topology = measure(topology, transport, job.ep_rank, groups.control)
+        placement = check(stages, optimizers, config, groups, on)
+        for stage in stages:
+            make_buffers(stage.model, on, stage.host.remake_buffers)
+    except (MetaError, TransportError) as error:
         groups.close()
         raise AttachError(str(error)) from None
     except BaseException:
         groups.close()
         raise
-    return _build(model, optimizer, host, config, groups, placement, device)
+    return _Attaching(stages, optimizers, config, groups, topology, transport, placement, on).build()
 
 
-def _build(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    host: HostModel,
-    config: BalancerConfig,
-    groups: ProcessGroups,
-    placement: Placement,
-    device: torch.device,
-) -> Balancer:
-    training = optimizer is not None
-    registry = ExpertTensors(len(host.layers), placement.homes_per_rank, optimizer, config.move_gradients)
-    counter = LoadCounter(len(host.layers), placement.num_experts, config.interval, device)
-    table = SlotTable(placement, device)
-    topology = Topology.from_launcher(launcher_environment(), groups.ep_size, groups.ep_sets)
-    dispatcher = AllToAllDispatcher(groups.dispatch, placement.slots_per_rank)
-    pool = ReplicaPool(config.replica_slots) if config.shared_between_layers else None
-    banks, layer_of_parameter = [], {}
-    for index, (layer, rows) in enumerate(zip(host.layers, rows_of_rank(placement, groups.ep_rank), strict=True)):
-        spread = spread_of(layer.experts) is not None
-        homes = [getattr(layer.experts, n) if spread else cut(layer, n, rows, device) for n in layer.parameters]
-        if config.replica_slots:
-            banks.append(ReplicaBank(homes, config.replica_slots, training, pool))
-            homes = banks[index].parameters
-        for name, parameter in zip(layer.parameters, homes, strict=True):
-            if parameter is not getattr(layer.experts, name):
-                install(layer.experts, name, parameter, None if spread else rows, optimizer)
-            if training and parameter.requires_grad and not is_sliced(parameter):
-                parameter.register_hook(lambda gradient: gradient / groups.world_size)
-            registry.add(index, name, parameter)
-            layer_of_parameter[f"{layer.name}.{name}"] = index
-            warn_of_odd_rows(f"{layer.name}.{name}", parameter)
-    make_parameters(model, device)
-    replicas = splitter = None
-    if config.replica_slots:
-        replicas = ReplicaSync(banks, groups.replicas, groups.ep_rank, groups.world_size, config.shared_between_layers)
-        splitter = BatchSplitter(
-            placement,
-            device,
-            ep_rank=groups.ep_rank,
-            ranks_per_node=topology.ranks_per_node,
-            mode=config.split,
-            locality=config.split_locality,
-            least_tokens=config.split_least_tokens,
+@dataclass
+class _Attaching:
+    """A balancer in the making; nothing here is expected to fail."""
+
+    stages: Sequence[Stage]
+    optimizers: Sequence[torch.optim.Optimizer]
+    config: BalancerConfig
+    groups: ProcessGroups
+    topology: Topology
+    transport: Transport
+    placement: Placement
+    device: torch.device
+    banks: dict[int, ReplicaBank] = field(default_factory=dict)
+    layer_of_parameter: dict[str, int] = field(default_factory=dict)
+
+    def build(self) -> Balancer:
+        placement, training = self.placement, bool(self.optimizers)
+        self.registry = ExpertTensors(
+            placement.num_layers, placement.homes_per_rank, self.optimizers, self.config.move_gradients
         )
-        _log_memory(config, [bank.parameters for bank in banks], training)
-    for index, layer in enumerate(host.layers):
-        layer.install(
-            ExpertParallelLayer(
-                index,
-                layer.experts,
-                _local_experts(index, layer, banks, replicas, config, groups.ep_size),
+        self._cut_layers()
+        for stage in self.stages:
+            make_parameters(stage.model, self.device)
+        maps = self._maps()
+        counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
+        self._install_layers(maps, counter)
+        experts = {id(p) for p in self.registry.parameters()}
+        balancer = Balancer(
+            Parts(
+                config=self.config,
+                groups=self.groups,
+                topology=self.topology,
+                placement=placement,
+                registry=self.registry,
                 counter=counter,
-                table=table,
-                splitter=splitter,
-                dispatcher=dispatcher,
-                counts_in_evaluation=not training,
-                real_tokens=host.real_tokens,
+                maps=maps,
+                transport=self.transport,
+                dense_parameters=[p for s in self.stages for p in s.model.parameters() if id(p) not in experts],
+                device=self.device,
+                layer_of_parameter=self.layer_of_parameter,
+                training=training,
             )
         )
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(layer_of_parameter))
-    experts = {id(p) for p in registry.parameters()}
-    balancer = Balancer(
-        config=config,
-        groups=groups,
-        topology=topology,
-        placement=placement,
-        registry=registry,
-        counter=counter,
-        table=table,
-        splitter=splitter,
-        replicas=replicas,
-        dense_parameters=[p for p in model.parameters() if id(p) not in experts],
-        device=device,
-        layer_of_parameter=layer_of_parameter,
-        training=training,
-    )
-    balancer.own_hook(host.watch_batches())
-    if optimizer is not None:
-        balancer.own_hook(model.register_forward_pre_hook(lambda *_: balancer.before_forward()))
-        balancer.own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
-        balancer.own_hook(optimizer.register_step_post_hook(lambda *_: balancer.step()))
-    object.__setattr__(model, "_eplb_runtime_balancer", balancer)
-    object.__setattr__(model, "_eplb_runtime_host", host)
-    return balancer
+        for stage in self.stages:
+            _mark(stage, balancer, self.layer_of_parameter)
+        _hook(balancer, self.stages, self.optimizers)
+        return balancer
+
+    @property
+    def _job(self) -> Job:
+        return self.groups.job
+
+    def _layers(self) -> list[tuple[int, str, MoELayer]]:
+        """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
+        return [
+            (self._job.first_layer(stage.number) + position, stage.prefix + layer.name, layer)
+            for stage in self.stages
+            for position, layer in enumerate(stage.host.layers)
+        ]
+
+    def _cut_layers(self) -> None:
+        """Leave this rank its experts, in the modules and the optimizers, and register them."""
+        training, divisor = bool(self.optimizers), self._job.gradient_divisor
+        pool = ReplicaPool(self.config.replica_slots) if self.config.shared_between_layers else None
+        rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
+        for index, name, layer in self._layers():
+            spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
+            homes = [
+                getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
+            ]
+            if self.config.replica_slots:
+                self.banks[index] = ReplicaBank(homes, self.config.replica_slots, training, pool)
+                homes = self.banks[index].parameters
+            for own_name, parameter in zip(layer.parameters, homes, strict=True):
+                if parameter is not getattr(layer.experts, own_name):
+                    install(layer.experts, own_name, parameter, None if spread else rows, self.optimizers)
+                if training and parameter.requires_grad and not is_sliced(parameter):
+                    parameter.register_hook(lambda gradient: gradient / divisor)
+                self.registry.add(index, own_name, parameter)
+                self.layer_of_parameter[f"{name}.{own_name}"] = index
+                warn_of_odd_rows(f"{name}.{own_name}", parameter)
+
+    def _maps(self) -> Maps:
+        table = SlotTable(self.placement, self.device)
+        if not self.config.replica_slots:
+            return Maps(table, None, None)
+        replicas = ReplicaSync(
+            self.banks,
+            self.groups.replicas,
+            self._job.ep_rank,
+            self._job.gradient_divisor,
+            self.config.shared_between_layers,
+        )
+        splitter = BatchSplitter(
+            self.placement,
+            self.device,
+            ep_rank=self._job.ep_rank,
+            ranks_per_node=self.topology.ranks_per_node,
+            mode=self.config.split,
+            locality=self.config.split_locality,
+            least_tokens=self.config.split_least_tokens,
+        )
+        _log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
+        return Maps(table, splitter, replicas)
+
+    def _install_layers(self, maps: Maps, counter: LoadCounter) -> None:
+        """Put the expert-parallel way in the place of each layer's own."""
+        dispatcher = AllToAllDispatcher(self.groups.dispatch, self.placement.slots_per_rank)
+        real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
+        for index, _, layer in self._layers():
+            layer.install(
+                ExpertParallelLayer(
+                    index,
+                    layer.experts,
+                    self._local_experts(index, layer, maps.replicas),
+                    counter=counter,
+                    table=maps.table,
+                    splitter=maps.splitter,
+                    dispatcher=dispatcher,
+                    counts_in_evaluation=not self.optimizers,
+                    real_tokens=real_tokens[id(layer)],
+                )
+            )
+
+    def _local_experts(self, index: int, layer: MoELayer, replicas: ReplicaSync | None) -> LocalExperts:
+        if replicas is None:
+            # FSDP averages over EDP; the rest of the division is done before.
+            return LocalExperts(
+                layer.compute, _parameters_of(layer, self._job.gradient_divisor / len(self._job.edp_ranks))
+            )
+        kind = SharedReplicas if self.config.shared_between_layers else KeptReplicas
+        return kind(layer.compute, index, self.banks[index], replicas)
 
 
-def _local_experts(
-    index: int,
-    layer: MoELayer,
-    banks: Sequence[ReplicaBank],
-    replicas: ReplicaSync | None,
-    config: BalancerConfig,
-    ep_size: int,
-) -> LocalExperts:
-    if replicas is None:
-        return LocalExperts(layer.compute, _parameters_of(layer, ep_size))
-    kind = SharedReplicas if config.shared_between_layers else KeptReplicas
-    return kind(layer.compute, index, banks[index], replicas)
+def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) -> None:
+    """Leave on a model what finds its balancer again, and keep DistributedDataParallel's hands off its experts."""
+    own = [name.removeprefix(stage.prefix) for name in layer_of_parameter if name.startswith(stage.prefix)]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage.model, own)
+    object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
+    object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
 
 
-def _parameters_of(layer: MoELayer, ep_size: int) -> Callable[[], Sequence[Tensor]]:
-    """What stands in the module when it computes. FSDP averages over EDP; the rest of the division is done before."""
+def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Let batches, forwards and optimizer steps reach the balancer."""
+    for stage in stages:
+        balancer._own_hook(stage.host.watch_batches())
+        if optimizers:
+            balancer._own_hook(stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward()))
+    steps = _Steps(len(optimizers), balancer)
+    for number, optimizer in enumerate(optimizers):
+        balancer._own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
+        balancer._own_hook(optimizer.register_step_post_hook(lambda *_, number=number: steps.done(number)))
+
+
+class _Steps:
+    """Ends a training step when each optimizer has made its own."""
+
+    def __init__(self, count: int, balancer: Balancer) -> None:
+        self._count = count
+        self._balancer = balancer
+        self._done: set[int] = set()
+
+    def done(self, number: int) -> None:
+        if number in self._done:
+            others = sorted(set(range(self._count)) - self._done)
+            raise RuntimeError(
+                f"optimizer {number} of the attached ones has stepped twice, number {', '.join(map(str, others))} not "
+                "at all: step each once in a training step, on every rank"
+            )
+        self._done.add(number)
+        if len(self._done) == self._count:
+            self._done.clear()
+            self._balancer.step()
+
+
+def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:
+    """What stands in the module when it computes."""
     sliced = any(is_sliced(getattr(layer.experts, name)) for name in layer.parameters)
 
     def parameters() -> Sequence[Tensor]:
         now = [getattr(layer.experts, name) for name in layer.parameters]
-        return [DividedGradient.apply(parameter, ep_size) for parameter in now] if sliced else now
+        return [DividedGradient.apply(parameter, divisor) for parameter in now] if sliced else now
 
     return parameters
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import xxhash
@@ -14,20 +16,26 @@ from ..config import BalancerConfig
 from ..experts.optimizer_state import OptimizerStateError, check_element_wise
 from ..experts.slices import why_not_slices
 from ..placement import Placement, PlacementError
-from ..ranks import ProcessGroups
-from .description import AttachError, HostModel, MoELayer, spread_of
+from ..ranks import Job, ProcessGroups, gather_rows
+from .description import AttachError, HostModel, MoELayer, Stage, spread_of
 from .meta import has_meta
 
 
-def device_of(model: nn.Module, host: HostModel, wanted: torch.device | str | None) -> torch.device:
-    """Where the experts are, or will be made."""
+def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
+    """Where the experts are, or will be made; of stages without experts, where their parameters are."""
     # An empty tensor knows the index of "cuda".
     given = torch.empty(0, device=wanted).device if wanted is not None else None
-    devices = {getattr(layer.experts, name).device for layer in host.layers for name in layer.parameters}
+    devices = {
+        getattr(layer.experts, name).device
+        for stage in stages
+        for layer in stage.host.layers
+        for name in layer.parameters
+    }
+    devices = devices or {parameter.device for stage in stages for parameter in stage.model.parameters()}
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
-    device = devices.pop()
-    if has_meta(model):
+    device = devices.pop() if devices else torch.device("cpu")
+    if any(has_meta(stage.model) for stage in stages):
         if given is None or given.type == "meta":
             raise AttachError(
                 "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
@@ -42,60 +50,92 @@ def device_of(model: nn.Module, host: HostModel, wanted: torch.device | str | No
 
 
 def check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    host: HostModel,
+    stages: Sequence[Stage],
+    optimizers: Sequence[torch.optim.Optimizer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
 ) -> Placement:
-    """Everything that can be refused, before anything is changed. Returns the placement to start from."""
-    spread = {spread_of(layer.experts) for layer in host.layers}
-    if len(spread) > 1:
-        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
-    for layer in host.layers:
-        _check_tensors(layer, groups)
-    counts = {layer.num_experts for layer in host.layers}
-    if len(counts) > 1:
-        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
-    num_experts = counts.pop()
-    if num_experts % groups.ep_size:
-        raise AttachError(
-            f"{num_experts} experts cannot be spread evenly over {groups.ep_size} ranks: choose an EP size that "
-            f"divides {num_experts}"
-        )
-    if config.replica_slots > num_experts - num_experts // groups.ep_size:
-        raise AttachError(
-            f"replica_slots={config.replica_slots}: a rank has only {num_experts - num_experts // groups.ep_size} "
-            "experts of other ranks to copy"
-        )
-    if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
-        raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
-    if optimizer is not None:
-        _check_optimizer(optimizer, host)
+    """Everything that can be refused, before anything is changed. Collective; all ranks raise, or none does.
+
+    Returns:
+        The placement to start from.
+    """
+    layers = [layer for stage in stages for layer in stage.host.layers]
     try:
-        placement = _initial_placement(config, len(host.layers), num_experts, groups.ep_size)
-    except PlacementError as error:
-        raise AttachError(f"initial_placement: {error}") from None
-    _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config")
-    _same_everywhere(
-        placement.digest(), "initial placement", groups, "give all ranks the same one, or copies of one file"
-    )
-    (before,) = spread
+        _check_here(stages, optimizers, config, groups, device)
+        problem = ""
+    except AttachError as error:
+        problem = str(error)
+    _raise_on_all(problem, groups)
+    num_experts = _experts_of_job(layers[0].num_experts if layers else 0, groups)
+    problem, placement = "", None
+    try:
+        placement = _initial_placement(config, groups.job, num_experts)
+    except AttachError as error:
+        problem = str(error)
+    _raise_on_all(problem, groups)
+    assert placement is not None
+    _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config", over_stages=True)
+    hint = "give all ranks the same one, or copies of one file"
+    _same_everywhere(placement.digest(), "initial placement", groups, hint, over_stages=True)
+    before = spread_of(layers[0].experts) if layers else None
+    _same_everywhere(str(before is not None), "answer to whether shard_experts was called", groups, "call it on all")
     if before is not None:
-        _check_sharded(model, host, config)
-        if (before.placement, before.ep_ranks) != (placement.digest(), tuple(groups.ep_ranks)):
+        if (before.placement, before.ep_ranks) != (placement.digest(), groups.job.ep_ranks):
             raise AttachError(
                 "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
             )
         return placement
-    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    weights = {
+        stage.prefix + name: tensor
+        for stage in stages
+        for name, tensor in stage.model.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     _same_everywhere(shapes, "model", groups, "build the same model on every rank")
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
     hint = "seed all ranks equally, or load the same checkpoint"
     _same_everywhere(fingerprint.hex(), "set of weights", groups, hint)
     return placement
+
+
+def _check_here(
+    stages: Sequence[Stage],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: BalancerConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> None:
+    """What one rank can tell by itself."""
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    spread = {spread_of(layer.experts) for layer in layers}
+    if len(spread) > 1:
+        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
+    for layer in layers:
+        _check_tensors(layer, groups)
+    counts = {layer.num_experts for layer in layers}
+    if len(counts) > 1:
+        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
+    if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
+        raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
+    _check_optimizers(optimizers, layers)
+    if spread - {None}:
+        for stage in stages:
+            _check_sharded(stage.model, stage.host, config)
+
+
+def _experts_of_job(here: int, groups: ProcessGroups) -> int:
+    """E of the whole model, also on ranks whose stages have no MoE layer (``here``: 0)."""
+    bounds = torch.tensor([here, -here if here else torch.iinfo(torch.int64).min])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups.control)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if not most:
+        raise AttachError("no stage has an MoE layer: nothing to balance")
+    if most != least:
+        raise AttachError(f"the MoE layers have different numbers of experts ([{least}, {most}]); they must be equal")
+    return most
 
 
 def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig) -> None:
@@ -134,7 +174,7 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
             f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard after "
             "it, or leave expert parameters out of fully_shard (ignored_params)"
         )
-    wrong = why_not_slices(parameter, groups.edp_ranks)
+    wrong = why_not_slices(parameter, groups.job.edp_ranks)
     if not wrong and not isinstance(layer.experts, FSDPModule):
         wrong = f"belongs to an FSDP module around {layer.name}"
     if wrong:
@@ -144,42 +184,80 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
         )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, host: HostModel) -> None:
-    try:
-        check_element_wise(optimizer)
-    except OptimizerStateError as error:
-        raise AttachError(str(error)) from None
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(
-        isinstance(value, Tensor) and value.is_meta for state in optimizer.state.values() for value in state.values()
-    ):
-        raise AttachError(
-            f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: use an "
-            "optimizer that makes it at its first step, or build the model with memory"
-        )
-    for layer in host.layers:
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], layers: Sequence[MoELayer]) -> None:
+    for optimizer in optimizers:
+        try:
+            check_element_wise(optimizer)
+        except OptimizerStateError as error:
+            raise AttachError(str(error)) from None
+        if any(
+            isinstance(value, Tensor) and value.is_meta
+            for state in optimizer.state.values()
+            for value in state.values()
+        ):
+            raise AttachError(
+                f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
+                "use an optimizer that makes it at its first step, or build the model with memory"
+            )
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if not optimizers:
+        return
+    for layer in layers:
         for name in layer.parameters:
             parameter = getattr(layer.experts, name)
-            if parameter.requires_grad and id(parameter) not in held:
+            times = held.count(id(parameter))
+            if parameter.requires_grad and not times:
                 raise AttachError(
                     f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters() (with float32 "
                     "masters in its state, not in the place of parameters), or freeze that parameter"
                 )
+            if times > 1:
+                raise AttachError(f"{layer.name}.{name} is in {times} optimizers: give each parameter to one")
 
 
-def _initial_placement(config: BalancerConfig, layers: int, experts: int, ranks: int) -> Placement:
+def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placement:
+    ranks = job.ep_size
+    if experts % ranks:
+        raise AttachError(
+            f"{experts} experts cannot be spread evenly over {ranks} ranks: choose an EP size that divides {experts}"
+        )
+    if config.replica_slots > experts - experts // ranks:
+        raise AttachError(
+            f"replica_slots={config.replica_slots}: a rank has only {experts - experts // ranks} experts of other "
+            "ranks to copy"
+        )
     given = config.initial_placement
-    if given is None:
-        return Placement.initial(layers, experts, ranks, config.replica_slots)
-    placement = given if isinstance(given, Placement) else Placement.load(given)
-    placement.require_model(layers, experts, ranks, config.replica_slots)
+    try:
+        if given is None:
+            return Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
+        placement = given if isinstance(given, Placement) else Placement.load(given)
+        placement.require_model(job.num_layers, experts, ranks, config.replica_slots)
+    except PlacementError as error:
+        raise AttachError(f"initial_placement: {error}") from None
     return placement.with_epoch(0)
 
 
-def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str) -> None:
+_PROBLEM_BYTES = 512
+
+
+def _raise_on_all(problem: str, groups: ProcessGroups) -> None:
+    """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
+    mine = torch.zeros(_PROBLEM_BYTES, dtype=torch.uint8)
+    text = problem.encode()[:_PROBLEM_BYTES]
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for rank, theirs in zip(groups.job.ranks, gather_rows(mine, groups.control), strict=True):
+        if theirs.any():
+            said = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
+            raise AttachError(problem or f"rank {rank}: {said}")
+
+
+def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:
+    """Compare among the ranks that hold the same stages, or over all; every rank of the job raises, or none."""
     mine = torch.frombuffer(bytearray(xxhash.xxh3_128(text.encode()).digest()), dtype=torch.uint8)
-    all_ = [torch.empty_like(mine) for _ in range(groups.world_size)]
-    dist.all_gather(all_, mine, group=groups.control)
-    odd = [rank for rank, theirs in enumerate(all_) if not torch.equal(theirs, all_[0])]
-    if odd:
-        raise AttachError(f"rank {', '.join(map(str, odd))} has another {what} than rank 0: {hint}")
+    job = groups.job
+    rows = gather_rows(mine, groups.control).tolist()
+    digest = {rank: bytes(row) for rank, row in zip(job.ranks, rows, strict=True)}
+    for together in [job.ranks] if over_stages else job.data_sets:
+        odd = [rank for rank in together if digest[rank] != digest[together[0]]]
+        if odd:
+            raise AttachError(f"rank {', '.join(map(str, odd))} has another {what} than rank {together[0]}: {hint}")

@@ -72,6 +72,21 @@ class HostModel:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it.
+
+    Args:
+        number: of the stage, over the whole model.
+        prefix: what stands before the model's own names where there are several models on this rank.
+    """
+
+    number: int
+    model: nn.Module
+    host: HostModel
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
 class Spread:
     """That ``shard_experts`` has cut a module's experts already.
 

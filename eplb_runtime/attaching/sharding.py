@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from ..config import BalancerConfig
 from ..experts.optimizer_state import replace_parameter
 from ..placement import Placement
-from ..ranks import ProcessGroups
+from ..ranks import GroupError, ProcessGroups, Ranks
 from .checks import check, device_of
-from .description import AttachError, HostModel, MoELayer, Spread, mark_spread, spread_of
+from .description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread, spread_of
 from .meta import blank
 
 logger = logging.getLogger("eplb_runtime")
@@ -26,18 +27,19 @@ def shard_host(
     config = config if config is not None else BalancerConfig()
     if any(spread_of(layer.experts) is not None for layer in host.layers):
         raise AttachError("the experts are spread already: shard_experts is called once")
-    device = device_of(model, host, None)
+    stage = Stage(0, model, host)
+    device = device_of([stage], None)
     try:
-        groups = ProcessGroups(ep_group, device, config.timeout_seconds)
-    except ValueError as error:
+        groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
+    except GroupError as error:
         raise AttachError(str(error)) from None
     try:
-        placement = check(model, None, host, config, groups, device)
-        rows_LH = rows_of_rank(placement, groups.ep_rank)
+        placement = check([stage], [], config, groups, device)
+        rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
                 setattr(layer.experts, name, cut(layer, name, rows, device))
-            mark_spread(layer.experts, Spread(len(rows), placement.digest(), tuple(groups.ep_ranks)))
+            mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
     finally:
         groups.close()
 
@@ -61,18 +63,18 @@ def install(
     name: str,
     local: nn.Parameter,
     rows: Tensor | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Put a parameter in the place of an expert parameter, in the module and in the optimizer.
+    """Put a parameter in the place of an expert parameter, in the module and in the optimizer that holds it.
 
     Args:
         rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
     """
     old = getattr(experts, name)
-    if optimizer is not None and old.requires_grad:
-        replace_parameter(
-            optimizer, old, local, lambda state: state.detach()[rows.to(state.device)] if rows is not None else state
-        )
+    for optimizer in optimizers:
+        if any(p is old for group in optimizer.param_groups for p in group["params"]):
+            take = (lambda state: state) if rows is None else (lambda state: state.detach()[rows.to(state.device)])
+            replace_parameter(optimizer, old, local, take)
     setattr(experts, name, local)
 
 

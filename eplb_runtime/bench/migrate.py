@@ -16,7 +16,7 @@ from ..migration.agreement import Agreement
 from ..migration.engine import MigrationEngine
 from ..migration.transports.torch_p2p import TorchPointToPoint
 from ..placement import Placement
-from ..ranks import ProcessGroups
+from ..ranks import ProcessGroups, Ranks
 
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
@@ -47,12 +47,12 @@ def run(
     """
     if dist.get_world_size() < 2:
         raise ValueError("bench migrate needs 2 ranks or more")
-    groups = ProcessGroups(None, device, 60.0)
+    groups = ProcessGroups(Ranks(), [1], device, 60.0)
     try:
         rows = [_row(groups, device, repeats, *shape, experts_per_rank, staging_bytes) for shape in shapes]
     finally:
         groups.close()
-    return {"ranks": groups.ep_size, "device": device.type, "migrate": rows}
+    return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows}
 
 
 def _row(
@@ -64,7 +64,7 @@ def _row(
     homes: int,
     staging_bytes: int,
 ) -> dict[str, Any]:
-    ranks = groups.ep_size
+    ranks = groups.job.ep_size
     shapes = ((homes, 2 * width, hidden), (homes, hidden, width))
     parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     optimizer = torch.optim.AdamW(parameters)
@@ -72,17 +72,17 @@ def _row(
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    registry = ExpertTensors(1, homes, optimizer)
+    registry = ExpertTensors(1, homes, [optimizer])
     for index, parameter in enumerate(parameters):
         registry.add(0, f"weight{index}", parameter)
     transport = TorchPointToPoint(groups.migration, groups.backend, device, 60.0)
-    engine = MigrationEngine(registry, transport, Agreement(groups.control), homes, groups.ep_rank, staging_bytes)
+    engine = MigrationEngine(registry, transport, Agreement(groups.control), homes, groups.job.ep_rank, staging_bytes)
     placement = Placement.initial(1, homes * ranks, ranks, 0)
     record_format = RecordFormat.of(registry.of_home(0))
     payload = record_format.payload_bytes
     messages = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
     data = groups.data
-    to, source = (groups.ep_rank + 1) % ranks, (groups.ep_rank - 1) % ranks
+    to, source = (groups.job.ep_rank + 1) % ranks, (groups.job.ep_rank - 1) % ranks
 
     def plain() -> None:
         operations = [dist.P2POp(dist.isend, m, to, data, tag=i) for i, m in enumerate(messages[:homes])]

@@ -151,7 +151,7 @@ def async_save(
                 state,
                 checkpoint_id=str(folder),
                 storage_writer=storage_writer,
-                process_group=view.balancer.background_group(),
+                process_group=view.balancer._background_group(),
             )
 
 

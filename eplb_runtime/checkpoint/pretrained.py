@@ -44,10 +44,10 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
 
 def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
-    host = view.model.__dict__.get("_eplb_runtime_host")
-    if host is None:
+    stage = view.model.__dict__.get("_eplb_runtime_stage")
+    if stage is None:
         raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
-    if host.folders is None:
+    if stage.host.folders is None:
         raise CheckpointError("this framework has no checkpoint folders of its own: use checkpoint.save and load")
-    folders: PretrainedFolders = host.folders
+    folders: PretrainedFolders = stage.host.folders
     return folders

@@ -55,7 +55,9 @@ class LogicalView:
 
     def layer_of(self, parameter: str) -> int | None:
         """MoE layer index of a spread expert parameter, else None."""
-        return self.balancer.layer_of_parameter.get(parameter) if self.balancer is not None else None
+        if self.balancer is None:
+            return None
+        return self.balancer.layer_of_parameter.get(self.model.__dict__["_eplb_runtime_stage"].prefix + parameter)
 
     def tensors(self) -> Iterator[ModelTensor]:
         """Parameters and persistent buffers, by the names of ``model.state_dict()`` (tied ones under each name)."""
@@ -66,7 +68,7 @@ class LogicalView:
     def extras(self) -> Iterator[ModelTensor]:
         """Tensors that were registered with the balancer beside the parameters."""
         if self.balancer is not None:
-            for name, (layer, tensor) in self.balancer.extra_tensors.items():
+            for name, (layer, tensor) in self.balancer._extra_tensors.items():
                 yield ModelTensor(name, tensor, layer)
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
@@ -95,7 +97,7 @@ class LogicalView:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
             raise ValueError("nothing is spread in a model that is not attached")
-        return self.balancer.home_experts(layer)
+        return self.balancer._home_experts(layer)
 
     @property
     def num_experts(self) -> int:
@@ -104,7 +106,7 @@ class LogicalView:
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
-            self.balancer.weights_changed()
+            self.balancer._weights_changed()
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:

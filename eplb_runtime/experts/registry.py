@@ -59,7 +59,7 @@ class ExpertTensors:
     Args:
         num_layers: L, MoE layers of the whole model.
         homes_per_rank: E/R, the rows that every registered tensor has.
-        optimizer: where the state of the registered parameters lives; None for inference.
+        optimizers: where the state of the registered parameters lives; none for inference.
         move_gradients: whether gradients that exist move too.
     """
 
@@ -67,12 +67,12 @@ class ExpertTensors:
         self,
         num_layers: int,
         homes_per_rank: int,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         move_gradients: bool = False,
     ) -> None:
         self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
         self._homes_per_rank = homes_per_rank
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
         self._move_gradients = move_gradients
 
     @property
@@ -112,6 +112,10 @@ class ExpertTensors:
         layers = self._layers if layer is None else [self._layers[layer]]
         return [entry.tensor for entries in layers for entry in entries if entry.kind == "parameter"]
 
+    def largest_home_bytes(self) -> int:
+        """Bytes of one expert with all that moves with it, in the layer where they are most; 0 without layers."""
+        return max((sum(tensor.row_bytes for tensor in self.of_home(layer)) for layer in self.layers), default=0)
+
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.
 
@@ -124,7 +128,7 @@ class ExpertTensors:
                 continue
             if self._move_gradients and entry.tensor.grad is not None:
                 tensors.append(ExpertTensor(f"{entry.name}/grad", local(entry.tensor.grad), "gradient"))
-            if self._optimizer is not None:
-                for key, state in expert_state(self._optimizer, entry.tensor):
+            for optimizer in self._optimizers:
+                for key, state in expert_state(optimizer, entry.tensor):
                     tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
         return tensors

@@ -46,7 +46,7 @@ class DividedGradient(torch.autograd.Function):
     """A parameter as it is; its gradient divided, before whoever sums it over ranks sees it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, divisor: int) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, divisor: float) -> Tensor:
         ctx.divisor = divisor
         return parameter.view_as(parameter)
 

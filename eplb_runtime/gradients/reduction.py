@@ -1,33 +1,21 @@
-"""Gradients of a model whose experts are spread over ranks: average the dense ones, and one norm over all of it.
-
-The norm counts each logical expert once and sums in logical order, so it does not depend on where experts stand.
-"""
+"""Gradients of a model whose experts are spread over ranks: reduced once a step, and clipped by one norm over all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..experts.registry import ExpertTensors
 from ..experts.slices import is_sliced, local
+from ..ranks import ProcessGroups
 from ..replicas.sync import ReplicaSync
+from .norm import squares_of_dense, squares_of_experts, sum_over_stages
 
 BUCKET_BYTES = 32 << 20
 """Gradients of one dtype travel together up to this size."""
-
-
-class Groups(Protocol):
-    """The process groups that gradients are summed over; ``expert_data`` is None where one rank holds an expert."""
-
-    world_size: int
-    data: dist.ProcessGroup
-    dispatch: dist.ProcessGroup
-    expert_data: dist.ProcessGroup | None
 
 
 class Gradients:
@@ -45,7 +33,7 @@ class Gradients:
         registry: ExpertTensors,
         replicas: ReplicaSync | None,
         dense_parameters: Sequence[Tensor],
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         average_dense: bool,
     ) -> None:
@@ -69,24 +57,34 @@ class Gradients:
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
         if self._average_dense:
-            average_gradients(self._dense_parameters, self._groups.data, self._groups.world_size)
+            average_gradients(self._dense_parameters, self._groups.data, self._groups.job.gradient_divisor)
         if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
         self._reduced = True
 
     @torch.no_grad()
-    def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int, device: torch.device) -> Tensor:
-        """Reduce, scale down to ``max_norm``, and return the norm before."""
+    def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int) -> Tensor:
+        """Reduce, scale down to ``max_norm``, and return the norm before, a float64 scalar. Collective.
+
+        Args:
+            logical_of_rows_LH: int64 ``[L, E/R]`` on the model's device: the logical expert of each row here.
+            num_experts: E.
+        """
         self.reduce()
         experts = [
             (layer, local(parameter.grad))
-            for layer in range(self._registry.num_layers)
+            for layer in self._registry.layers
             for parameter in self._registry.parameters(layer)
             if parameter.grad is not None
         ]
         dense = [p.grad for p in self._dense_parameters if p.grad is not None]
         slices = self._groups.expert_data if self._sliced else None
-        norm = total_norm(experts, logical_of_rows_LH, num_experts, dense, self._groups.dispatch, slices, device)
+        squares = [
+            *squares_of_experts(experts, logical_of_rows_LH, num_experts, self._groups.dispatch, slices),
+            *squares_of_dense(dense),
+        ]
+        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
+        norm = sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups).sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in [*(g for _, g in experts), *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
@@ -136,41 +134,3 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
             bucket.append(gradient)
             size += gradient.nbytes
         yield bucket
-
-
-@torch.no_grad()
-def total_norm(
-    expert_gradients: Sequence[tuple[int, Tensor]],
-    logical_of_rows_LH: Tensor,
-    num_experts: int,
-    dense_gradients: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    slices: dist.ProcessGroup | None,
-    device: torch.device,
-) -> Tensor:
-    """The 2-norm over dense gradients and all logical experts, float64 scalar, equal bit for bit on every rank.
-
-    Args:
-        expert_gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them.
-        logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
-        num_experts: E.
-        dense_gradients: already averaged, equal on every rank, or sharded as DTensors.
-        group: one EP group.
-        slices: the EDP ranks, where each has a slice; else None.
-    """
-    squares = torch.zeros(len(expert_gradients), num_experts, dtype=torch.float64, device=device)
-    for index, (layer, gradient) in enumerate(expert_gradients):
-        per_row = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64)
-        squares[index, logical_of_rows_LH[layer]] = per_row.square()
-    if slices is not None:
-        dist.all_reduce(squares, group=slices)
-    # Every entry is zero on all ranks of an EP group but one: the sum is exact in any order.
-    dist.all_reduce(squares, group=group)
-    sharded = [gradient for gradient in dense_gradients if isinstance(gradient, DTensor)]
-    whole = [gradient for gradient in dense_gradients if not isinstance(gradient, DTensor)]
-    dense = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in whole]
-    if sharded:
-        norm = torch.nn.utils.get_total_norm(sharded)
-        dense.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
-    parts = [squares.sum(dim=1), *(part.reshape(1) for part in dense)]
-    return torch.cat(parts).sum().sqrt()

@@ -6,17 +6,20 @@ knows a framework.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..attaching.attach import attach_host
-from ..attaching.description import AttachError, HostModel
+from ..attaching.attach import attach_stages
+from ..attaching.description import AttachError, HostModel, Stage
 from ..attaching.sharding import shard_host
 from ..balancer import Balancer
 from ..config import BalancerConfig
+from ..ranks import Ranks
 
 __all__ = ["AttachError", "attach", "shard_experts"]
 
@@ -25,11 +28,12 @@ _HOSTS = {"transformers": "transformers"}
 
 
 def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
+    ranks: Ranks | None = None,
     device: torch.device | str | None = None,
 ) -> Balancer:
     """Spread a model's experts over the EP group and keep them balanced. Collective: every rank calls it once.
@@ -40,17 +44,22 @@ def attach(
     (expert parameters are excluded from it), or set ``dense_gradients="allreduce"`` and use no wrapper. For FSDP2 over
     EDP call ``shard_experts`` first.
 
-    Gradients of experts are divided by the number of ranks, so that they match what data parallelism's averaging gives
-    the dense parameters: both are the gradient of the mean over ranks of each rank's loss. Experts sliced by FSDP2 are
-    divided by R here and averaged over EDP by FSDP2: leave its ``set_gradient_divide_factor`` alone.
+    Gradients of experts are divided by the number of ranks that hold the same stages, so that they match what data
+    parallelism's averaging gives the dense parameters: both are the gradient of the mean over ranks of each rank's
+    loss. Experts sliced by FSDP2 are divided by R here and averaged over EDP by FSDP2: leave its
+    ``set_gradient_divide_factor`` alone.
 
     Args:
-        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface.
-        optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). None: inference, load counts in
-            evaluation too.
+        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface; or the
+            list of this rank's pipeline stages, such modules each.
+        optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). Several, as a list, step once
+            each in a training step, on every rank. None: inference, load counts in evaluation too.
         config: settings, the same on every rank.
         ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
             placement, and expert gradients are averaged over them.
+        ranks: where the world is not one whole model on every EP group: the job's ranks, this rank's EP group and
+            pipeline stages, and what gradients are divided by (`eplb_runtime.ranks.Ranks`); in the place of
+            ``ep_group``.
         device: for a model on the meta device, where to make it: this rank's experts and the rest, nothing more. Its
             weights are NaN until you load them, with ``eplb_runtime.checkpoint.load`` or ``load_pretrained``.
 
@@ -58,9 +67,28 @@ def attach(
         The balancer, hooked to the optimizer's step.
 
     Raises:
-        AttachError: there is nothing to balance, or it cannot be done; the model and optimizer are as they were.
+        AttachError: there is nothing to balance, or it cannot be done; on all ranks alike, and models and optimizers
+            are as they were.
+        RuntimeError: a rank did not come within ``timeout_seconds``; likewise.
     """
-    return attach_host(model, _describe(model), optimizer, config=config, ep_group=ep_group, device=device)
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        optimizers = [] if optimizer is None else [optimizer]
+    else:
+        optimizers = list(optimizer)
+    if ranks is not None and ep_group is not None:
+        raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+    may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
+    if ranks is None:
+        ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
+    numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
+    stages = [
+        Stage(number, part, _describe(part, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
+        for number, part in zip(numbers, models, strict=False)
+    ]
+    return attach_stages(
+        stages, optimizers, config=config if config is not None else BalancerConfig(), ranks=ranks, device=device
+    )
 
 
 def shard_experts(
@@ -91,7 +119,7 @@ def shard_experts(
     shard_host(model, _describe(model), config=config, ep_group=ep_group)
 
 
-def _describe(model: nn.Module) -> HostModel:
+def _describe(model: nn.Module, may_be_dense: bool = False) -> HostModel:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
     if hasattr(model, "_eplb_runtime_balancer"):
@@ -103,7 +131,7 @@ def _describe(model: nn.Module) -> HostModel:
         except ImportError:
             missing.append(extra)
             continue
-        if host.layers:
+        if host.layers or may_be_dense:
             return host
     if len(missing) == len(_HOSTS):
         raise AttachError(f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]'")

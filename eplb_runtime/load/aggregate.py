@@ -15,7 +15,7 @@ class HostCopy:
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
             self._event.record()
         else:
             self._host = tensor.to("cpu", copy=True)

@@ -9,7 +9,7 @@ is on its way, beside the backward of the layers before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,16 +55,16 @@ class ReplicaSync:
     """Weights and gradients of one rank's banks.
 
     Args:
-        banks: one per layer.
+        banks: of the layers that are here, by layer.
         group: the EP group, on the weights' device, used by nothing else.
         ep_rank: this rank in it.
-        gradient_divisor: what copies' gradients are divided by, as the homes' are (ranks of the job).
+        gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
     """
 
     def __init__(
         self,
-        banks: Sequence[ReplicaBank],
+        banks: Mapping[int, ReplicaBank],
         group: dist.ProcessGroup,
         ep_rank: int,
         gradient_divisor: int,
@@ -75,9 +75,9 @@ class ReplicaSync:
         self._ep_rank = ep_rank
         self._divisor = gradient_divisor
         self._shared = shared
-        self._links = [_Links([], [], [], [], False) for _ in banks]
+        self._links = {layer: _Links([], [], [], [], False) for layer in banks}
         self._followed: np.ndarray | None = None
-        self._pending: list[list[dist.Work]] = [[] for _ in banks]
+        self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._fetched: int | None = None
         self._sent: tuple[int, list[dist.Work]] | None = None
         self._deferring = False
@@ -93,7 +93,8 @@ class ReplicaSync:
             home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
         ).reshape(replicas_LRK.shape)
         home_LRK = np.where(replicas_LRK == EMPTY, EMPTY, home_LRK)
-        for layer, home_RK in enumerate(home_LRK):
+        for layer in self._banks:
+            home_RK = home_LRK[layer]
             if self._followed is None or not np.array_equal(self._followed[layer], home_RK):
                 self._links[layer] = self._link(layer, home_RK, slots)
         self._followed = home_LRK
@@ -143,7 +144,7 @@ class ReplicaSync:
             self.wait_all()
             self._fetched = None
             return
-        for layer in range(len(self._banks)):
+        for layer in self._banks:
             self._post_weights(layer)
 
     def fetch(self, layer: int) -> None:
@@ -162,7 +163,7 @@ class ReplicaSync:
         self._pending[layer] = []
 
     def wait_all(self) -> None:
-        for layer in range(len(self._banks)):
+        for layer in self._banks:
             self.wait(layer)
 
     def _post_weights(self, layer: int) -> None:
@@ -197,7 +198,7 @@ class ReplicaSync:
 
     def reduce_gradients(self) -> None:
         """Bring home what was deferred. Collective over the ranks concerned."""
-        for layer in reversed(range(len(self._banks))):
+        for layer in reversed(list(self._banks)):
             if self._banks[layer].unsent:
                 self._finish()
                 self._send(layer)

@@ -138,7 +138,7 @@ def _compare(task: _Task, config: BalancerConfig) -> Report:
     with _attached(task, config) as static:
         _train(static)
     with _attached(task, config) as moving:
-        moving.balancer.plan_with(plan_shuffle)
+        moving.balancer._plan_with(plan_shuffle)
         _train(moving)
         committed = [e for e in moving.balancer.events if isinstance(e, RebalanceCommitted)]
         dropped = tuple(e.cause for e in moving.balancer.events if isinstance(e, RebalanceAborted))
@@ -284,15 +284,15 @@ def _check_replicas(task: _Task, config: BalancerConfig) -> ReplicaCheck:
     """
     steps, summands, parts = 0, 0, 1
     with _attached(task, config) as run:
-        run.balancer.plan_with(plan_shuffle)
+        run.balancer._plan_with(plan_shuffle)
         parameters = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         experts = [parameters[name] for name in run.balancer.layer_of_parameter if name in parameters]
         worst = _Worst(list(parameters))
         for step in range(task.steps):
             copy_count = int(run.balancer.placement.copy_count.max())
-            with run.balancer.unsplit():
+            with run.balancer._unsplit():
                 loss_at_home, at_home = _gradients(run, step, parameters)
-            counted = task.reader.gather(run.balancer.counted.cpu()).sum(dim=0)
+            counted = task.reader.gather(run.balancer._counted.cpu()).sum(dim=0)
             loss_split, split = _gradients(run, step, parameters)
             if copy_count > 1:
                 steps, parts = steps + 1, max(parts, copy_count)

@@ -39,8 +39,8 @@ def nothing() -> None:
 
 def rows_in_slot_order() -> None:
     """Every rank takes its rows for the experts that would stand there in logical order."""
-    Balancer.home_experts = lambda self, layer: [
-        self._groups.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
+    Balancer._home_experts = lambda self, layer: [
+        self._groups.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
     ]
 
 
@@ -393,7 +393,7 @@ def staging_in_the_background(rank: int, folder: str) -> State:
     """DCP's own asynchronous staging: a commit that is due meanwhile waits until the copy is made."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
-    assert balancer._pending is not None, "a decision is on its way"
+    assert balancer._rebalancer._pending is not None, "a decision is on its way"
     expected = eplb.logical_state_dict(model, optimizer)
     writer = SlowWriter(folder)
     group = dist.new_group(backend="gloo")
@@ -407,7 +407,7 @@ def staging_in_the_background(rank: int, folder: str) -> State:
         for _ in range(2):  # due now; as steps of a run whose weights do not change
             balancer.step()
         assert balancer.placement.epoch == epoch
-        assert balancer._pending is not None
+        assert balancer._rebalancer._pending is not None
     balancer.step()
     assert balancer.placement.epoch > epoch, "the commit comes with the first step after"
     writer.go.set()

@@ -69,7 +69,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
-        balancer._decisions.on_plan_received = alter
+        balancer._rebalancer.decisions.on_plan_received = alter
 
 
 def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None:
@@ -141,10 +141,10 @@ def start_or_restore_apart(rank: int) -> list[str]:
         if phase is Phase.VERIFIED and rank == 0:
             raise OSError("the device went away")
 
-    balancer._engine.probe, probe = fail, balancer._engine.probe
+    balancer._rebalancer._engine.probe, probe = fail, balancer._rebalancer._engine.probe
     with pytest.raises(RuntimeError, match="could not be restored"):
         balancer.load_state_dict({"step": 8, "placement": other.to_json()})
-    balancer._engine.probe = probe
+    balancer._rebalancer._engine.probe = probe
     assert balancer.placement.digest() == start.digest()
     # The same step once more: what was decided then does not count now.
     balancer.load_state_dict({"step": 8, "placement": other.to_json()})

@@ -71,11 +71,11 @@ class Once:
 
 def corrupt_a_staged_byte(rank: int, balancer: eplb.Balancer) -> None:
     def flip(staged: list) -> None:
-        remote = next(s for s in staged if not balancer._engine._is_local(s.transfer))
+        remote = next(s for s in staged if not balancer._rebalancer._engine._is_local(s.transfer))
         remote.record[3] ^= 1
 
     if rank == 1:
-        balancer._engine.probe = Once(Phase.STAGED, flip)
+        balancer._rebalancer._engine.probe = Once(Phase.STAGED, flip)
 
 
 def alter_the_plan_on_the_way(rank: int, balancer: eplb.Balancer) -> None:
@@ -99,7 +99,7 @@ def alter_the_plan_on_the_way(rank: int, balancer: eplb.Balancer) -> None:
         message[:] = json.dumps(fields).encode()
 
     if rank == 2:
-        balancer._decisions.on_plan_received = alter
+        balancer._rebalancer.decisions.on_plan_received = alter
 
 
 def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
@@ -111,7 +111,7 @@ def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
             message[-20:] = b"#" * 20
 
     if rank == 3:
-        balancer._decisions.on_plan_received = garble
+        balancer._rebalancer.decisions.on_plan_received = garble
 
 
 def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:
@@ -119,7 +119,7 @@ def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:
         raise MemoryError("no memory for staging")
 
     if rank == 3:
-        balancer._engine.probe = Once(Phase.PREPARED, fail)
+        balancer._rebalancer._engine.probe = Once(Phase.PREPARED, fail)
 
 
 def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
@@ -127,7 +127,7 @@ def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
         raise OSError("the device went away")
 
     if rank == 0:
-        balancer._engine.probe = Once(Phase.VERIFIED, fail)
+        balancer._rebalancer._engine.probe = Once(Phase.VERIFIED, fail)
 
 
 def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
@@ -139,7 +139,7 @@ def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
             raise ZeroDivisionError("a planner's bug")
         return eplb.plan(*args, **options)
 
-    balancer.plan_with(failing)
+    balancer._plan_with(failing)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def stall_until_the_others_gave_up(rank: int, balancer: eplb.Balancer) -> None:
 
     balancer.events.subscribe(announce)
     if rank == 1:
-        balancer._engine.probe = Once(Phase.PREPARED, stall)
+        balancer._rebalancer._engine.probe = Once(Phase.PREPARED, stall)
 
 
 def test_ranks_that_waited_in_vain_find_together_again(undisturbed: list[dict]) -> None:
@@ -209,9 +209,9 @@ def migrate_while_a_rank_dies(rank: int) -> tuple[str, bool]:
     before = [p.detach().clone() for p in model.parameters()]
     old = balancer.placement
     if rank == 2:
-        balancer._engine.probe = Once(Phase.STAGED, lambda staged: os._exit(1))
+        balancer._rebalancer._engine.probe = Once(Phase.STAGED, lambda staged: os._exit(1))
     rotated = (old.physical_to_logical + 4) % 16
-    balancer._migrate(eplb.Placement(rotated, 16, 4, rotated.argsort(axis=1), old.epoch + 1))
+    balancer._rebalancer._migrate(eplb.Placement(rotated, 16, 4, rotated.argsort(axis=1), old.epoch + 1))
     whole = balancer.placement == old and all(map(torch.equal, before, model.parameters()))
     return balancer.events.of_type(RebalanceAborted)[0].phase, whole
 

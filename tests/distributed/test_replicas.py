@@ -347,8 +347,8 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
         model(input_ids=ids, labels=ids).loss.backward()
     events.append("backward over")
     optimizer.step()
-    banks = balancer._replicas._banks
-    places = [[rows.data_ptr() for rows in bank.replicas] for bank in banks]
+    banks = balancer._maps.replicas._banks
+    places = [[rows.data_ptr() for rows in bank.replicas] for bank in banks.values()]
     behind = [p.data_ptr() + p.nbytes for p in banks[0].parameters]
     balancer.close()
     return {
@@ -431,7 +431,7 @@ def count_copies_in_the_norm() -> None:
 
     def counting(self, max_norm):
         norm = clip(self, max_norm)
-        extra = sum(len(links.lent) for links in self._replicas._links) if self._replicas else 0
+        extra = sum(len(links.lent) for links in self._maps.replicas._links.values()) if self._maps.replicas else 0
         return norm * (1.0 + 1e-6 * extra)
 
     eplb.Balancer.clip_grad_norm_ = counting
@@ -443,7 +443,7 @@ def let_copies_decay() -> None:
     def decayed(self):
         refresh(self)
         self.wait_all()
-        for bank in self._banks:
+        for bank in self._banks.values():
             for replica in range(bank.replica_slots):
                 for row in bank.replica_rows(replica):
                     row.mul_(1 - 1e-4)

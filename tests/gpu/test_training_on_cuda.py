@@ -17,7 +17,7 @@ from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.ranks import ProcessGroups, backend_for
+from eplb_runtime.ranks import ProcessGroups, Ranks, backend_for
 
 pytestmark = pytest.mark.gpu
 EXPERTS, LAYERS = 8, 2
@@ -74,7 +74,7 @@ def train_alone(rank: int, attached: bool, move_at: tuple[int, ...], steps: int)
         if balancer is not None and step in move_at:
             old = balancer.placement
             map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
-            balancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
+            balancer._rebalancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
             assert balancer.placement.epoch == old.epoch + 1
         ids = batch_of(rank, step).to(DEVICE)
         loss = model(input_ids=ids, labels=ids).loss
@@ -167,7 +167,7 @@ def wait_in_vain(rank: int) -> tuple[str, bool]:
     """Rank 1 never sends: what rank 0 is told, and whether both can still use the group that training uses."""
     device = device_of(rank)
     use(device)
-    groups = ProcessGroups(None, device, timeout_seconds=3.0)
+    groups = ProcessGroups(Ranks(), [1], device, timeout_seconds=3.0)
     transport = TorchPointToPoint(groups.migration, groups.backend, device, 3.0)
     transport.warm_up()
     said = ""

@@ -22,7 +22,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "decision", "balancer"},
+    {"layer", "guard", "decision", "rebalancing", "balancer"},
     {"observe"},
     {"attaching"},
     {"checkpoint"},

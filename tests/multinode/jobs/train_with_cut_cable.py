@@ -33,7 +33,7 @@ class CableCutter:
         self._points = points
         self._open: str | None = None
         self._rounds = 0
-        balancer._engine.probe = self._at
+        balancer._rebalancer._engine.probe = self._at
         balancer.events.subscribe(self._on_event)
 
     def _at(self, phase: Phase, subject: object) -> None:
@@ -81,7 +81,7 @@ def train(policy: str, folder: Path, points: list[str]) -> tuple[list[float], di
         staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._decisions._ready.wait()  # a planner that is still being compiled moves nothing
+    balancer._rebalancer.decisions._ready.wait()  # a planner that is still being compiled moves nothing
     CableCutter(folder, points, balancer)
     losses = []
     for step in range(STEPS):

@@ -54,7 +54,7 @@ def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) ->
 def test_state_that_does_not_exist_yet_is_not_in_the_record() -> None:
     parameter = nn.Parameter(torch.randn(4, 3))
     optimizer = torch.optim.AdamW([parameter])
-    registry = ExpertTensors(1, 4, optimizer)
+    registry = ExpertTensors(1, 4, [optimizer])
     registry.add(0, "w", parameter)
     assert [t.name for t in registry.of_home(0)] == ["w"]
     parameter.grad = torch.ones_like(parameter)

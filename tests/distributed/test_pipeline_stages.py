@@ -1,0 +1,393 @@
+"""Models cut into pipeline stages by hand: one job, one plan for all stages, equal to the whole model in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import eplb_runtime as eplb
+from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.ranks import Ranks
+
+EXPERTS, TOP_K, HIDDEN, VOCABULARY = 8, 2, 16, 32
+MICRO_BATCHES, TOKENS, STEPS = 4, 24, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        super().__init__()
+        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=16, num_local_experts=EXPERTS, hidden_act="silu")
+        config._experts_implementation = "eager"
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = MixtralExperts(config)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        hidden_TD = hidden_TD + torch.tanh(self.mix(hidden_TD))
+        weights_TK, ids_TK = self.router(hidden_TD).softmax(dim=-1).topk(TOP_K)
+        return hidden_TD + self.experts(hidden_TD, ids_TK, weights_TK)
+
+
+class Stage(nn.Module):
+    """Some blocks, with the embedding before the first and the head behind the last."""
+
+    def __init__(self, number: int, stages: int, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN) if number == 0 else None
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if number == stages - 1 else None
+
+    def forward(self, incoming: Tensor) -> Tensor:
+        hidden_TD = incoming if self.embed is None else self.embed(incoming)
+        for block in self.blocks:
+            hidden_TD = block(hidden_TD)
+        return hidden_TD if self.head is None else self.head(hidden_TD)
+
+
+def make_stages(blocks_of_stage: tuple[int, ...]) -> list[Stage]:
+    torch.manual_seed(0)
+    stages = [Stage(number, len(blocks_of_stage), blocks) for number, blocks in enumerate(blocks_of_stage)]
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            nn.init.normal_(parameter, std=1.0 if "router" in name or "embed" in name else 0.2)
+        stage.double()
+    return stages
+
+
+def micro_batch(replica: int, step: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1 + number + 100 * step + 10_000 * replica)
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=generator)
+    return ids[0], ids[1]
+
+
+def loss_of(out: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out, labels) / MICRO_BATCHES
+
+
+def break_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    blocks_of_stage: tuple[int, ...] = (2, 1)
+    stages_of_rank: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    ep_size: int = 2
+    copies_of_model: int = 1
+    moving: bool = False
+    damage: Callable[[], None] = break_nothing
+
+    @property
+    def world_size(self) -> int:
+        return len(self.stages_of_rank) * self.ep_size * self.copies_of_model
+
+
+class Pipe:
+    """Carries hidden states forward and their gradients back between the ranks that hold neighbouring stages."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        per_stage = job.ep_size * job.copies_of_model
+        self._column, self._per_stage = rank % per_stage, per_stage
+        self._holder = {
+            stage: index * per_stage + self._column
+            for index, stages in enumerate(job.stages_of_rank)
+            for stage in stages
+        }
+        self._rank = rank
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, what: str, tensor: Tensor, stage: int, number: int) -> None:
+        if self._holder[stage] == self._rank:
+            self._kept[what, stage, number] = tensor.detach().clone()
+        else:
+            message = tensor.detach().contiguous()
+            work = dist.isend(message, self._holder[stage], tag=self._tag(what, stage, number))
+            self._sent.append((work, message))
+
+    def receive(self, what: str, stage: int, number: int, source_stage: int) -> Tensor:
+        if self._holder[source_stage] == self._rank:
+            return self._kept.pop((what, stage, number))
+        arrived = torch.empty(TOKENS, HIDDEN, dtype=torch.float64)
+        dist.recv(arrived, self._holder[source_stage], tag=self._tag(what, stage, number))
+        return arrived
+
+    def finish(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _tag(self, what: str, stage: int, number: int) -> int:
+        return (number * 16 + stage) * 2 + (what == "forward")
+
+
+def one_forward_one_backward(position: int, ranks: int) -> Iterator[tuple[str, int]]:
+    """The order of one rank's work: a few forwards ahead, then in turn, then the backwards that are left."""
+    ahead = min(ranks - 1 - position, MICRO_BATCHES)
+    yield from (("forward", number) for number in range(ahead))
+    for number in range(MICRO_BATCHES - ahead):
+        yield "forward", number + ahead
+        yield "backward", number
+    yield from (("backward", number) for number in range(MICRO_BATCHES - ahead, MICRO_BATCHES))
+
+
+def all_forwards_then_backwards(stages: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    for number in range(MICRO_BATCHES):
+        yield from (("forward", stage, number) for stage in stages)
+    for number in range(MICRO_BATCHES):
+        yield from (("backward", stage, number) for stage in reversed(stages))
+
+
+class Runner:
+    """One rank's stages in training."""
+
+    def __init__(self, job: Job, rank: int, stages: dict[int, Stage]) -> None:
+        self.pipe = Pipe(job, rank)
+        self.job = job
+        self.stages = stages
+        self.last = len(job.blocks_of_stage) - 1
+        self.position = rank // (job.ep_size * job.copies_of_model)
+        self.replica = rank % (job.ep_size * job.copies_of_model)
+        self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def work(self) -> Iterator[tuple[str, int, int]]:
+        held = self.job.stages_of_rank[self.position]
+        if len(held) > 1:
+            yield from all_forwards_then_backwards(held)
+            return
+        for what, number in one_forward_one_backward(self.position, len(self.job.stages_of_rank)):
+            yield what, held[0], number
+
+    def step(self, step: int) -> float:
+        loss = 0.0
+        for what, stage, number in self.work():
+            if what == "forward":
+                loss += self.forward(stage, number, step)
+            else:
+                self.backward(stage, number)
+        self.pipe.finish()
+        return loss
+
+    def forward(self, stage: int, number: int, step: int) -> float:
+        ids, labels = micro_batch(self.replica, step, number)
+        incoming = ids if stage == 0 else self.pipe.receive("forward", stage, number, stage - 1).requires_grad_()
+        out = self.stages[stage](incoming)
+        if stage == self.last:
+            out = loss_of(out, labels)
+        self._open[stage, number] = incoming, out
+        if stage < self.last:
+            self.pipe.send("forward", out, stage + 1, number)
+            return 0.0
+        return out.item()
+
+    def backward(self, stage: int, number: int) -> None:
+        incoming, out = self._open.pop((stage, number))
+        out.backward(None if stage == self.last else self.pipe.receive("backward", stage, number, stage + 1))
+        if stage > 0:
+            self.pipe.send("backward", incoming.grad, stage - 1, number)
+
+
+def train(rank: int, job: Job) -> dict:
+    job.damage()
+    per_stage = job.ep_size * job.copies_of_model
+    position = rank // per_stage
+    held = job.stages_of_rank[position]
+    everything = make_stages(job.blocks_of_stage)
+    stages = {stage: everything[stage] for stage in held}
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages.values()]
+    first = rank - rank % job.ep_size
+    balancer = eplb.attach(
+        list(stages.values()),
+        optimizers,
+        config=eplb.BalancerConfig(
+            interval=2, lag=1, policy="static" if not job.moving else "incremental", dense_gradients="allreduce"
+        ),
+        ranks=Ranks(ep=tuple(range(first, first + job.ep_size)), stages=held),
+    )
+    if job.moving:
+        balancer._plan_with(plan_shuffle)
+    runner = Runner(job, rank, stages)
+    losses, norms = [], []
+    for stage in stages.values():
+        stage.train()
+    for step in range(STEPS):
+        losses.append(runner.step(step))
+        norms.append(balancer.clip_grad_norm_(0.5).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "stages": {
+            number: eplb.logical_state_dict(stage, optimizer)
+            for (number, stage), optimizer in zip(stages.items(), optimizers, strict=True)
+        },
+        "layers": balancer.placement.num_layers,
+        "epoch": balancer.placement.epoch,
+        "digest": balancer.placement.digest(),
+        "measured": [event.imbalance for event in balancer.events.of_type(LoadMeasured)],
+        "committed": len(balancer.events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+    }
+    balancer.close()
+    return result
+
+
+def train_whole(job: Job) -> dict:
+    """The same model, whole, in one process, on the batches of all ranks."""
+    replicas = job.ep_size * job.copies_of_model
+    stages = make_stages(job.blocks_of_stage)
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages]
+    losses, norms = [[] for _ in range(replicas)], []
+    for step in range(STEPS):
+        for replica in range(replicas):
+            total = 0.0
+            for number in range(MICRO_BATCHES):
+                out, labels = micro_batch(replica, step, number)
+                for stage in stages:
+                    out = stage(out)
+                loss = loss_of(out, labels)
+                (loss / replicas).backward()
+                total += loss.item()
+            losses[replica].append(total)
+        parameters = [p for stage in stages for p in stage.parameters()]
+        norms.append(nn.utils.clip_grad_norm_(parameters, 0.5).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "stages": [
+            eplb.logical_state_dict(stage, optimizer) for stage, optimizer in zip(stages, optimizers, strict=True)
+        ],
+    }
+
+
+def largest_difference(job: Job, results: list[dict], whole: dict) -> float:
+    replicas = job.ep_size * job.copies_of_model
+    differences = []
+    for rank, result in enumerate(results):
+        if len(job.blocks_of_stage) - 1 in job.stages_of_rank[rank // replicas]:
+            differences += [abs(a - b) for a, b in zip(result["losses"], whole["losses"][rank % replicas], strict=True)]
+        differences += [abs(a - b) for a, b in zip(result["norms"], whole["norms"], strict=True)]
+        for number, state in result["stages"].items():
+            reference = whole["stages"][number]
+            assert state.keys() == reference.keys()
+            differences += [float((state[name] - reference[name]).abs().max()) for name in state]
+    return max(differences)
+
+
+JOBS = {
+    "two stages": Job(),
+    "a stage without experts": Job(blocks_of_stage=(0, 2, 1), stages_of_rank=((0,), (1,), (2,)), ep_size=1),
+    "two stages, two copies of the model": Job(ep_size=1, copies_of_model=2),
+    "two stages a rank, in a V": Job(blocks_of_stage=(1, 1, 1, 1), stages_of_rank=((0, 3), (1, 2))),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_model_in_stages_equals_the_whole_model(name: str) -> None:
+    job = JOBS[name]
+    results = run_ranks(job.world_size, train, job)
+    assert largest_difference(job, results, train_whole(job)) < 1e-11
+    assert {result["layers"] for result in results} == {sum(job.blocks_of_stage)}
+    assert all(result["norms"] == results[0]["norms"] for result in results)
+    assert all(result["measured"] == results[0]["measured"] for result in results)
+
+
+@pytest.mark.xfail(reason="the schedule is made from this rank's record sizes alone", strict=True)
+@pytest.mark.parametrize("name", ["two stages", "two stages a rank, in a V"])
+def test_migrations_of_all_stages_change_no_bit(name: str) -> None:
+    static = run_ranks(4, train, JOBS[name])
+    moving = run_ranks(4, train, Job(**{**JOBS[name].__dict__, "moving": True}))
+    for rank, (before, after) in enumerate(zip(static, moving, strict=True)):
+        assert (after["committed"], after["aborted"]) == (2, []), f"rank {rank}"
+        assert after["epoch"] >= 2 and after["digest"] == moving[0]["digest"]
+        assert after["losses"] == before["losses"] and after["norms"] == before["norms"]
+        for number, state in before["stages"].items():
+            assert [k for k in state if not torch.equal(state[k], after["stages"][number][k])] == []
+
+
+def forget_the_other_stages() -> None:
+    from eplb_runtime.gradients import reduction
+
+    reduction.sum_over_stages = lambda square, groups: square
+
+
+def test_a_norm_of_one_stage_alone_is_noticed() -> None:
+    job = Job(damage=forget_the_other_stages)
+    results = run_ranks(4, train, job)
+    assert largest_difference(job, results, train_whole(job)) > 1e-4
+
+
+def load_of_stages(rank: int) -> list:
+    """Two stages of one layer on one EP rank each: what was counted, as every rank learns it."""
+    job = Job(blocks_of_stage=(1, 1), ep_size=1)
+    stage = make_stages(job.blocks_of_stage)[rank]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
+    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce")
+    balancer = eplb.attach([stage], [optimizer], config=config, ranks=Ranks(ep=(rank,), stages=(rank,)))
+    totals: list = []
+    decide = balancer._rebalancer.decisions._plan
+    balancer._rebalancer.decisions._plan = lambda total, measurement: (
+        totals.append(total.copy()) or decide(total, measurement)
+    )
+    runner = Runner(job, rank, {rank: stage})
+    stage.train()
+    for step in range(3):
+        runner.step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    balancer.close()
+    return [total.tolist() for total in totals]
+
+
+def test_one_sum_holds_the_load_of_every_stage() -> None:
+    planner, other = run_ranks(2, load_of_stages)
+    assert other == []  # rank 0 of the job plans for all
+    (load,) = planner
+    per_layer = [[sum(layer) for layer in window] for window in load]
+    assert per_layer == [[MICRO_BATCHES * TOKENS * TOP_K] * 2] * 2
+
+
+def attach_wrongly(rank: int) -> dict[str, str]:
+    said = {}
+
+    def refused(case: str, ranks: Ranks, models: int = 1) -> None:
+        stages = make_stages((1, 1, 1))
+        before = {name: p.data_ptr() for stage in stages for name, p in stage.named_parameters()}
+        with pytest.raises(ValueError) as caught:
+            eplb.attach(stages[:models], None, ranks=ranks)
+        said[case] = str(caught.value)
+        assert before == {name: p.data_ptr() for stage in stages for name, p in stage.named_parameters()}
+
+    refused("a gap", Ranks(ep=(rank,), stages=(0,) if rank == 0 else (2,)))
+    refused("no stage named", Ranks(ep=(rank,)), models=2)
+    refused("overlap", Ranks(ep=(0, 1) if rank == 0 else (1,)))
+    refused("another size", Ranks(ep=(0, 1) if rank < 2 else (2,)))
+    refused("divisors", Ranks(gradient_divisor=rank + 1))
+    refused("uneven stages", Ranks(ep=(rank,), stages=(0, 1) if rank else (0,)), models=2 if rank else 1)
+    return said
+
+
+def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
+    first, *others = run_ranks(3, attach_wrongly)
+    assert all(said == first for said in others)
+    assert "stages [0, 2]" in first["a gap"]
+    assert "Ranks(stages=...)" in first["no stage named"]
+    assert "do not partition" in first["overlap"]
+    assert "differ in size" in first["another size"]
+    assert "gradient divisors" in first["divisors"]
+    assert "stage 0 is held together" in first["uneven stages"]
