@@ -195,8 +195,6 @@ def experts_in_file_order(rank: int, folder: str) -> dict[str, torch.Tensor]:
     from eplb_runtime.balancer import Balancer
 
     Balancer._home_experts = lambda self, layer: [4 * self._groups.job.ep_rank + row for row in range(4)]
-        range(4 * self._groups.job.ep_rank, 4 * self._groups.job.ep_rank + 4)
-    )
     return fused_names(rank, folder)
 
 
