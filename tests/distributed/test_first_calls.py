@@ -1,0 +1,144 @@
+"""Every group is met by all its ranks before some of them talk alone on it: else NCCL waits for ever.
+
+Two ranks cannot show it, since each is everybody's peer: here three ranks have a copy between two of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from recording import first_calls_not_made_by_all, record
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.ranks import ProcessGroups, Ranks
+
+EXPERTS, RANKS = 6, 3
+
+
+def one_copy() -> eplb.Placement:
+    """Expert 0 lives on rank 0 and is copied to rank 1; rank 2 has nothing to do with copies."""
+    plain = eplb.Placement.initial(2, EXPERTS, RANKS, 1)
+    map_ = np.array(plain.physical_to_logical)
+    map_[:, plain.slots_per_rank + plain.homes_per_rank] = 0
+    return eplb.Placement(map_, EXPERTS, RANKS, plain.home)
+
+
+def meet_nobody() -> None:
+    ProcessGroups._meet = lambda self, group, backend: None
+
+
+def break_nothing() -> None:
+    pass
+
+
+def train(rank: int, damage: Callable[[], None]) -> dict:
+    damage()
+    calls = record()
+    model = make_model("olmoe", experts=EXPERTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = eplb.BalancerConfig(
+        interval=2, lag=1, replica_slots=1, initial_placement=one_copy(), dense_gradients="allreduce", policy="static"
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    for step in range(6):
+        if step == 1:
+            balancer._rebalancer._reconnect()
+            balancer._plan_with(plan_shuffle)
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    events = balancer.events
+    result = {
+        "calls": calls,
+        "committed": len(events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in events.of_type(RebalanceAborted)],
+    }
+    balancer.close()
+    return result
+
+
+def test_the_first_call_on_every_group_is_made_by_all_its_ranks() -> None:
+    results = run_ranks(RANKS, train, break_nothing)
+    calls = [result["calls"] for result in results]
+    for result in results:
+        assert (result["committed"] > 0, result["aborted"]) == (True, [])
+    groups = {call.group: range(RANKS) for rank in range(RANKS) for call in calls[rank]}
+    assert first_calls_not_made_by_all(calls, groups) == []
+    # It is a case that could go wrong: rank 2 alone never sends or receives on the group of copies at first.
+    alone = [[c.operation for c in calls[rank] if c.purpose == "replicas"] for rank in range(RANKS)]
+    assert "batch_isend_irecv" in alone[0] and "batch_isend_irecv" in alone[1]
+    migrations = {call.group for call in calls[0] if call.purpose == "migration"}
+    assert len(migrations) == 2, "one before and one after the ranks made their connections anew"
+
+
+def test_groups_that_are_not_met_by_all_are_noticed() -> None:
+    results = run_ranks(RANKS, train, meet_nobody)
+    calls = [result["calls"] for result in results]
+    groups = {call.group: range(RANKS) for rank in range(RANKS) for call in calls[rank]}
+    assert "replicas" in [purpose for purpose, _ in first_calls_not_made_by_all(calls, groups)]
+
+
+def rebuild_often(rank: int) -> list[tuple[int, int]]:
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 20.0)
+    counts = []
+    for _ in range(6):
+        groups.rebuild()
+        dist.barrier(group=groups.control)
+        counts.append((len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))))
+        dist.barrier(group=groups.control)
+    groups.close()
+    counts.append((threading.active_count(), 0))
+    return counts
+
+
+def test_connections_made_anew_leave_nothing_behind() -> None:
+    for counts in run_ranks(RANKS, rebuild_often):
+        assert counts[5] == counts[0], f"threads and descriptors after each: {counts}"
+
+
+def part_of_the_world(rank: int) -> dict | None:
+    if rank == 2:
+        return None
+    model = make_model("olmoe", experts=EXPERTS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
+    balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=(0, 1)))
+    balancer._plan_with(plan_shuffle)
+    model.train()
+    losses = []
+    for step in range(5):
+        ids = batch_of(rank, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    result = {"losses": losses, "committed": len(balancer.events.of_type(RebalanceCommitted))}
+    balancer.close()
+    return result
+
+
+def whole_world(rank: int) -> dict:
+    result = part_of_the_world(rank)
+    assert result is not None
+    return result
+
+
+def test_a_job_may_be_a_part_of_the_world() -> None:
+    *part, outsider = run_ranks(3, part_of_the_world)
+    assert outsider is None
+    assert all(result["committed"] == 2 for result in part)
+    assert part == run_ranks(2, whole_world)
