@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +18,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .files import MIB, FileError, require_readable, write_file
+
 FILE_FORMAT = "eplb-runtime-placement"
 FILE_VERSION = 1
+MOST_FILE_BYTES = 256 * MIB
+"""No placement file is larger: 100 layers of 10,000 slots take 6 MiB as JSON."""
 EMPTY = -1
 """What stands in a replica slot that holds no expert (``home`` layout only)."""
 
@@ -272,33 +278,39 @@ class Placement:
             raise PlacementError(f"not a JSON placement: {error}") from None
         if not isinstance(fields, dict) or fields.get("format") != FILE_FORMAT:
             raise PlacementError(f'not a placement file: its "format" is not "{FILE_FORMAT}"')
-        return cls._from_fields(fields)
+        return cls.from_fields(fields)
 
     def save(self, path: str | Path) -> None:
-        """Write ``.json`` or ``.safetensors``, by the file's ending. A half-written file never takes the name."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        if path.suffix == ".safetensors":
-            from safetensors.numpy import save_file
+        """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`files.replacing`.
 
-            arrays = {"physical_to_logical": np.array(self.physical_to_logical)}
-            if self.home is not None:
-                arrays["home"] = np.array(self.home)
-            scalars = {
-                "format": FILE_FORMAT,
-                "version": FILE_VERSION,
-                "layers": self.num_layers,
-                "experts": self.num_experts,
-                "ranks": self.num_ranks,
-                "slots_per_rank": self.slots_per_rank,
-                "epoch": self.epoch,
-            }
-            save_file(arrays, partial, metadata={key: str(value) for key, value in scalars.items()})
+        Raises:
+            PlacementError: another ending.
+            OSError: it cannot be written; the old file stands.
+        """
+        path = Path(path)
+        if path.suffix == ".safetensors":
+            write_file(path, self._to_safetensors())
         elif path.suffix == ".json":
-            partial.write_text(self.to_json())
+            write_file(path, self.to_json())
         else:
             raise PlacementError(f"{path}: a placement is written as .json or .safetensors")
-        partial.replace(path)
+
+    def _to_safetensors(self) -> bytes:
+        from safetensors.numpy import save
+
+        arrays = {"physical_to_logical": np.array(self.physical_to_logical)}
+        if self.home is not None:
+            arrays["home"] = np.array(self.home)
+        scalars = {
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
+            "layers": self.num_layers,
+            "experts": self.num_experts,
+            "ranks": self.num_ranks,
+            "slots_per_rank": self.slots_per_rank,
+            "epoch": self.epoch,
+        }
+        return bytes(save(arrays, metadata={key: str(value) for key, value in scalars.items()}))
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
@@ -309,18 +321,24 @@ class Placement:
         """
         path = Path(path)
         try:
+            require_readable(path, MOST_FILE_BYTES)
             if path.suffix == ".safetensors":
-                return cls._from_fields(_read_safetensors(path))
-            return cls.from_json(path.read_text())
+                return cls.from_fields(_read_safetensors(path))
+            return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError:
             raise PlacementError(f"{path}: not a text file; a placement is .json or .safetensors") from None
-        except PlacementError as error:
+        except (FileError, PlacementError) as error:
             raise PlacementError(f"{path}: {error}") from None
 
     @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> Placement:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Placement:
+        """The placement of a file's fields; whole numbers may be texts.
+
+        Raises:
+            PlacementError: a field is missing or of another type, or they contradict each other.
+        """
         try:
             version = _integer(fields["version"])
             if version != FILE_VERSION:
@@ -430,8 +448,6 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # For a system message: safetensors has none for a file that cannot be opened.
-        path.open("rb").close()
         with safe_open(path, framework="numpy") as file:
             fields: dict[str, Any] = dict(file.metadata() or {})
             if fields.get("format") != FILE_FORMAT:
@@ -451,7 +467,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 def _integer(value: Any) -> int:
     """A whole number of a file, which safetensors keeps as text."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{value!r} is not a whole number")
+        raise TypeError(f"{reprlib.repr(value)} is not a whole number")
     return int(value)
 
 

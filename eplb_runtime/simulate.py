@@ -8,6 +8,7 @@ judged window by window with the split that its layout really uses. Step times c
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .files import replacing, write_file
 from .placement import Placement
 from .planner import CostModel, Plan, PlanError, plan
 from .planner.evaluate import predicted_imbalance
@@ -298,12 +300,13 @@ def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
     path = Path(path)
     rows = [asdict(window) for run in runs for window in run.windows]
     if path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(path, table.getvalue())
     elif path.suffix == ".json":
-        path.write_text(json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
+        write_file(path, json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
     else:
         raise PlanError(f"{path}: results are written as .csv or .json")
 
@@ -330,7 +333,8 @@ def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
     lower.set_ylabel("slots moved so far / all slots")
     lower.set_xlabel("window")
     try:
-        figure.savefig(path)
+        with replacing(Path(path)) as file:
+            figure.savefig(file, format=Path(path).suffix[1:])
     except ValueError as error:
         raise PlanError(f"{path}: {error}") from None
 

@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _input_errors() -> tuple[type[ValueError], ...]:
-    from ..formats.errors import FormatError
+    from ..files import FileError
     from ..placement import PlacementError
     from ..planner import PlanError
 
-    known = [InputError, FormatError, PlacementError, PlanError]
+    known = [InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
         from ..hosts import AttachError
         from ..hosts.transformers.models import ModelError

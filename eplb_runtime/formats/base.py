@@ -20,10 +20,14 @@ class ExpertMap:
     Args:
         rows: integers [layers, slots], in any container.
         num_ranks: R, where the file says it.
+        num_experts: E, where the file says it; None: the largest id that stands somewhere, plus 1.
+        layers: the rows' layer numbers in the model, ascending, where the file gives them.
     """
 
     rows: Any
     num_ranks: int | None = None
+    num_experts: int | None = None
+    layers: tuple[int, ...] | None = None
 
     def placement(self, num_ranks: int, dense_layers: int) -> Placement:
         """The map without its first ``dense_layers`` rows, as a ``free`` placement.
@@ -37,11 +41,12 @@ class ExpertMap:
         if dense_layers and dense_layers >= len(rows):
             raise ConvertError(f"{dense_layers} dense layers of {len(rows)}: none would be left")
         rows = rows[dense_layers:]
-        return Placement(rows, int(rows.max(initial=-1)) + 1, num_ranks)
+        experts = int(rows.max(initial=-1)) + 1 if self.num_experts is None else self.num_experts
+        return Placement(rows, experts, num_ranks)
 
 
 class Engine:
-    """One engine's files. A method that answers None, or refuses, is one that the engine has no file for."""
+    """One engine's files."""
 
     name = ""
     numbers_dense_layers = False
@@ -50,8 +55,11 @@ class Engine:
     """Its files have a row for each dense layer, too."""
     needs_ranks = False
     """Its placements say how many ranks they are for."""
-    keeps_empty_slots = False
-    """Its placements may have replica slots without an expert."""
+    keeps_homes = False
+    """Its placements say which slots are homes, and may have replica slots without an expert."""
+    placement_endings: tuple[str, ...] = ()
+    load_endings: tuple[str, ...] = ()
+    """Endings of the files that are written; none: no such file is."""
     load_names: ClassVar[Mapping[str, str]] = {}
     """By kind of file, the names under which its loads stand: for messages."""
 
@@ -64,23 +72,9 @@ class Engine:
         return None
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
-        raise ConvertError(f"{self.name} reads no placement file")
+        """Write a placement under one of ``placement_endings``; so many layers of the model come before its first."""
+        raise NotImplementedError
 
     def save_load(self, path: Path, load: LoadArray, dense_layers: int) -> None:
-        raise ConvertError(f"{self.name} reads no load file; write the load for sglang, or plan and convert the plan")
-
-
-def check_text(path: Path, engine: str) -> None:
-    """Refuse a name that the engine would take for a torch file."""
-    if path.suffix == ".pt":
-        raise ConvertError(f"{engine} reads no .pt")
-
-
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+        """Write tokens per expert [T, L, E], under one of ``load_endings``."""
+        raise NotImplementedError

@@ -30,35 +30,39 @@ class Content:
     Args:
         path: the file or folder.
         kind: a value of ``KINDS``, or ``"directory"``.
-        value: what the reader found; arrays by name for ``npz`` and ``safetensors``, None for a directory.
+        value: what the reader found: for ``npz`` and ``safetensors`` arrays by name, each read when it is asked for,
+            for a directory nothing.
         metadata: the texts in a safetensors file's header.
+        model: which model is meant, where a file holds several.
     """
 
     path: Path
     kind: str
     value: Any = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    model: str | None = None
 
     def holds(self, *names: str) -> bool:
         """Whether it is a mapping with all these names."""
         return isinstance(self.value, Mapping) and all(name in self.value for name in names)
 
 
-def open_content(path: Path) -> Content:
+def open_content(path: Path, model: str | None = None) -> Content:
     """Read a file, or note that it is a directory.
 
     Raises:
-        FormatError: an unknown ending, or not what the ending says.
+        FileError: an unknown ending, not what the ending says, or too large to be read.
         OSError: it cannot be read.
     """
     if path.is_dir():
-        return Content(path, "directory")
+        return Content(path, "directory", model=model)
     if not path.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
     kind = KINDS.get(path.suffix)
-    if kind == "safetensors":
-        return Content(path, kind, safetensors_file.read(path), safetensors_file.metadata(path))
     if kind is None:
         raise FormatError(f"cannot tell what kind of file this is by its ending; give {', '.join(KINDS)}")
+    if kind == "safetensors":
+        arrays = safetensors_file.read(path)
+        return Content(path, kind, arrays, arrays.metadata, model)
     reader = {"npz": npz.read, "json": json_text.read, "pt": pt.read, "yaml": yaml_text.read}[kind]
-    return Content(path, kind, reader(path))
+    return Content(path, kind, reader(path), model=model)

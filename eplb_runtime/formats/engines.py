@@ -1,8 +1,9 @@
-"""The engines whose files are known here, in the order in which they are asked."""
+"""The engines whose files are known here, in the order they are asked: Hygon before SGLang, whose key it uses."""
 
 from __future__ import annotations
 
 from .base import Engine
+from .hygon import Hygon
 from .own import Own
 from .sglang import SGLang
 from .tensorrt_llm import TensorRTLLM
@@ -10,4 +11,4 @@ from .vllm import VLLM
 from .vllm_ascend import VLLMAscend
 
 OWN = Own()
-ENGINES: tuple[Engine, ...] = (OWN, SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())
+ENGINES: tuple[Engine, ...] = (OWN, Hygon(), SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())

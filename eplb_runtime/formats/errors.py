@@ -1,8 +1,10 @@
 """What goes wrong with files of others; each message is one line that says what and how to mend it."""
 
+from ..files import FileError
 
-class FormatError(ValueError):
-    """A file that cannot be used."""
+
+class FormatError(FileError):
+    """A file that is not what it should be."""
 
 
 class LoadFileError(FormatError):

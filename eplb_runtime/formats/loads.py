@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..files import FileError, require_writable
 from .arrays import LoadArray, names_in, numbers
 from .base import Engine
 from .content import Content, open_content
@@ -47,7 +48,7 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
         return checked_load(found[0], dense_layers)
     except OSError as error:
         raise LoadFileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except FormatError as error:
+    except FileError as error:
         raise LoadFileError(f"{path}: {error}") from None
 
 
@@ -59,8 +60,9 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
     """
     path = Path(path)
     try:
+        require_writable(path, OWN.load_endings)
         OWN.save_load(path, checked_load(load, 0), 0)
-    except FormatError as error:
+    except FileError as error:
         raise LoadFileError(f"{path}: {error}") from None
 
 

@@ -8,21 +8,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..files import replacing, write_file
 from ..placement import FILE_FORMAT, Placement
 from .arrays import LoadArray
 from .base import Engine
 from .content import Content
-from .errors import LoadFileError
 
 
 class Own(Engine):
     name = "eplb-runtime"
-    needs_ranks = keeps_empty_slots = True
+    needs_ranks = keeps_homes = True
+    placement_endings = (".json", ".safetensors")
+    load_endings = (".npz", ".safetensors", ".json")
     load_names: ClassVar = {"npz": '"load"', "safetensors": '"load"', "json": '"load"'}
 
     def placement(self, content: Content) -> Placement | None:
-        said = content.value.get("format") if content.kind == "json" and content.holds("format") else None
-        return Placement.load(content.path) if FILE_FORMAT in (said, content.metadata.get("format")) else None
+        if content.kind == "json" and content.holds("format") and content.value["format"] == FILE_FORMAT:
+            return Placement.from_fields(content.value)
+        if content.kind == "safetensors" and content.metadata.get("format") == FILE_FORMAT:
+            arrays = {name: content.value.get(name) for name in ("physical_to_logical", "home")}
+            return Placement.from_fields({**content.metadata, **arrays})
+        return None
 
     def load(self, content: Content) -> Any | None:
         return content.value["load"] if content.kind in self.load_names and content.holds("load") else None
@@ -33,12 +39,11 @@ class Own(Engine):
     def save_load(self, path: Path, load: LoadArray, dense_layers: int) -> None:
         array = load.astype(np.int64) if np.array_equal(load, np.floor(load)) else load
         if path.suffix == ".npz":
-            np.savez_compressed(path, load=array)
+            with replacing(path) as file:
+                np.savez_compressed(file, load=array)
         elif path.suffix == ".safetensors":
-            from safetensors.numpy import save_file
+            from safetensors.numpy import save
 
-            save_file({"load": array}, path)
-        elif path.suffix == ".json":
-            path.write_text(json.dumps({"load": array.tolist()}))
+            write_file(path, save({"load": array}))
         else:
-            raise LoadFileError("a load file is written as .npz, .safetensors or .json")
+            write_file(path, json.dumps({"load": array.tolist()}))

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files import FileError, replacing, write_file
 from ..placement import Placement
-from .arrays import LoadArray, names_in, numbers
-from .base import Engine, ExpertMap, write_bytes, write_text
+from .arrays import LoadArray, expert_ids, names_in, numbers, require_few
+from .base import Engine, ExpertMap
 from .content import Content
 from .errors import FormatError
 from .readers import pt
@@ -21,6 +22,7 @@ from .readers import pt
 class SGLang(Engine):
     name = "sglang"
     numbers_dense_layers = has_dense_rows = True
+    placement_endings = load_endings = (".json", ".pt")
     load_names: ClassVar = {
         "json": '"logical_count"',
         "pt": '"logical_count" (or "records" with "last_physical_to_logical_map")',
@@ -40,14 +42,21 @@ class SGLang(Engine):
         return ExpertMap(content.value["physical_to_logical_map"])
 
     def load(self, content: Content) -> LoadArray | None:
-        """A dump, or a directory of dumps; see :func:`recorded_load`."""
+        """A dump of its expert distribution recorder, or a directory of dumps.
+
+        Two shapes of dump: modes ``stat`` and ``stat_approx`` hold ``logical_count``, see :func:`summed_load`; modes
+        ``per_pass`` and ``per_token`` hold ``records`` of one rank, see :func:`recorded_load`: give their whole
+        directory, so that all ranks are counted.
+
+        Checked against SGLang's ``srt/eplb/expert_distribution.py`` and ``srt/eplb/eplb_simulator/reader.py``.
+        """
         if content.kind == "directory":
             dumps = sorted(content.path.glob("*.pt"))
-            return recorded_load(pt.read(dump) for dump in dumps) if dumps else None
-        names = ("logical_count",) if content.kind == "json" else ("logical_count", "records")
-        if content.kind not in self.load_names or not any(content.holds(name) for name in names):
-            return None
-        return recorded_load([content.value])
+            if len(dumps) > 1:
+                return recorded_load(map(_read_dump, dumps))
+            return _load_of(_read_dump(dumps[0])) if dumps else None
+        names = {"json": ("logical_count",), "pt": ("logical_count", "records")}.get(content.kind, ())
+        return _load_of(content.value) if any(content.holds(name) for name in names) else None
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
         trivial = np.arange(placement.num_slots) % placement.num_experts  # what SGLang gives layers without a plan
@@ -59,45 +68,55 @@ class SGLang(Engine):
         _save(path, "logical_count", padded.tolist())
 
 
-def recorded_load(dumps: Iterable[Mapping[str, Any]]) -> LoadArray:
-    """Tokens per logical expert in what SGLang's expert distribution recorder dumped.
+def summed_load(logical_count: Any) -> LoadArray:
+    """float64 [T, L, E] from a dump's ``logical_count`` [passes, L, E], already summed over ranks.
 
-    Two shapes of dump: modes ``stat`` and ``stat_approx`` hold ``logical_count`` [passes, L, E], already summed over
-    ranks (a ring buffer: passes that were never filled are zero, and left out here; once the ring has turned, its
-    first row is not its oldest). Modes ``per_pass`` and ``per_token`` hold ``records`` of one rank with
-    ``global_physical_count`` [L, P] by pass, and ``last_physical_to_logical_map`` [L, P]; give the whole directory, so
-    that all ranks are counted. Records from before a rebalance are read through the map after it, as SGLang's own
-    reader does: record with a fixed placement.
-
-    Checked against SGLang's ``srt/eplb/expert_distribution.py`` and ``srt/eplb/eplb_simulator/reader.py``.
-
-    Args:
-        dumps: one of the first kind alone, or those of all ranks of the second.
-
-    Returns:
-        float64 [T, L, E], one window a forward pass.
+    It is a ring buffer: passes that were never filled are zero, and left out here; once the ring has turned, its first
+    row is not its oldest.
     """
-    dumps = list(dumps)
-    if len(dumps) == 1 and "logical_count" in dumps[0]:
-        return _filled_passes(dumps[0]["logical_count"])
-    by_pass: dict[int, LoadArray] = {}
-    for dump in dumps:
-        for number, logical in _passes(dump):
-            by_pass[number] = by_pass[number] + logical if number in by_pass else logical
-    if not by_pass:
-        raise FormatError("the recorder had recorded nothing: start it before the traffic, dump after it")
-    if len({counts.shape for counts in by_pass.values()}) > 1:
-        raise FormatError("the dumps in this directory are of different models: give one run's dumps alone")
-    return np.stack([by_pass[number] for number in sorted(by_pass)])
-
-
-def _filled_passes(logical_count: Any) -> LoadArray:
     counts = numbers(logical_count, "logical_count")
     counts = counts[None] if counts.ndim == 2 else counts
     if counts.ndim != 3:
         raise FormatError(f"logical_count has shape {list(counts.shape)}; it must be [passes, layers, experts]")
     filled = counts.any(axis=(1, 2))
     return counts[filled] if filled.any() else counts[:1]
+
+
+def recorded_load(dumps: Iterable[Mapping[str, Any]]) -> LoadArray:
+    """float64 [T, L, E], one window a forward pass, from the ``records`` of all ranks.
+
+    A record has ``global_physical_count`` [L, P], a dump ``last_physical_to_logical_map`` [L, P]. Records from before a
+    rebalance are read through the map after it, as SGLang's own reader does: record with a fixed placement.
+
+    Args:
+        dumps: of the ranks; one is held at a time.
+
+    Raises:
+        FormatError: no such dumps, or of more than one model.
+    """
+    by_pass: dict[int, LoadArray] = {}
+    shape: tuple[int, ...] = ()
+    for dump in dumps:
+        for number, logical in _passes(dump):
+            shape = shape or logical.shape
+            if logical.shape != shape:
+                raise FormatError("the dumps in this directory are of different models: give one run's dumps alone")
+            by_pass[number] = by_pass[number] + logical if number in by_pass else logical
+            require_few(len(by_pass) * logical.size, "the recording")
+    if not by_pass:
+        raise FormatError("the recorder had recorded nothing: start it before the traffic, dump after it")
+    return np.stack([by_pass[number] for number in sorted(by_pass)])
+
+
+def _load_of(dump: Mapping[str, Any]) -> LoadArray:
+    return summed_load(dump["logical_count"]) if "logical_count" in dump else recorded_load([dump])
+
+
+def _read_dump(path: Path) -> dict[str, Any]:
+    try:
+        return pt.read(path)
+    except FileError as error:
+        raise FormatError(f"{path.name}: {error}") from None
 
 
 def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
@@ -108,11 +127,13 @@ def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
             'with "last_physical_to_logical_map"'
         )
     try:
-        records = [(int(record["forward_pass_id"]), record["global_physical_count"]) for record in dump["records"]]
-    except (TypeError, KeyError, ValueError):
+        records = [(record["forward_pass_id"], record["global_physical_count"]) for record in dump["records"]]
+    except (TypeError, LookupError):
         raise FormatError('a record without "forward_pass_id" or "global_physical_count"') from None
-    physical_to_logical = numbers(dump["last_physical_to_logical_map"], "last_physical_to_logical_map")
-    num_slots = physical_to_logical.shape[-1] if physical_to_logical.ndim == 2 else 0
+    if not all(isinstance(number, int) for number, _ in records):
+        raise FormatError('a "forward_pass_id" that is no whole number')
+    physical_to_logical = expert_ids(dump["last_physical_to_logical_map"], "last_physical_to_logical_map")
+    num_slots = physical_to_logical.shape[1]
     if not num_slots or not ((physical_to_logical >= 0) & (physical_to_logical < num_slots)).all():
         raise FormatError("last_physical_to_logical_map must be [layers, slots] of expert ids")
     for number, counts in records:
@@ -121,7 +142,7 @@ def _passes(dump: Mapping[str, Any]) -> Iterable[tuple[int, LoadArray]]:
             raise FormatError(
                 f"a record counts {list(slots.shape)} [layers, slots], the map has {list(physical_to_logical.shape)}"
             )
-        yield number, _sum_by_expert(slots, physical_to_logical.astype(np.int64))
+        yield number, _sum_by_expert(slots, physical_to_logical)
 
 
 def _sum_by_expert(slots: LoadArray, physical_to_logical: NDArray[np.int64]) -> LoadArray:
@@ -133,12 +154,9 @@ def _sum_by_expert(slots: LoadArray, physical_to_logical: NDArray[np.int64]) -> 
 
 def _save(path: Path, name: str, values: list[Any]) -> None:
     if path.suffix != ".pt":
-        write_text(path, json.dumps({name: values}))
+        write_file(path, json.dumps({name: values}))
         return
-    from io import BytesIO
-
     import torch
 
-    buffer = BytesIO()
-    torch.save({name: torch.tensor(values)}, buffer)
-    write_bytes(path, buffer.getvalue())
+    with replacing(path) as file:
+        torch.save({name: torch.tensor(values)}, file)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..files import write_file
 from ..placement import Placement
-from .base import Engine, ExpertMap, check_text, write_text
+from .base import Engine, ExpertMap
 from .content import Content
 
 
@@ -18,10 +19,10 @@ class VLLM(Engine):
     """
 
     name = "vllm"
+    placement_endings = (".json",)
 
     def placement(self, content: Content) -> ExpertMap | None:
         return ExpertMap(content.value) if content.kind == "json" and isinstance(content.value, list) else None
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
-        check_text(path, self.name)
-        write_text(path, json.dumps(placement.physical_to_logical.tolist()))
+        write_file(path, json.dumps(placement.physical_to_logical.tolist()))

@@ -6,8 +6,9 @@ import json
 from itertools import chain
 from pathlib import Path
 
+from ..files import write_file
 from ..placement import Placement
-from .base import Engine, ExpertMap, check_text, write_text
+from .base import Engine, ExpertMap
 from .content import Content
 from .errors import ConvertError
 
@@ -21,6 +22,7 @@ class VLLMAscend(Engine):
 
     name = "vllm-ascend"
     needs_ranks = True
+    placement_endings = (".json",)
 
     def placement(self, content: Content) -> ExpertMap | None:
         if content.kind != "json" or not content.holds("layer_list"):
@@ -41,7 +43,6 @@ class VLLMAscend(Engine):
         return ExpertMap(rows, num_ranks=ranks.pop())
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:
-        check_text(path, self.name)
         by_rank = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1).tolist()
         layers = [
             {
@@ -51,4 +52,4 @@ class VLLMAscend(Engine):
             }
             for layer, ranks in enumerate(by_rank)
         ]
-        write_text(path, json.dumps({"moe_layer_count": len(layers), "layer_list": layers}))
+        write_file(path, json.dumps({"moe_layer_count": len(layers), "layer_list": layers}))

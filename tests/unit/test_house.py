@@ -12,7 +12,7 @@ import pytest
 import eplb_runtime
 
 PACKAGE = Path(eplb_runtime.__file__).parent
-GROUND = {"topology", "placement", "config", "events", "ranks", "checksum", "launching"}
+GROUND = {"topology", "placement", "config", "events", "ranks", "checksum", "files", "launching"}
 STOREYS: tuple[set[str], ...] = (
     GROUND,
     {"formats"},

@@ -153,7 +153,7 @@ def test_leaving_out_every_layer_is_refused(tmp_path: Path) -> None:
 def test_writing_refuses_what_reading_would_refuse(tmp_path: Path) -> None:
     with pytest.raises(LoadFileError, match="no token count"):
         write_load(tmp_path / "load.json", np.full((1, 2), -1.0))
-    with pytest.raises(LoadFileError, match="written as"):
+    with pytest.raises(LoadFileError, match=r"must end in \.npz or"):
         write_load(tmp_path / "load.txt", LOAD)
     assert not list(tmp_path.iterdir())
 
