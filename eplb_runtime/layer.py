@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .dispatch.all_to_all import AllToAllDispatcher
+from .dispatch.base import CountExchange, Dispatcher
 from .experts.compute import LocalExperts
 from .load.counter import LoadCounter, in_recompute
 from .routing.lookup import SlotTable
-from .routing.splitter import BatchSplitter
+from .routing.splitter import BatchSplitter, RowCounts
 
 
 class ExpertParallelLayer:
@@ -35,7 +35,8 @@ class ExpertParallelLayer:
         counter: LoadCounter,
         table: SlotTable,
         splitter: BatchSplitter | None,
-        dispatcher: AllToAllDispatcher,
+        dispatcher: Dispatcher,
+        exchange_counts: CountExchange,
         counts_in_evaluation: bool,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
@@ -46,6 +47,7 @@ class ExpertParallelLayer:
         self._table = table
         self._splitter = splitter
         self._dispatcher = dispatcher
+        self._exchange_counts = exchange_counts
         self._counts_in_evaluation = counts_in_evaluation
         self._real_tokens = real_tokens
 
@@ -54,15 +56,15 @@ class ExpertParallelLayer:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
         if (self._module.training or self._counts_in_evaluation) and not in_recompute():
             self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
-        slots_TK, row_counts = self._route(topk_ids_TK)
+        slots_TK, counts = self._route(topk_ids_TK)
         self._experts.ahead_of_forward()
-        combined_TD = self._dispatcher(hidden_TD, slots_TK, topk_weights_TK, self._experts, row_counts)
-        return self._experts.ahead_of_backward(combined_TD)
+        dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts)
+        out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S)
+        return self._experts.ahead_of_backward(self._dispatcher.combine(out_MD, dispatched.handle))
 
-    def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, RowCounts | None]:
         """Slots of this batch, and how many rows go where if the split has told that already."""
         if self._splitter is None or not self._splitter.splits(self.index):
             return self._table.slots(self.index, topk_ids_TK), None
-        counts_RE = self._dispatcher.gather_counts(self._splitter.counts(topk_ids_TK))
-        route = self._splitter.route(self.index, topk_ids_TK, counts_RE)
-        return route.slots_TK, (route.sent_P, route.received_P)
+        counts_RE = self._exchange_counts(self._splitter.counts(topk_ids_TK))
+        return self._splitter.route(self.index, topk_ids_TK, counts_RE)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer, Parts
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch.all_to_all import AllToAllDispatcher
+from ..dispatch import DISPATCHERS
+from ..dispatch.base import CountExchange
 from ..experts.compute import LocalExperts
 from ..experts.registry import ExpertTensors
 from ..experts.slices import DividedGradient, is_sliced
@@ -185,7 +186,8 @@ class _Attaching:
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> None:
         """Put the expert-parallel way in the place of each layer's own."""
-        dispatcher = AllToAllDispatcher(self.groups.dispatch, self.placement.slots_per_rank)
+        dispatcher = DISPATCHERS[self.config.dispatch](self.groups.dispatch, self.placement.slots_per_rank)
+        exchange_counts = CountExchange(self.groups.dispatch)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         for index, _, layer in self._layers():
             layer.install(
@@ -197,6 +199,7 @@ class _Attaching:
                     table=maps.table,
                     splitter=maps.splitter,
                     dispatcher=dispatcher,
+                    exchange_counts=exchange_counts,
                     counts_in_evaluation=not self.optimizers,
                     real_tokens=real_tokens[id(layer)],
                 )

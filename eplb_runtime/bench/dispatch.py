@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..dispatch.all_to_all import AllToAllDispatcher
+from ..dispatch.all_to_all import AllToAll
+from ..dispatch.base import Dispatcher
 
 TOKENS = (256, 2048)
 
@@ -30,7 +31,7 @@ def run(
     """
     group = dist.group.WORLD
     assert group is not None
-    dispatcher = AllToAllDispatcher(group, slots_per_rank=4)
+    dispatcher = AllToAll(group, slots_per_rank=4)
     rows = [
         _row(dispatcher, group, device, repeats, count, hidden, top_k, backward)
         for count in tokens
@@ -40,7 +41,7 @@ def run(
 
 
 def _row(
-    dispatcher: AllToAllDispatcher,
+    dispatcher: Dispatcher,
     group: dist.ProcessGroup,
     device: torch.device,
     repeats: int,
@@ -63,7 +64,8 @@ def _row(
     there, back = torch.empty(sum(arrives), hidden, device=device), torch.empty_like(out)
 
     def dispatch() -> None:
-        result = dispatcher(hidden_TD, slots_TK, weights_TK, lambda rows_MD, slot_M, rows_S: rows_MD)
+        dispatched = dispatcher.dispatch(hidden_TD, slots_TK, weights_TK)
+        result = dispatcher.combine(dispatched.rows_MD, dispatched.handle)
         if backward:
             result.sum().backward()
 

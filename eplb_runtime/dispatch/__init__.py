@@ -1,1 +1,13 @@
 """Carry tokens to the slots that were picked for them and bring the results back in logical top-k order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from .all_to_all import AllToAll
+from .base import Dispatcher
+
+DISPATCHERS: Mapping[str, Callable[[dist.ProcessGroup, int], Dispatcher]] = {"all_to_all": AllToAll}
+"""``BalancerConfig.dispatch`` -> what makes the dispatcher, from the EP group and the slots a rank has."""

@@ -6,13 +6,51 @@ With replica slots, `replicas/kept.py` and `replicas/shared.py` (one buffer for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-Compute = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
-"""(rows ``[M, D]`` ordered by local slot, local slot of each row int64 ``[M]``, weights of all slots) -> ``[M, D]``."""
+
+@dataclass(frozen=True, eq=False)
+class SlotCounts:
+    """How many rows each local slot has, in the form that whoever asks can use without a sync.
+
+    Args:
+        offsets_S: int32, on the rows' device: where each slot's rows end, as grouped GEMMs take it.
+        on_host: the numbers; None where only the device knows them.
+    """
+
+    offsets_S: Tensor
+    on_host: Sequence[int] | None
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> SlotCounts:
+        """From numbers on the host."""
+        ends = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
+        return cls(ends.to(device, non_blocking=True), counts)
+
+    @property
+    def counts_S(self) -> Tensor:
+        """int32, on the rows' device: rows of each slot."""
+        return torch.diff(self.offsets_S, prepend=self.offsets_S.new_zeros(1))
+
+    def known(self) -> Sequence[int]:
+        """The numbers; waits for the device if the host does not have them."""
+        counts: Sequence[int] = self.counts_S.tolist() if self.on_host is None else self.on_host
+        return counts
+
+    def slot_of_rows(self, rows: int) -> Tensor:
+        """int64 ``[M]``: the local slot of each of ``rows`` rows; rows past the last slot's are the last slot's."""
+        place_M = torch.arange(rows, dtype=torch.int32, device=self.offsets_S.device)
+        return torch.searchsorted(self.offsets_S, place_M, right=True).clamp_(max=self.offsets_S.shape[0] - 1)
+
+
+Compute = Callable[[Tensor, SlotCounts, Sequence[Tensor]], Tensor]
+"""(rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots) -> ``[M, D]``. Router weights are
+multiplied elsewhere, where rows are combined."""
 
 
 class LocalExperts:
@@ -34,23 +72,22 @@ class LocalExperts:
         """The layer's output as it is; in the backward pass, gradients are about to travel. On every rank."""
         return combined_TD
 
-    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.
 
         Args:
             rows_MD: ``[M, D]``, ordered by local slot.
-            slot_M: int64 ``[M]``, the local slot of each row.
-            rows_S: how many rows each local slot has, on the host.
+            counts_S: how many rows each local slot has.
 
         Returns:
             ``[M, D]``.
         """
-        return run_rows(self._compute, rows_MD, slot_M, self._parameters())
+        return run_rows(self._compute, rows_MD, counts_S, self._parameters())
 
 
-def run_rows(compute: Compute, rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def run_rows(compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, weights: Sequence[Tensor]) -> Tensor:
     """``compute``, or without rows a stand-in that keeps the graph whole."""
-    return compute(rows_MD, slot_M, weights) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
+    return compute(rows_MD, counts_S, weights) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
 
 
 class _Idle(torch.autograd.Function):

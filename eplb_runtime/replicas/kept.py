@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.compute import Compute, LocalExperts, run_rows
+from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 
@@ -29,9 +29,9 @@ class KeptReplicas(LocalExperts):
         self._bank = bank
         self._sync = sync
 
-    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         self._sync.wait(self._layer)
-        return run_rows(self._compute, rows_MD, slot_M, _AllSlots.apply(self, *self._bank.parameters))
+        return run_rows(self._compute, rows_MD, counts_S, _AllSlots.apply(self, *self._bank.parameters))
 
     def all_slots(self) -> list[Tensor]:
         """Home and replica rows ``[S, ...]`` per tensor."""

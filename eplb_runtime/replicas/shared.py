@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.compute import Compute, LocalExperts, run_rows
+from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 
@@ -41,18 +41,20 @@ class SharedReplicas(LocalExperts):
         ahead: Tensor = _FetchAhead.apply(combined_TD, self)
         return ahead
 
-    def __call__(self, rows_MD: Tensor, slot_M: Tensor, rows_S: Sequence[int]) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         homes = self._bank.homes_per_rank
-        home_rows = sum(rows_S[:homes])
-        at_home = run_rows(self._compute, rows_MD[:home_rows], slot_M[:home_rows], self._bank.parameters)
+        counts = counts_S.known()
+        at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
+        home_rows = sum(counts[:homes])
+        at_home = run_rows(self._compute, rows_MD[:home_rows], at_homes, self._bank.parameters)
         if not self._sync.has_copies(self._layer):
             return at_home
-        copied = _OnReplicaRows.apply(rows_MD[home_rows:], slot_M[home_rows:] - homes, self, *self._bank.parameters)
+        copied = _OnReplicaRows.apply(rows_MD[home_rows:], at_copies, self, *self._bank.parameters)
         return torch.cat([at_home, copied])
 
-    def compute_copies(self, rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def compute_copies(self, rows_MD: Tensor, counts_S: SlotCounts, weights: Sequence[Tensor]) -> Tensor:
         """Rows through the copies that were fetched, slots counted from the first replica slot."""
-        return self._compute(rows_MD, slot_M, weights) if rows_MD.shape[0] else torch.zeros_like(rows_MD)
+        return self._compute(rows_MD, counts_S, weights) if rows_MD.shape[0] else torch.zeros_like(rows_MD)
 
     def fetched(self) -> list[Tensor]:
         """This layer's copies ``[k, ...]``, once they have arrived."""
@@ -73,20 +75,22 @@ class _OnReplicaRows(torch.autograd.Function):
     gradient from here comes over the wire."""
 
     @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, slot_M: Tensor, layer: SharedReplicas, *parameters: nn.Parameter) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(rows_MD, slot_M)
+    def forward(
+        ctx: Any, rows_MD: Tensor, counts_S: SlotCounts, layer: SharedReplicas, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.layer, ctx.counts_S = layer, counts_S
+        ctx.save_for_backward(rows_MD)
         device = rows_MD.device.type
         ctx.autocast = {
             "device_type": device,
             "enabled": torch.is_autocast_enabled(device),
             "dtype": torch.get_autocast_dtype(device),
         }
-        return layer.compute_copies(rows_MD, slot_M, layer.fetched())
+        return layer.compute_copies(rows_MD, counts_S, layer.fetched())
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_MD, slot_M = ctx.saved_tensors
+        (rows_MD,) = ctx.saved_tensors
         trained = ctx.needs_input_grad[3:]
         weights = [rows.detach().requires_grad_(need) for rows, need in zip(ctx.layer.fetched(), trained, strict=True)]
         rows_MD = rows_MD.detach().requires_grad_(ctx.needs_input_grad[0])
@@ -94,7 +98,7 @@ class _OnReplicaRows(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(wanted)
         if rows_MD.shape[0]:
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                out_MD = ctx.layer.compute_copies(rows_MD, slot_M, weights)
+                out_MD = ctx.layer.compute_copies(rows_MD, ctx.counts_S, weights)
             found = list(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
         elif rows_MD.requires_grad:
             found[0] = grad_MD

@@ -1,8 +1,8 @@
 """The fast clock: split one batch's tokens over the copies of their experts, the same way on every rank.
 
 Pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone, so that
-activation recompute repeats it exactly. Numba where the counts are on the CPU, torch on the device else; both give the
-same integers. No torch.distributed here.
+every rank comes to the same split. The counts are on the host, where sizes are needed anyway; numba splits them there,
+and the device only deals its choices out by the result. No torch.distributed here.
 """
 
 from __future__ import annotations
@@ -11,34 +11,51 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..placement import Placement
 from . import sources
 from .tables import SplitTables
 from .water_filling import Mode
-from .water_filling_torch import DeviceTables, assign_slots, split_counts
 
 
 @dataclass(frozen=True, eq=False)
-class BatchRoute:
-    """Where one batch goes.
+class RowCounts:
+    """How many rows one rank sends and receives, on the host.
 
     Args:
-        slots_TK: int64, the physical slot of each choice.
         sent_P: int64 ``[P]``, rows that this rank sends to each slot.
-        received_P: int64 ``[R * S]``, rows that each rank sends to this rank's slots.
+        received_RS: int64 ``[R, S]``, rows that each rank sends to this rank's slots.
     """
 
-    slots_TK: Tensor
-    sent_P: Tensor
-    received_P: Tensor
+    sent_P: NDArray[np.int64]
+    received_RS: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What stands where in one layer.
+
+    Args:
+        tables: of the layers that changed together; this one is number ``index`` there.
+        copy_slot_N: int64 ``[E * C]`` on the device: the slots of each expert's copies.
+        slot_P: int64 ``[3, P]``: its expert, which copy of it stands there, whether it is listed (1 or 0).
+        several: whether any expert has more than one copy.
+    """
+
+    tables: SplitTables
+    index: int
+    copy_slot_N: Tensor
+    slot_P: NDArray[np.int64]
+    several: bool
 
 
 class BatchSplitter:
     """Splits batches under one placement; `follow` takes over the next one.
 
     Args:
+        device: where the router's choices are.
         ep_rank: this rank.
         ranks_per_node: consecutive ranks that share a node.
         mode: ``"water_filling"`` or ``"even"``.
@@ -66,78 +83,101 @@ class BatchSplitter:
         self._mode: Mode = mode
         self._locality = locality
         self._least_tokens = least_tokens
+        self._followed: Placement | None = None
+        self._layers: dict[int, _Layer] = {}
         self.at_home = False
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:
-        """Take over a committed placement."""
-        self._num_experts = placement.num_experts
-        self._tables = SplitTables.of(placement)
-        self._device_tables = DeviceTables.of(placement, self._device)
-        self._split_layers = [int(most) > 1 for most in placement.copy_count.max(axis=1)]
-        slots = placement.slots_per_rank
-        mine = slice(self._ep_rank * slots, (self._ep_rank + 1) * slots)
-        self._of_slot = [
-            _copies_of_slots(placement, self._tables, layer).to(self._device) for layer in range(placement.num_layers)
-        ]
-        self._of_mine = [of_slot[:, mine] for of_slot in self._of_slot]
+        """Take over a committed placement: the layers that changed, with one copy to the device."""
+        changed = _changed_layers(self._followed, placement)
+        self._followed = placement
+        if not changed.size:
+            return
+        home = None if placement.home is None else placement.home[changed]
+        part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
+        tables = SplitTables.of(part)
+        slots_LN = torch.from_numpy(tables.copy_slot_LEC.reshape(len(changed), -1).astype(np.int64)).to(self._device)
+        for index, layer in enumerate(changed.tolist()):
+            several = bool(part.copy_count[index].max() > 1)
+            self._layers[layer] = _Layer(tables, index, slots_LN[index], _copies_of_slots(part, tables, index), several)
 
     def splits(self, layer: int) -> bool:
         """Whether any expert of the layer has copies; if not, every token goes home."""
-        return self._split_layers[layer] and not self.at_home
+        return self._layers[layer].several and not self.at_home
 
     def warm_up(self) -> None:
         """Compile what a batch needs, so that none has to wait for it."""
-        ranks = self._tables.num_ranks
-        counts_RE = np.ones((ranks, self._num_experts), dtype=np.int64)
-        sources.split_for_rank(counts_RE, self._tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
+        tables = next(iter(self._layers.values())).tables
+        counts_RE = np.ones((tables.num_ranks, tables.first_rank_LE.shape[1]), dtype=np.int64)
+        sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
 
     def counts(self, topk_ids_TK: Tensor) -> Tensor:
         """int64 ``[E]``: this rank's choices of each expert, padding included: what will really travel."""
+        assert self._followed is not None
         ids = topk_ids_TK.reshape(-1)
-        return torch.zeros(self._num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
+        return torch.zeros(self._followed.num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
             0, ids, torch.ones_like(ids)
         )
 
-    def route(self, layer: int, topk_ids_TK: Tensor, counts_RE: Tensor) -> BatchRoute:
-        """Slots and row counts of a batch.
+    def route(self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64]) -> tuple[Tensor, RowCounts]:
+        """The physical slot of each choice of a batch, and how many rows go where. No host sync.
 
         Args:
-            topk_ids_TK: int64 ``[T, K]``, this rank's choices.
-            counts_RE: int64 ``[R, E]``, ``counts`` of every rank.
+            topk_ids_TK: int64 ``[T, K]``, this rank's choices, on the device.
+            counts_RE: int64 ``[R, E]``, ``counts`` of every rank, on the host.
+
+        Returns:
+            int64 ``[T, K]`` on the device; an expert's choices go to its copies in the order of the tokens.
         """
         sent_EC, received_RS = self._split(layer, counts_RE)
-        slots_TK = assign_slots(topk_ids_TK, sent_EC, self._device_tables[layer].copy_slot_EC)
-        expert_P, copy_P, listed_P = self._of_slot[layer]
-        return BatchRoute(slots_TK, sent_EC[expert_P, copy_P] * listed_P, received_RS.reshape(-1))
+        expert_P, copy_P, listed_P = self._layers[layer].slot_P
+        slots_TK = _assign(topk_ids_TK, sent_EC, self._layers[layer].copy_slot_N)
+        return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
 
-    def _split(self, layer: int, counts_RE: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""
-        on_cpu = counts_RE.device.type == "cpu"
-        if on_cpu and counts_RE.sum() >= self._least_tokens:
-            sent_EC, received_RS = sources.split_for_rank(
-                counts_RE.numpy(),
-                self._tables,
-                layer,
-                self._ep_rank,
-                ranks_per_node=self._ranks_per_node,
-                mode=self._mode,
-                locality=self._locality,
-            )
-            return torch.from_numpy(sent_EC), torch.from_numpy(received_RS)
-        tables = self._device_tables[layer]
-        sent_REC = torch.zeros((len(counts_RE), *tables.copy_slot_EC.shape), dtype=torch.int64, device=counts_RE.device)
-        sent_REC[:, :, 0] = counts_RE
-        if not on_cpu:
-            split_REC = split_counts(
-                counts_RE, tables, ranks_per_node=self._ranks_per_node, mode=self._mode, locality=self._locality
-            )
-            sent_REC = torch.where(counts_RE.sum() < self._least_tokens, sent_REC, split_REC)
-        expert_S, copy_S, listed_S = self._of_mine[layer]
-        return sent_REC[self._ep_rank], sent_REC[:, expert_S, copy_S] * listed_S
+        here = self._layers[layer]
+        if counts_RE.sum() < self._least_tokens:
+            return self._all_at_home(here, counts_RE)
+        return sources.split_for_rank(
+            counts_RE,
+            here.tables,
+            here.index,
+            self._ep_rank,
+            ranks_per_node=self._ranks_per_node,
+            mode=self._mode,
+            locality=self._locality,
+        )
+
+    def _all_at_home(self, here: _Layer, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        slots = here.tables.slots_per_rank
+        expert_S, copy_S, listed_S = here.slot_P[:, self._ep_rank * slots : (self._ep_rank + 1) * slots]
+        sent_EC = np.zeros(here.tables.copy_slot_LEC.shape[1:], dtype=np.int64)
+        sent_EC[:, 0] = counts_RE[self._ep_rank]
+        return sent_EC, counts_RE[:, expert_S] * (listed_S * (copy_S == 0))
 
 
-def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> Tensor:
+def _changed_layers(before: Placement | None, placement: Placement) -> NDArray[np.int64]:
+    if before is None or before.physical_to_logical.shape != placement.physical_to_logical.shape:
+        return np.arange(placement.num_layers)
+    differs = (before.physical_to_logical != placement.physical_to_logical).any(axis=1)
+    if before.home is not None and placement.home is not None:
+        differs |= (before.home != placement.home).any(axis=1)
+    return np.flatnonzero(differs)
+
+
+def _assign(topk_ids_TK: Tensor, sent_EC: NDArray[np.int64], copy_slot_N: Tensor) -> Tensor:
+    """int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices of an expert, in their order, go to its first copy, the next
+    ``sent_EC[e, 1]`` to its second."""
+    ids = topk_ids_TK.reshape(-1)
+    sent = torch.from_numpy(sent_EC.reshape(-1)).to(ids.device, non_blocking=True)
+    by_expert = torch.repeat_interleave(copy_slot_N, sent, output_size=ids.shape[0])
+    order = torch.argsort(ids, stable=True)
+    return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(topk_ids_TK.shape)
+
+
+def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> NDArray[np.int64]:
     """int64 ``[3, P]``, for each slot: its expert, which copy of it stands there, and whether it is listed (1 or 0)."""
     expert_P = placement.physical_to_logical[layer].astype(np.int64)
     copy_P, listed_P = np.zeros_like(expert_P), np.zeros_like(expert_P)
@@ -145,4 +185,4 @@ def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> T
     experts, copies = np.nonzero(slot_EC >= 0)
     copy_P[slot_EC[experts, copies]] = copies
     listed_P[slot_EC[experts, copies]] = 1
-    return torch.from_numpy(np.stack([np.maximum(expert_P, 0), copy_P, listed_P]))
+    return np.stack([np.maximum(expert_P, 0), copy_P, listed_P])

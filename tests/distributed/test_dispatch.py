@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
-from eplb_runtime.experts.compute import LocalExperts
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.experts.compute import LocalExperts, SlotCounts
 
 SLOTS, WIDTH, TOP_K = 3, 8, 2
 
@@ -28,26 +28,22 @@ def tokens_of(rank: int, count: int, slots: list[int], dtype: torch.dtype) -> tu
     return hidden.requires_grad_(), torch.tensor(slots)[choice], weights.requires_grad_()
 
 
-class CountedRows(LocalExperts):
-    """Sees to it that what dispatch says of the rows is true."""
-
-    def __call__(self, rows: torch.Tensor, local_slots: torch.Tensor, rows_of_slot: Sequence[int]) -> torch.Tensor:
-        assert local_slots.bincount(minlength=SLOTS).tolist() == rows_of_slot
-        return super().__call__(rows, local_slots, rows_of_slot)
-
-
 def run(rank: int, counts: list[int], slots: list[int], dtype: torch.dtype) -> dict:
     world_size = dist.get_world_size()
     mine = expert_weights(world_size, dtype)[rank * SLOTS : (rank + 1) * SLOTS].clone().requires_grad_()
     hidden, slot_ids, weights = tokens_of(rank, counts[rank], slots, dtype)
     seen = []
 
-    def compute(rows: torch.Tensor, local_slots: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        seen.append((rows.detach().clone(), local_slots.clone()))
+    def compute(rows: torch.Tensor, counts: SlotCounts, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        local_slots = counts.slot_of_rows(len(rows))
+        assert local_slots.bincount(minlength=SLOTS).tolist() == counts.on_host == counts.counts_S.tolist()
+        seen.append((rows.detach().clone(), local_slots))
         return torch.einsum("md,mde->me", rows, weights[0][local_slots])
 
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, SLOTS)
-    out = dispatcher(hidden, slot_ids, weights, CountedRows(compute, lambda: [mine]))
+    dispatcher = AllToAll(dist.group.WORLD, SLOTS)
+    arrived = dispatcher.dispatch(hidden, slot_ids, weights)
+    out = LocalExperts(compute, lambda: [mine])(arrived.rows_MD, arrived.counts_S)
+    out = dispatcher.combine(out, arrived.handle)
     out.square().sum().backward()
     return {
         "out": out.detach(),

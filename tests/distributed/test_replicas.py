@@ -109,9 +109,9 @@ def count_rows(model: torch.nn.Module) -> list[list[int]]:
         own = parallel._experts
 
         class Counting(type(own)):
-            def __call__(self, rows_MD, slot_M, rows_S, index=index):
+            def __call__(self, rows_MD, counts_S, index=index):
                 rows[index].append(len(rows_MD))
-                return super().__call__(rows_MD, slot_M, rows_S)
+                return super().__call__(rows_MD, counts_S)
 
         own.__class__ = Counting
     return rows

@@ -14,7 +14,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.base import Dispatched
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.experts.registry import ExpertTensors
 
@@ -33,15 +34,15 @@ def forget_second_moment() -> None:
 
 def combine_in_physical_order() -> None:
     """Each token's results summed in the order of their slots, as a scatter-add over arriving rows would."""
-    call = AllToAllDispatcher.__call__
+    dispatch = AllToAll.dispatch
 
     def by_slot(
-        self: AllToAllDispatcher, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, *rest: object
-    ):
+        self: AllToAll, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, **options: object
+    ) -> Dispatched:
         order = slots.argsort(dim=1, stable=True)
-        return call(self, hidden, slots.gather(1, order), weights.gather(1, order), *rest)
+        return dispatch(self, hidden, slots.gather(1, order), weights.gather(1, order), **options)
 
-    AllToAllDispatcher.__call__ = by_slot
+    AllToAll.dispatch = by_slot
 
 
 @dataclass(frozen=True)

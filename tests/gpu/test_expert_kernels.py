@@ -10,6 +10,7 @@ import pytest
 import torch
 from device import DEVICE
 
+from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.hosts.transformers.describe import describe
 
 pytestmark = pytest.mark.gpu
@@ -43,8 +44,7 @@ def run(layer, dtype: torch.dtype, order: list[int]) -> dict[str, torch.Tensor]:
     seeds = [torch.randn(n, WIDTH, generator=generator).to(DEVICE, dtype) for n in ROWS_OF_EXPERT]
     weights = [getattr(layer.experts, name).detach()[order].requires_grad_() for name in layer.parameters]
     rows_MD = torch.cat([rows[expert] for expert in order]).requires_grad_()
-    slot_M = torch.cat([torch.full((ROWS_OF_EXPERT[e],), slot) for slot, e in enumerate(order)]).to(DEVICE)
-    out_MD = layer.compute(rows_MD, slot_M, weights)
+    out_MD = layer.compute(rows_MD, SlotCounts.of([ROWS_OF_EXPERT[expert] for expert in order], DEVICE), weights)
     out_MD.backward(torch.cat([seeds[expert] for expert in order]))
     sizes = [ROWS_OF_EXPERT[expert] for expert in order]
     found = {}
@@ -81,8 +81,8 @@ def test_control_another_order_of_an_experts_rows_may_change_its_weight_gradient
     rows = torch.randn(200, WIDTH, generator=generator).to(DEVICE)
     for order in (torch.arange(200), torch.arange(199, -1, -1)):
         weights = [getattr(layer.experts, name).detach().clone().requires_grad_() for name in layer.parameters]
-        slots = torch.full((200,), 3, device=DEVICE)
-        layer.compute(rows[order.to(DEVICE)], slots, weights).sum().backward()
+        counts = SlotCounts.of([200 if slot == 3 else 0 for slot in range(len(ROWS_OF_EXPERT))], DEVICE)
+        layer.compute(rows[order.to(DEVICE)], counts, weights).sum().backward()
         gradients.append(weights[0].grad[3])
     assert torch.allclose(gradients[0], gradients[1], atol=1e-3)
     assert not torch.equal(gradients[0], gradients[1])

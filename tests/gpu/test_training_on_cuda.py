@@ -13,7 +13,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.all_to_all import AllToAllDispatcher
+from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
@@ -43,14 +43,11 @@ def dispatch_alone(rank: int) -> None:
         inputs = [t.clone().requires_grad_() for t in (hidden, share, experts)]
         x, weight, matrices = inputs
         if dispatched:
-            dispatcher = AllToAllDispatcher(dist.group.WORLD, EXPERTS)
-
-            def compute(
-                rows: torch.Tensor, slot: torch.Tensor, rows_of_slot: list[int], matrices: torch.Tensor = matrices
-            ) -> torch.Tensor:
-                return torch.einsum("md,mde->me", rows, matrices[slot])
-
-            out = dispatcher(x, slots, weight, compute)
+            dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+            arrived = dispatcher.dispatch(x, slots, weight)
+            slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
+            out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
+            out = dispatcher.combine(out, arrived.handle)
         else:
             out = (torch.einsum("td,tkde->tke", x, matrices[slots]) * weight.unsqueeze(-1)).sum(1)
         out.square().sum().backward()

@@ -7,17 +7,15 @@ the rows that arrive here, whatever the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ...attaching.description import AttachError, HostModel, MoELayer, spread_of
 from ...layer import ExpertParallelLayer
+from .compute import RowCompute
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -77,15 +75,8 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
     buffers = [key for key, _ in experts.named_buffers()]
     if buffers:
         raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
-    own_forward = experts.forward
-
     names = tuple(key for key, _ in experts.named_parameters())
-
-    def compute(rows_MD: Tensor, slot_M: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        one_M1 = rows_MD.new_ones(rows_MD.shape[0], 1)
-        with _reading(experts, names, weights), _StableSort():
-            result: Tensor = own_forward(rows_MD, slot_M.unsqueeze(1), one_M1)
-        return result
+    compute = RowCompute(experts, names)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -103,19 +94,6 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
     )
 
 
-@contextmanager
-def _reading(experts: nn.Module, names: Sequence[str], weights: Sequence[Tensor]) -> Iterator[None]:
-    """Let the module's code take these tensors for its parameters, and their rows for its experts."""
-    own, num_experts = {name: experts._parameters[name] for name in names}, experts.num_experts
-    experts._parameters.update(zip(names, weights, strict=True))  # type: ignore[arg-type]
-    experts.num_experts = weights[0].shape[0]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        experts._parameters.update(own)
-        experts.num_experts = num_experts
-
-
 class _Folders:
     """The library's checkpoint folders; its conversion code is imported when one is read or written."""
 
@@ -128,23 +106,6 @@ class _Folders:
         from . import weights
 
         weights.read(view, folder)
-
-
-class _StableSort(TorchFunctionMode):
-    """Makes sorting stable while the library computes: its grouped_mm sorts rows by expert with a sort that may put
-    equal keys in any order, and does on CPUs; then an expert's rows would be summed in an order that depends on
-    which experts stand beside it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _SORTS and len(args) == 1:
-            kwargs = {**kwargs, "stable": True}
-        return func(*args, **kwargs)
-
-
-_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
 class _Padding:

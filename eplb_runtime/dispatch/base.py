@@ -1,0 +1,137 @@
+"""What every dispatcher does: carry tokens to the slots that were picked for them, and the results back.
+
+``dispatch`` -> compute -> ``combine``, with whatever lies between them left to the caller, so that a schedule can put
+other work there. Both are differentiable, and each one's backward is the other's way.
+
+Shape suffixes of this room: T tokens of this rank, K top-k, M rows that arrive here, D model width, E logical experts,
+R ranks, S slots a rank, P = R * S slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..experts.compute import SlotCounts
+from ..routing.splitter import RowCounts
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What ``combine`` must know of the ``dispatch`` before it.
+
+    Args:
+        weights_TK: the router weights, for a combine that multiplies them where the tokens came from.
+        dtype: of the hidden states, and so of what combine gives.
+        manifest: which row goes where; the dispatcher's own. It holds no value of this batch: the same choices of all
+            ranks can be dispatched again with it (activation recompute).
+    """
+
+    weights_TK: Tensor
+    dtype: torch.dtype
+    manifest: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What has arrived here.
+
+    Args:
+        rows_MD: ordered by local slot; a slot's rows by source rank and position there.
+        counts_S: how many rows each slot has: offsets on the device, numbers on the host if the dispatcher knows them.
+        weights_M: the router weight of each row, if they travel with the rows; None: they stay with the tokens.
+        handle: for ``combine``.
+        event: when the rows are there, if that is later than the current stream; None: it is not.
+    """
+
+    rows_MD: Tensor
+    counts_S: SlotCounts
+    weights_M: Tensor | None
+    handle: Handle
+    event: torch.cuda.Event | None
+
+
+class Dispatcher(ABC):
+    """Carries tokens within one EP group. Every method is collective over it.
+
+    Attributes:
+        combine_order: ``"logical"``: a token's results are summed in the router's order, wherever its experts stand, so
+            that placement changes no bit. ``"by_rank"``: first those of each rank, there, then over ranks.
+    """
+
+    combine_order: ClassVar[Literal["logical", "by_rank"]]
+
+    @abstractmethod
+    def dispatch(
+        self,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        counts: RowCounts | None = None,
+        manifest: Any = None,
+    ) -> Dispatched:
+        """Send every (token, choice) to its slot.
+
+        Args:
+            hidden_TD: ``[T, D]``; T may differ between ranks and may be 0.
+            slots_TK: int64 ``[T, K]``, physical slots.
+            weights_TK: ``[T, K]``, router weights.
+            counts: what goes where, if it is known already: by it, a dispatcher need not exchange counts.
+            manifest: of an earlier dispatch with these very slots, on every rank; nothing is worked out again then.
+        """
+
+    @abstractmethod
+    def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
+        """Bring the experts' results back and sum each token's, times their router weights.
+
+        Args:
+            out_MD: ``[M, D]``, in the order of ``rows_MD``; of any floating dtype.
+
+        Returns:
+            ``[T, D]`` in the dtype of the hidden states.
+        """
+
+
+class CountExchange:
+    """Every rank's counts of a batch, on the host: what the split of tokens over copies starts from.
+
+    Apart from the dispatcher, which may have other ways to find out sizes. One collective and one host sync a call.
+
+    Args:
+        group: the EP group, on the counts' device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._all_RE: Tensor | None = None
+        self._on_host_RE: Tensor | None = None
+
+    def __call__(self, counts_E: Tensor) -> NDArray[np.int64]:
+        """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until the next call. Collective."""
+        all_RE, on_host_RE = self._buffers(counts_E)
+        _all_gather_into(all_RE.view(-1), counts_E, group=self._group)
+        if on_host_RE is not all_RE:
+            on_host_RE.copy_(all_RE, non_blocking=True)
+            torch.accelerator.current_stream(counts_E.device).synchronize()
+        result: NDArray[np.int64] = on_host_RE.numpy()
+        return result
+
+    def _buffers(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        if self._all_RE is None or self._on_host_RE is None or self._all_RE.shape[1:] != counts_E.shape:
+            self._all_RE = self._on_host_RE = counts_E.new_empty(self._group.size(), counts_E.shape[0])
+            if counts_E.device.type != "cpu":
+                self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
+        assert self._on_host_RE is not None
+        return self._all_RE, self._on_host_RE
+
+
+# The old name warns in torch 2.13, the new one is not there in torch 2.11.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,127 @@
+"""Which row goes where on one rank, in plain torch: the order that rows are sent in, the order that experts want them
+in, and the sums that bring a token's choices together again. No communication here.
+
+Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
+arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
+
+What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `gather`, `sum_choices`,
+`dot_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .memory import RowMemory
+
+
+def count(slots_N: Tensor, num_slots: int) -> Tensor:
+    """int64 ``[P]``: how many of the choices went to each slot. No host sync."""
+    return slots_N.new_zeros(num_slots).scatter_add_(0, slots_N, torch.ones_like(slots_N))
+
+
+def order_by_slot(slots_N: Tensor, first_slot: int, slots_per_rank: int, num_slots: int) -> Tensor:
+    """int64 ``[N]``: choices by slot, choices of one slot in their own order; the slots of this rank come first, so
+    that what stays here lies in one piece and what leaves in another, by rank.
+
+    Args:
+        first_slot: of this rank, which has ``slots_per_rank``.
+    """
+    here = (slots_N >= first_slot) & (slots_N < first_slot + slots_per_rank)
+    return torch.argsort(torch.where(here, slots_N - num_slots, slots_N), stable=True)
+
+
+def inverse(permutation_N: Tensor) -> Tensor:
+    """int64 ``[N]``: where each element has gone."""
+    places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
+    return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
+
+
+def regroup(counts_RS: NDArray[np.int64], first: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows that arrive grouped by (source rank, slot), to be grouped by (slot, source rank), ranks ascending.
+
+    Args:
+        counts_RS: int64 ``[R, S]``, rows of each group.
+        first: the rank whose rows lie before all others as they arrive.
+
+    Returns:
+        Two int64 ``[M]`` on ``device``: for each row by slot the place where it arrives; for each as it arrives its
+        place by slot.
+    """
+    arrival_R = np.array([first, *(rank for rank in range(len(counts_RS)) if rank != first)])
+    arriving_RS = counts_RS[arrival_R]
+    arrives_RS, by_slot_SR = np.empty_like(counts_RS), _begins(counts_RS.T)
+    arrives_RS[arrival_R] = _begins(arriving_RS)
+    shift_RS = arrives_RS - by_slot_SR.T
+    # Every group moves as a whole: one number says how far.
+    groups = np.stack([shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()])
+    shift, length, shift_back, length_back = torch.from_numpy(groups).to(device, non_blocking=True).unbind(0)
+    rows = int(counts_RS.sum())
+    place_M = torch.arange(rows, device=device)
+    return (
+        place_M + torch.repeat_interleave(shift, length, output_size=rows),
+        place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows),
+    )
+
+
+def _begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each group begins when they lie one after another."""
+    begins: NDArray[np.int64] = (np.cumsum(counts_AB) - counts_AB.ravel()).reshape(counts_AB.shape)
+    return begins
+
+
+def gather(source: Tensor, index: Tensor, out: Tensor) -> None:
+    """``out[i] = source[index[i]]``, both of one dtype."""
+    torch.index_select(source, 0, index, out=out)
+
+
+def gather_weighted(source: Tensor, index: Tensor, weights: Tensor, out: Tensor, memory: RowMemory) -> None:
+    """``out[i] = source[index[i]] * weights[i]``, the product in the wider of both dtypes, then in that of ``out``."""
+    if out.dtype == source.dtype:
+        gather(source, index, out)
+        out.mul_(weights.unsqueeze(1))
+    else:
+        rows = memory.like(source, index.shape[0])
+        gather(source, index, rows)
+        torch.mul(rows, weights.unsqueeze(1), out=out)
+
+
+def sum_choices(rows_ND: Tensor, place_KT: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
+    """Each token's choices, weighted, summed in the router's order.
+
+    Args:
+        rows_ND: ``[N, D]``.
+        place_KT: int64 ``[K, T]``: where each choice lies in ``rows_ND``.
+        weights_TK: ``[T, K]``; None: ones.
+
+    Returns:
+        ``[T, D]`` in the wider of both dtypes; products are rounded to it, and summed in float32 at least.
+    """
+    dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
+    total_TD = memory.like(rows_ND, place_KT.shape[1], torch.promote_types(dtype, torch.float32))
+    one_TD = memory.like(rows_ND, place_KT.shape[1])
+    for choice, place_T in enumerate(place_KT):
+        row_TD = total_TD if choice == 0 and total_TD.dtype == rows_ND.dtype else one_TD
+        gather(rows_ND, place_T, row_TD)
+        if weights_TK is not None:
+            weight_T1 = weights_TK[:, choice : choice + 1]
+            row_TD = row_TD.mul_(weight_T1) if row_TD.dtype == dtype else row_TD * weight_T1
+        if choice > 0:
+            total_TD.add_(row_TD)
+        elif row_TD is not total_TD:
+            total_TD.copy_(row_TD)
+    return total_TD.to(dtype)
+
+
+def dot_choices(rows_ND: Tensor, place_KT: Tensor, other_TD: Tensor, memory: RowMemory) -> Tensor:
+    """``[T, K]``: the scalar product of each choice's row with its token's row of ``other_TD``."""
+    one_TD = memory.like(rows_ND, place_KT.shape[1])
+    dots = []
+    for place_T in place_KT:
+        gather(rows_ND, place_T, one_TD)
+        product_TD = one_TD.mul_(other_TD) if one_TD.dtype == other_TD.dtype else one_TD * other_TD
+        dots.append(product_TD.sum(dim=1))
+    return torch.stack(dots, dim=1)

@@ -1,0 +1,110 @@
+"""Orders of rows and sums over choices, each against what it stands for, written as loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_runtime.dispatch import permute
+from eplb_runtime.dispatch.memory import RowMemory
+
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+]
+"""(rows, router weights)."""
+
+
+def choices(tokens: int, top_k: int, slots: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(slots, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
+
+
+def rows_and_places(
+    tokens: int, top_k: int, width: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows in some order, where each choice lies, and the same rows as ``[T, K, D]``."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens * top_k, width, generator=generator).to(dtype)
+    place = torch.randperm(tokens * top_k, generator=generator)
+    return rows, place.view(tokens, top_k).t().contiguous(), rows[place].view(tokens, top_k, width)
+
+
+def in_order(terms_TKD: torch.Tensor) -> torch.Tensor:
+    """One after another, in float32 at least, rounded once at the end."""
+    total = terms_TKD[:, 0].to(torch.promote_types(terms_TKD.dtype, torch.float32))
+    for choice in range(1, terms_TKD.shape[1]):
+        total = total + terms_TKD[:, choice]
+    return total.to(terms_TKD.dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_choices_are_ordered_by_slot_with_those_of_this_rank_first(rank: int) -> None:
+    slots = choices(40, 3, 6).reshape(-1)
+    order = permute.order_by_slot(slots, 2 * rank, 2, 6)
+    here = [2 * rank, 2 * rank + 1]
+    expected = []
+    for slot in [*here, *(slot for slot in range(6) if slot not in here)]:
+        expected += [choice for choice in range(120) if slots[choice] == slot]
+    assert order.tolist() == expected
+    assert permute.inverse(order)[order].tolist() == list(range(120))
+
+
+def test_counts_are_of_every_slot() -> None:
+    assert permute.count(torch.tensor([3, 0, 3, 3]), 5).tolist() == [1, 0, 0, 3, 0]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_arrive_by_rank_are_regrouped_by_slot(first: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).integers(0, 4, (3, 5)) * np.random.default_rng(seed + 9).integers(0, 2, (3, 5))
+    arriving = [
+        (rank, slot, row)
+        for rank in [first, *(rank for rank in range(3) if rank != first)]
+        for slot in range(5)
+        for row in range(counts[rank, slot])
+    ]
+    by_slot = sorted(arriving, key=lambda key: (key[1], key[0], key[2]))
+    arrived, place = permute.regroup(counts, first, torch.device("cpu"))
+    assert [arriving[index] for index in arrived.tolist()] == by_slot
+    assert [by_slot[index] for index in place.tolist()] == arriving
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_a_weighted_sum_adds_rounded_products_in_the_routers_order(
+    dtype: torch.dtype, weight_dtype: torch.dtype, top_k: int
+) -> None:
+    rows, place, stacked = rows_and_places(19, top_k, 48, dtype)
+    weights = torch.rand(19, top_k, generator=torch.Generator().manual_seed(1)).to(weight_dtype)
+    found = permute.sum_choices(rows, place, RowMemory(), weights)
+    products = stacked * weights.unsqueeze(-1)
+    assert torch.equal(found, in_order(products))
+    assert found.dtype == products.dtype
+    torch.testing.assert_close(found, products.sum(dim=1))
+    assert torch.equal(permute.sum_choices(rows, place, RowMemory()), in_order(stacked))
+
+
+def test_control_another_order_of_choices_gives_another_sum() -> None:
+    rows, place, stacked = rows_and_places(19, 8, 48, torch.float32)
+    assert not torch.equal(permute.sum_choices(rows, place.flip(0), RowMemory()), in_order(stacked))
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
+def test_a_gradient_is_weighted_in_the_wider_dtype(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    source = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(torch.promote_types(dtype, weight_dtype))
+    index = torch.tensor([3, 3, 0, 6])
+    weights = torch.rand(4, generator=torch.Generator().manual_seed(1)).to(weight_dtype)
+    out = torch.empty(4, 16, dtype=dtype)
+    permute.gather_weighted(source, index, weights, out, RowMemory())
+    assert torch.equal(out, (source[index] * weights[:, None]).to(dtype))
+
+
+def test_no_tokens_and_no_rows_are_no_special_case() -> None:
+    rows, place, stacked = rows_and_places(0, 2, 8, torch.float32)
+    assert torch.equal(permute.sum_choices(rows, place, RowMemory()), stacked.sum(dim=1))
+    arrived, back = permute.regroup(np.zeros((2, 3), dtype=np.int64), 1, torch.device("cpu"))
+    assert arrived.numel() == back.numel() == 0
