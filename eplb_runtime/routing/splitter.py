@@ -168,7 +168,7 @@ def _changed_layers(before: Placement | None, placement: Placement) -> NDArray[n
 
 
 def _assign(topk_ids_TK: Tensor, sent_EC: NDArray[np.int64], copy_slot_N: Tensor) -> Tensor:
-    """int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices of an expert, in their order, go to its first copy, the next
+    """int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the next
     ``sent_EC[e, 1]`` to its second."""
     ids = topk_ids_TK.reshape(-1)
     sent = torch.from_numpy(sent_EC.reshape(-1)).to(ids.device, non_blocking=True)
