@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..experts.registry import ExpertTensors
 from ..experts.slices import is_sliced, local
 from ..ranks import ProcessGroups
 from ..replicas.sync import ReplicaSync
+from .averaging import average_gradients
 from .norm import squares_of_dense, squares_of_experts, sum_over_stages
-
-BUCKET_BYTES = 32 << 20
-"""Gradients of one dtype travel together up to this size."""
 
 
 class Gradients:
@@ -59,7 +56,7 @@ class Gradients:
         if self._average_dense:
             average_gradients(self._dense_parameters, self._groups.data, self._groups.job.gradient_divisor)
         if self._groups.expert_data is not None and not self._sliced:
-            average_gradients(self._registry.parameters(), self._groups.expert_data, 1)
+            average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
         self._reduced = True
 
     @torch.no_grad()
@@ -89,48 +86,3 @@ class Gradients:
         for gradient in [*(g for _, g in experts), *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
         return norm
-
-
-def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup, divisor: int) -> None:
-    """Sum the gradients over ``group`` and divide by ``divisor``, in place, a few large all-reduces at a time.
-
-    A parameter without a gradient on some ranks takes part with zeros; one without a gradient on every rank stays so.
-
-    Args:
-        parameters: the same, in the same order, on every rank of the group.
-    """
-    parameters = [p for p in parameters if p.requires_grad]
-    if not parameters:
-        return
-    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    has_gradient = has_gradient.to(parameters[0].device)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
-    gradients = []
-    for parameter, present in zip(parameters, has_gradient.tolist(), strict=True):
-        if not present:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat, group=group)
-        flat.div_(divisor)
-        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same in by_dtype.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for gradient in same:
-            if bucket and size + gradient.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(gradient)
-            size += gradient.nbytes
-        yield bucket

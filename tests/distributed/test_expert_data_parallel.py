@@ -13,29 +13,35 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.gradients import averaging
 from eplb_runtime.migration.agreement import Agreement, Verdict
 from eplb_runtime.migration.engine import Phase
+from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 8
 Injection = Callable[[int, eplb.Balancer], None]
 
 
 def ep_group_of(rank: int) -> dist.ProcessGroup:
-    """EP 2 x EDP 2: ranks 0 and 1 are one EP group, 2 and 3 the other."""
-    return [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
+    return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][rank // 2]
+
+
+def break_nothing() -> None:
+    pass
 
 
 def nothing(rank: int, balancer: eplb.Balancer) -> None:
     pass
 
 
-def train(rank: int, policy: str, inject: Injection) -> dict:
+def train(rank: int, policy: str, inject: Injection, steps: int = 20) -> dict:
     model = make_model("olmoe", experts=EXPERTS, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(interval=4, policy=policy, gate="always", dense_gradients="allreduce")
     balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group_of(rank))
     inject(rank, balancer)
-    for step in range(20):
+    for step in range(steps):
         ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -48,6 +54,25 @@ def train(rank: int, policy: str, inject: Injection) -> dict:
     }
     balancer.close()
     return result
+
+
+def train_shuffled(rank: int, moving: bool, damage: Callable[[], None] = break_nothing) -> dict:
+    """40 steps of small batches; all homes change places at every decision."""
+    damage()
+
+    def shuffle(_: int, balancer: eplb.Balancer) -> None:
+        if moving:
+            balancer._plan_with(plan_shuffle)
+
+    return train(rank, "static", shuffle, steps=40)
+
+
+def sum_as_it_comes() -> None:
+    def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        dist.all_reduce(flat, group=group)
+        return flat
+
+    averaging.sum_in_rank_order = all_reduce
 
 
 def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
@@ -96,6 +121,19 @@ def test_migration_changes_no_bit(static: list[dict]) -> None:
     assert results[0]["committed"] >= 2
     assert len({result["placement"] for result in results}) == 1
     assert differences(static, results) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [6, 8], ids=["EDP 3", "EDP 4"])
+def test_migration_changes_no_bit_where_three_or_more_ranks_hold_an_expert(world_size: int) -> None:
+    results = run_ranks(world_size, train_shuffled, True)
+    assert results[0]["committed"] >= 8 and results[0]["aborted"] == []
+    assert differences(run_ranks(world_size, train_shuffled, False), results) == []
+
+
+def test_control_sums_that_depend_on_the_slot_are_noticed() -> None:
+    static = run_ranks(6, train_shuffled, False, sum_as_it_comes)
+    assert differences(static, run_ranks(6, train_shuffled, True, sum_as_it_comes))
 
 
 def test_a_group_with_another_plan_is_noticed_before_anything_moves(static: list[dict]) -> None:
