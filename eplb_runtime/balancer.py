@@ -16,10 +16,11 @@ import xxhash
 from torch import Tensor
 
 from .config import BalancerConfig
-from .events import EventLog
+from .events import EventLog, GuardFinding
 from .experts.registry import ExpertTensors, RegistryError
 from .experts.slices import is_sliced, local
 from .gradients.reduction import Gradients
+from .guard import Guard, Watched
 from .load.counter import LoadCounter
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
@@ -40,10 +41,12 @@ class Parts:
         counter: counts tokens while the model runs.
         maps: what follows the placement.
         transport: carries experts, warmed up.
-        dense_parameters: the rest of the model.
+        dense_parameters: the rest of the model, by name.
+        calls: forwards of MoE layers so far.
         device: of the model.
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
-        training: whether an optimizer steps; else load counts in evaluation, too.
+        parameters: the expert parameters by these names.
+        optimizers: that step it; none: inference, where load counts in evaluation, too.
     """
 
     config: BalancerConfig
@@ -54,10 +57,23 @@ class Parts:
     counter: LoadCounter
     maps: Maps
     transport: Transport
-    dense_parameters: Sequence[Tensor]
+    dense_parameters: Mapping[str, Tensor]
+    calls: Callable[[], int]
     device: torch.device
     layer_of_parameter: Mapping[str, int]
-    training: bool
+    parameters: Mapping[str, Tensor]
+    optimizers: Sequence[torch.optim.Optimizer]
+
+
+def _watched(parts: Parts) -> Watched:
+    return Watched(
+        dense=parts.dense_parameters,
+        experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
+        optimizers=parts.optimizers,
+        average_dense=parts.config.dense_gradients == "allreduce",
+        counts=lambda: int(parts.counter.counts.sum()),
+        calls=parts.calls,
+    )
 
 
 class Balancer:
@@ -78,7 +94,7 @@ class Balancer:
         self._registry = parts.registry
         self._counter = parts.counter
         self._maps = parts.maps
-        self._training = parts.training
+        self._training = bool(parts.optimizers)
         self._device = parts.device
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
@@ -87,10 +103,11 @@ class Balancer:
         self._gradients = Gradients(
             parts.registry,
             parts.maps.replicas,
-            parts.dense_parameters,
+            list(parts.dense_parameters.values()),
             parts.groups,
             average_dense=parts.config.dense_gradients == "allreduce",
         )
+        self._guard = Guard(parts.config.guard, parts.groups, _watched(parts), parts.device)
         self._rebalancer = Rebalancer(
             parts.config,
             parts.groups,
@@ -101,7 +118,9 @@ class Balancer:
             maps=parts.maps,
             transport=parts.transport,
             device=parts.device,
+            guard=self._guard,
         )
+        self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
         self.events: EventLog = self._rebalancer.events
         if parts.maps.replicas is not None:
             parts.maps.replicas.follow(parts.placement)
@@ -120,6 +139,7 @@ class Balancer:
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
         self._gradients.begin()
+        self._guard.after_step()
         moved = self._rebalancer.at_boundary()
         if self._training or moved:
             self._refresh_copies()
@@ -326,6 +346,12 @@ class Balancer:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         if torch.is_grad_enabled():
             self._gradients.begin()
+            self._guard.before_forward()
+
+    def _before_optimizer(self) -> None:
+        """An optimizer is about to step: gradients must be what it is to see."""
+        self.reduce_gradients()
+        self._guard.before_step()
 
     def _own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Remove this hook at ``close``."""

@@ -18,6 +18,7 @@ TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch",)
 DISPATCHES = ("all_to_all",)
+GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
 
 
@@ -58,6 +59,8 @@ class BalancerConfig:
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
             after each step; otherwise the gradients left over from the step are zeroed where experts moved.
+        guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
+            in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
         initial_placement: a placement, or its file, to start from instead of logical order.
 
     Raises:
@@ -84,6 +87,7 @@ class BalancerConfig:
     dispatch: str = "all_to_all"
     dense_gradients: Literal["host", "allreduce"] = "host"
     move_gradients: bool = False
+    guard: Literal["auto", "raise", "warn", "off"] = "auto"
     initial_placement: Placement | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +115,7 @@ class BalancerConfig:
         self._one_of("transport", TRANSPORTS)
         self._one_of("dispatch", DISPATCHES)
         self._one_of("dense_gradients", DENSE_GRADIENTS)
+        self._one_of("guard", GUARDS)
 
     @property
     def window_steps(self) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .config import BalancerConfig
+from .guard import Guard, Look
 from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
 from .placement import Placement
@@ -38,6 +39,7 @@ class Decision:
         failure: why there is no plan; empty when there is one.
         connections_broken: a timeout closed the control group's connections.
         imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
+        finding: what the guard found; empty: nothing.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
     """
 
@@ -46,6 +48,7 @@ class Decision:
     connections_broken: bool = False
     imbalance: NDArray[np.float64] | None = None
     summary: dict[str, Any] | None = None
+    finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Measurement:
         earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
         step_seconds: measured, smoothed.
         stall_seconds: what a rebalance costs besides its transfers.
+        look: what the guard compares over ranks; None: it is off.
+        computed: whether MoE layers ran since the last decision.
         home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
     """
 
@@ -67,6 +72,8 @@ class Measurement:
     step_seconds: float
     stall_seconds: float
     home_bytes: int
+    look: Look | None = None
+    computed: bool = True
 
 
 class DecisionMaker:
@@ -79,9 +86,12 @@ class DecisionMaker:
         groups: ProcessGroups,
         agreement: Agreement,
         steps_per_bucket: int,
+        guard: Guard,
     ) -> None:
         self._config = config
         self._topology = topology
+        self._guard = guard
+        self._steps_per_bucket = steps_per_bucket
         self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._ready = threading.Event()
         self._is_planner = groups.job.is_planner
@@ -105,6 +115,9 @@ class DecisionMaker:
         """Collective over the control group; never raises."""
         try:
             total = aggregate(measurement.buckets, self._control).numpy()
+            finding = "" if measurement.look is None else self._guard.finding(measurement.look, self._control)
+            if not total.any():
+                return self._nothing_counted(finding, measurement)
             measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes))
             imbalance = _imbalance_as_it_was(total, measurement)
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
@@ -115,10 +128,22 @@ class DecisionMaker:
             broken = isinstance(error, RuntimeError)
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=broken)
         if summary.get("failure"):
-            return Decision(failure=summary["failure"], imbalance=imbalance)
+            return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
         if not verdict.commit:
-            return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken, imbalance=imbalance)
-        return Decision(target=target, imbalance=imbalance, summary=summary)
+            broken = verdict.connections_broken
+            return Decision(failure=verdict.cause, connections_broken=broken, imbalance=imbalance, finding=finding)
+        return Decision(target=target, imbalance=imbalance, summary=summary, finding=finding)
+
+    def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
+        """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
+        steps = len(measurement.buckets.wait()) * self._steps_per_bucket
+        said = f"no token was counted in the last {steps} steps"
+        if measurement.computed:
+            finding = finding or (
+                f"{said} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
+                "token is padding; nothing can be balanced"
+            )
+        return Decision(failure=said, finding=finding)
 
     def _plan(self, total: NDArray[np.int64], measurement: Measurement) -> bytes:
         """Rank 0: the plan as bytes, or why there is none."""

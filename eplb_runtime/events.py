@@ -74,6 +74,13 @@ class RebalanceAborted(Event):
     cause: str
 
 
+@dataclass(frozen=True)
+class GuardFinding(Event):
+    """A check in the running job found a mistake that would spoil training; the same on every rank that looked."""
+
+    finding: str
+
+
 class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one."""
 

@@ -24,6 +24,9 @@ class ExpertParallelLayer:
         splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
         counts_in_evaluation: whether load counts outside training (inference has nothing else).
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
+
+    Attributes:
+        calls: forwards so far that gradients can follow.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class ExpertParallelLayer:
         self._exchange_counts = exchange_counts
         self._counts_in_evaluation = counts_in_evaluation
         self._real_tokens = real_tokens
+        self.calls = 0
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
+        self.calls += torch.is_grad_enabled() and not in_recompute()
         if (self._module.training or self._counts_in_evaluation) and not in_recompute():
             self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
         slots_TK, counts = self._route(topk_ids_TK)

@@ -17,6 +17,7 @@ from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from .experts.registry import ExpertTensors
+from .guard import Guard
 from .load.aggregate import HostCopy
 from .load.clock import StepClock
 from .load.counter import LoadCounter
@@ -75,6 +76,7 @@ class Rebalancer:
         maps: what follows the placement.
         transport: carries experts, warmed up.
         device: of the model.
+        guard: looks, with each decision, at what the runtime assumes.
 
     Attributes:
         placement: the one that stands now; its ``epoch`` counts commits.
@@ -95,6 +97,7 @@ class Rebalancer:
         maps: Maps,
         transport: Transport,
         device: torch.device,
+        guard: Guard,
     ) -> None:
         self.placement = placement
         self.step = 0
@@ -103,6 +106,7 @@ class Rebalancer:
         self._config = config
         self._groups = groups
         self._counter = counter
+        self._guard = guard
         self._registry = registry
         self._maps = maps
         self._device = device
@@ -120,7 +124,7 @@ class Rebalancer:
             groups.job.ep_rank,
             config.staging_bytes,
         )
-        self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket)
+        self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket, guard)
         self._worker = ThreadPoolExecutor(
             1, thread_name_prefix="eplb_runtime", initializer=use_device, initargs=(device,)
         )
@@ -207,6 +211,8 @@ class Rebalancer:
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
             home_bytes=self._registry.largest_home_bytes(),
+            look=self._guard.sample(),
+            computed=self._guard.computed(),
         )
         self._earlier.clear()
         return self._worker.submit(self.decisions.decide, measurement)
@@ -214,6 +220,7 @@ class Rebalancer:
     def _act_on_pending(self) -> None:
         assert self._pending is not None
         decision, self._pending = self._pending.decision.result(), None
+        self._guard.report(decision.finding)
         if decision.imbalance is not None:
             buckets = tuple(tuple(bucket) for bucket in decision.imbalance.tolist())
             self.events.emit(LoadMeasured(self.step, len(buckets) * self._counter.steps_per_bucket, buckets))

@@ -93,9 +93,10 @@ class _Attaching:
     device: torch.device
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def build(self) -> Balancer:
-        placement, training = self.placement, bool(self.optimizers)
+        placement = self.placement
         self.registry = ExpertTensors(
             placement.num_layers, placement.homes_per_rank, self.optimizers, self.config.move_gradients
         )
@@ -104,7 +105,7 @@ class _Attaching:
             make_parameters(stage.model, self.device)
         maps = self._maps()
         counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
-        self._install_layers(maps, counter)
+        layers = self._install_layers(maps, counter)
         experts = {id(p) for p in self.registry.parameters()}
         balancer = Balancer(
             Parts(
@@ -116,10 +117,17 @@ class _Attaching:
                 counter=counter,
                 maps=maps,
                 transport=self.transport,
-                dense_parameters=[p for s in self.stages for p in s.model.parameters() if id(p) not in experts],
+                dense_parameters={
+                    stage.prefix + name: parameter
+                    for stage in self.stages
+                    for name, parameter in stage.model.named_parameters()
+                    if id(parameter) not in experts
+                },
+                calls=lambda: sum(layer.calls for layer in layers),
                 device=self.device,
                 layer_of_parameter=self.layer_of_parameter,
-                training=training,
+                parameters=self.parameters,
+                optimizers=self.optimizers,
             )
         )
         for stage in self.stages:
@@ -159,6 +167,7 @@ class _Attaching:
                     parameter.register_hook(lambda gradient: gradient / divisor)
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index
+                self.parameters[f"{name}.{own_name}"] = parameter
                 warn_of_odd_rows(f"{name}.{own_name}", parameter)
 
     def _maps(self) -> Maps:
@@ -184,26 +193,28 @@ class _Attaching:
         _log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
         return Maps(table, splitter, replicas)
 
-    def _install_layers(self, maps: Maps, counter: LoadCounter) -> None:
+    def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
         dispatcher = DISPATCHERS[self.config.dispatch](self.groups.dispatch, self.placement.slots_per_rank)
         exchange_counts = CountExchange(self.groups.dispatch)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
+        made = []
         for index, _, layer in self._layers():
-            layer.install(
-                ExpertParallelLayer(
-                    index,
-                    layer.experts,
-                    self._local_experts(index, layer, maps.replicas),
-                    counter=counter,
-                    table=maps.table,
-                    splitter=maps.splitter,
-                    dispatcher=dispatcher,
-                    exchange_counts=exchange_counts,
-                    counts_in_evaluation=not self.optimizers,
-                    real_tokens=real_tokens[id(layer)],
-                )
+            parallel = ExpertParallelLayer(
+                index,
+                layer.experts,
+                self._local_experts(index, layer, maps.replicas),
+                counter=counter,
+                table=maps.table,
+                splitter=maps.splitter,
+                dispatcher=dispatcher,
+                exchange_counts=exchange_counts,
+                counts_in_evaluation=not self.optimizers,
+                real_tokens=real_tokens[id(layer)],
             )
+            layer.install(parallel)
+            made.append(parallel)
+        return made
 
     def _local_experts(self, index: int, layer: MoELayer, replicas: ReplicaSync | None) -> LocalExperts:
         if replicas is None:
@@ -231,7 +242,7 @@ def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torc
             balancer._own_hook(stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward()))
     steps = _Steps(len(optimizers), balancer)
     for number, optimizer in enumerate(optimizers):
-        balancer._own_hook(optimizer.register_step_pre_hook(lambda *_: balancer.reduce_gradients()))
+        balancer._own_hook(optimizer.register_step_pre_hook(lambda *_: balancer._before_optimizer()))
         balancer._own_hook(optimizer.register_step_post_hook(lambda *_, number=number: steps.done(number)))
 
 

@@ -1,0 +1,297 @@
+"""Checks, in a running job, what the runtime assumes of it: mistakes that would spoil training without a word.
+
+Looked at are assumptions, not names: ranks that share a tensor have the same bits in it, ranks with different experts
+have different ones, what the optimizer steps is what the model computes with, and tokens are counted while the model
+computes. In the first steps everything is looked at, with exchanges of their own; later a rotating sample goes along
+with each decision. All ranks come to the same finding before any of them raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .load.aggregate import HostCopy
+from .ranks import ProcessGroups, gather_rows
+
+logger = logging.getLogger("eplb_runtime")
+
+FIRST_STEPS = 3
+"""Steps after attach in which everything is looked at, and ``guard="auto"`` raises."""
+_SAMPLES = 16
+"""Tensors of each kind that one look compares."""
+_SAMPLE_ELEMENTS = 1024
+"""Of a tensor, from a place that moves on from look to look."""
+_PROBLEM_BYTES = 384
+
+
+class GuardError(RuntimeError):
+    """Something in this job makes training wrong; the message says what, on which ranks, and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a guard looks at.
+
+    Args:
+        dense: parameters outside the experts, by name; equal on ranks that hold the same stages.
+        experts: home rows ``[E/R, ...]`` by name.
+        optimizers: that step them; none: inference.
+        average_dense: whether the balancer averages the dense gradients itself.
+        counts: tokens that this rank counted in the running step.
+        calls: forwards of MoE layers so far.
+    """
+
+    dense: Mapping[str, Tensor]
+    experts: Mapping[str, Tensor]
+    optimizers: Sequence[torch.optim.Optimizer]
+    average_dense: bool
+    counts: Callable[[], int]
+    calls: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank saw: a problem of its own, or pieces of tensors to compare with others.
+
+    Args:
+        what: ``"weights"`` or ``"gradients"``.
+        problem: found on this rank alone; empty: none.
+        dense, experts: names of the tensors that were looked at, in the order of the pieces.
+        pieces: uint8, on their way to the host.
+        sizes: bytes of each piece, dense first; 0: there was nothing to look at.
+    """
+
+    what: str
+    problem: str
+    dense: tuple[str, ...]
+    experts: tuple[str, ...]
+    pieces: HostCopy
+    sizes: tuple[int, ...]
+
+    def encode(self) -> Tensor:
+        """uint8 of equal length on every rank: the problem, and an int64 hash of each piece."""
+        text = self.problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
+        pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
+        values = [_hash(piece) for piece in pieces]
+        hashes = torch.zeros(2 * _SAMPLES, dtype=torch.int64)
+        hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
+        hashes[_SAMPLES : _SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
+        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
+
+
+def _hash(piece: Tensor) -> int:
+    """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
+    return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
+
+
+class Guard:
+    """One rank's guard.
+
+    Args:
+        mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
+    """
+
+    def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device) -> None:
+        self._mode = mode
+        self._groups = groups
+        self._watched = watched
+        self._device = device
+        self._steps = 0
+        self._turn = 0
+        self._calls = 0
+        self._calls_at_decision = 0
+        self._said: set[str] = set()
+        self._looked_before_forward = False
+        self._distinct = True
+        self.on_finding: Callable[[str], None] = lambda finding: None
+        if mode != "off" and watched.optimizers:
+            # Experts may start alike (copied from a dense model): then equal ones say nothing.
+            look = self._look("weights", dense=False)
+            self._distinct = not self._alike(look, self._exchange(look, groups.data, on_device=True)[1])
+
+    @property
+    def is_new(self) -> bool:
+        """Whether these are the first steps, in which everything is looked at."""
+        return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
+
+    def before_forward(self) -> None:
+        """In the first steps, ahead of the first forward of each: nobody else has written expert weights."""
+        if self.is_new and not self._looked_before_forward:
+            self._looked_before_forward = True
+            self._settle(self._compare(self._look("weights", dense=False), self._groups.data))
+
+    def before_step(self) -> None:
+        """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
+        if self.is_new:
+            self._settle(self._compare(self._look("gradients"), self._groups.everyone))
+
+    def after_step(self) -> None:
+        """A training step is over, counts not yet closed."""
+        if self.is_new:
+            self._settle(self._compare(self._look("weights", problem=self._uncounted()), self._groups.everyone))
+        self._steps += 1
+        self._looked_before_forward = False
+
+    def sample(self) -> Look | None:
+        """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
+        if self._mode == "off" or not self._watched.optimizers:
+            return None
+        return self._look("weights")
+
+    def finding(self, look: Look, control: dist.ProcessGroup) -> str:
+        """Compare over the job, on any thread; the same on every rank, empty if all is well. Collective."""
+        return self._compare(look, control, on_device=False)
+
+    def computed(self) -> bool:
+        """Whether MoE layers ran since the last time that this was asked."""
+        before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
+        return self._calls_at_decision > before
+
+    def report(self, finding: str) -> None:
+        """Raise or warn as the mode says."""
+        self._settle(finding)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _look(self, what: str, *, dense: bool = True, problem: str = "") -> Look:
+        self._turn += 1
+        names, pieces = [], []
+        for kind in (self._watched.dense if dense else {}, self._watched.experts):
+            chosen = self._chosen(list(kind))
+            names.append(chosen)
+            pieces += [self._piece(kind[name] if what == "weights" else kind[name].grad) for name in chosen]
+        together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        sizes = tuple(piece.numel() for piece in pieces)
+        return Look(what, problem or self._misplaced(), tuple(names[0]), tuple(names[1]), HostCopy(together), sizes)
+
+    def _chosen(self, names: list[str]) -> list[str]:
+        """The next few in turn."""
+        start = self._turn * _SAMPLES % len(names) if len(names) > _SAMPLES else 0
+        return [*names[start:], *names[:start]][:_SAMPLES]
+
+    def _piece(self, tensor: Tensor | None) -> Tensor:
+        """Some bytes of a tensor that is whole on this rank; of others none."""
+        if tensor is None or isinstance(tensor, DTensor) or not tensor.numel():
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+        first = self._turn * _SAMPLE_ELEMENTS % max(1, flat.numel() - _SAMPLE_ELEMENTS + 1)
+        return flat[first : first + _SAMPLE_ELEMENTS].view(torch.uint8)
+
+    def _misplaced(self) -> str:
+        """What the optimizers hold is what the model computes with, once."""
+        if not self._watched.optimizers:
+            return ""
+        held: dict[int, int] = {}
+        for optimizer in self._watched.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    held[id(parameter)] = held.get(id(parameter), 0) + 1
+        for name, parameter in self._watched.experts.items():
+            times = held.get(id(parameter), 0)
+            if parameter.requires_grad and times != 1:
+                return (
+                    f"the optimizer holds {name} {times} times, not once: it was unfrozen or param groups were "
+                    "changed after attach; make the optimizer from the parameters that are to be trained, then attach"
+                )
+        return ""
+
+    def _uncounted(self) -> str:
+        calls, self._calls = self._watched.calls() - self._calls, self._watched.calls()
+        if calls and not self._watched.counts():
+            return (
+                "the MoE layers ran, but no token was counted: the model is in evaluation mode (call model.train(), as "
+                "from_pretrained leaves it there), or every token is padding"
+            )
+        return ""
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
+        """Exchange looks over a group and find what is wrong; the same on every rank."""
+        problems, hashes = self._exchange(look, group, on_device)
+        for rank, text in problems.items():
+            if text:
+                return f"rank {rank}: {text}"
+        return self._differing(look, hashes) or self._alike(look, hashes)
+
+    def _exchange(
+        self, look: Look, group: dist.ProcessGroup, on_device: bool
+    ) -> tuple[dict[int, str], dict[int, list[int]]]:
+        """Each rank's problem, and its hashes."""
+        mine = look.encode()
+        rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
+        problems, hashes = {}, {}
+        for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
+            problems[rank] = bytes(row[:_PROBLEM_BYTES].tolist()).rstrip(b"\0").decode(errors="replace")
+            hashes[rank] = row[_PROBLEM_BYTES:].clone().view(torch.int64).tolist()
+        return problems, hashes
+
+    def _differing(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
+        """Ranks that share a tensor and do not have the same in it."""
+        job = self._groups.job
+        over_edp = "their averaging over the ranks that hold the same experts was disturbed"
+        for first, names, sets, hint in (
+            (0, look.dense, job.data_sets, self._dense_hint()),
+            (_SAMPLES, look.experts, job.edp_sets, over_edp),
+        ):
+            for together in sets:
+                here = [rank for rank in together if rank in hashes]
+                for position in range(first, first + _SAMPLES):
+                    odd = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
+                    if odd:
+                        name = self._name(names, position - first, together)
+                        listed = ", ".join(map(str, odd[:8]))
+                        return f"the {look.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
+        return ""
+
+    def _name(self, names: Sequence[str], position: int, together: Sequence[int]) -> str:
+        """Of a tensor that these ranks have; ranks of other stages don't know it."""
+        known = self._groups.job.rank in together and position < len(names)
+        return names[position] if known else "a parameter"
+
+    def _dense_hint(self) -> str:
+        if self._watched.average_dense:
+            return (
+                "something else than the balancer changes them on some ranks, such as clipping by each rank's own norm "
+                "(use balancer.clip_grad_norm_)"
+            )
+        return (
+            "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "
+            "rank's own norm: use balancer.clip_grad_norm_); wrap the model in DistributedDataParallel after attach, "
+            "or set BalancerConfig(dense_gradients='allreduce')"
+        )
+
+    def _alike(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
+        """Ranks with different experts that have the same in them: somebody has broadcast or averaged over them."""
+        if not self._distinct:
+            return ""
+        for together in self._groups.job.ep_sets:
+            here = [rank for rank in together if rank in hashes]
+            for position in range(_SAMPLES if len(here) > 1 else 0):
+                values = {hashes[rank][_SAMPLES + position] for rank in here}
+                if len(values) == 1 and values != {0}:
+                    name = self._name(look.experts, position, together)
+                    return (
+                        f"the {look.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
+                        "experts each: something broadcasts or averages them, as DistributedDataParallel does "
+                        "around a wrapper or a compiled model; wrap the very module that was attached, or leave the "
+                        "wrapper out and set dense_gradients='allreduce'"
+                    )
+        return ""
+
+    def _settle(self, finding: str) -> None:
+        if not finding or finding in self._said:
+            return
+        self._said.add(finding)
+        self.on_finding(finding)
+        if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
+            raise GuardError(finding)
+        logger.warning("%s", finding)

@@ -1,0 +1,225 @@
+"""Mistakes that would spoil training without a word are found in its first steps; right use is silent and unchanged."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from collections.abc import Callable
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import eplb_runtime as eplb
+from eplb_runtime.events import GuardFinding, LoadMeasured
+from eplb_runtime.guard import GuardError
+
+EXPERTS = 8
+
+
+class Job:
+    """An attached model in training, in the way that a case says."""
+
+    def __init__(self, rank: int, **options: object) -> None:
+        self.rank = rank
+        self.model = make_model("olmoe", experts=EXPERTS)
+        self.before_attach()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        settings = {"interval": 4, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
+        self.balancer = eplb.attach(self.model, self.optimizer, config=eplb.BalancerConfig(**settings))
+        self.model.train()
+        self.trained: nn.Module = self.model
+
+    def before_attach(self) -> None:
+        pass
+
+    def before_step(self, step: int) -> None:
+        pass
+
+    def run(self, steps: int = 6) -> dict:
+        heard = logging.handlers.BufferingHandler(1000)
+        logging.getLogger("eplb_runtime").addHandler(heard)
+        losses, error = [], ""
+        try:
+            for step in range(steps):
+                ids = batch_of(self.rank, step)
+                loss = self.trained(input_ids=ids, labels=ids).loss
+                loss.backward()
+                self.before_step(step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.append(loss.item())
+        except GuardError as raised:
+            error = str(raised)
+        logging.getLogger("eplb_runtime").removeHandler(heard)
+        events = self.balancer.events
+        result = {
+            "losses": losses,
+            "error": error,
+            "findings": [(event.step, event.finding) for event in events.of_type(GuardFinding)],
+            "imbalance": [event.imbalance for event in events.of_type(LoadMeasured)],
+            "warnings": [r.getMessage() for r in heard.buffer if r.levelno >= logging.WARNING],
+        }
+        self.balancer.close()
+        return result
+
+
+class Upcycled(Job):
+    """All experts start as copies of one."""
+
+    def before_attach(self) -> None:
+        with torch.no_grad():
+            for layer in self.model.model.layers:
+                for parameter in layer.mlp.experts.parameters():
+                    parameter.copy_(parameter[:1].expand_as(parameter))
+
+
+class FirstLayerWithoutTokens(Job):
+    """Only one rank's experts get tokens; the others' gradients are zeros, alike on all."""
+
+    def before_attach(self) -> None:
+        with torch.no_grad():
+            for layer in self.model.model.layers:
+                layer.mlp.gate.weight.zero_()
+
+
+class InEvaluationMode(Job):
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, **options)
+        self.model.eval()
+
+
+class InWrapper(Job):
+    """DistributedDataParallel learns by name what to leave alone, and here the names are others."""
+
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, dense_gradients="host", **options)
+
+        class Wrapper(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, **batch: torch.Tensor) -> object:
+                return self.inner(**batch)
+
+        self.trained = DistributedDataParallel(Wrapper(self.model))
+
+
+class RightlyWrapped(Job):
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, dense_gradients="host", **options)
+        self.trained = DistributedDataParallel(self.model)
+
+
+class ClippedByEachRank(Job):
+    def before_step(self, step: int) -> None:
+        self.balancer.reduce_gradients()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class UnfrozenLater(Job):
+    def before_attach(self) -> None:
+        self.model.model.layers[0].mlp.experts.requires_grad_(False)
+
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, **options)
+        kept = [p for p in self.optimizer.param_groups[0]["params"] if p.requires_grad]
+        self.optimizer.param_groups[0]["params"] = kept
+        self.model.model.layers[0].mlp.experts.requires_grad_(True)
+
+
+class WrittenOnOneRank(Job):
+    """Long after the first steps, somebody writes a parameter on rank 1 alone."""
+
+    def before_step(self, step: int) -> None:
+        if step == 4 and self.rank == 1:
+            with torch.no_grad():
+                self.model.lm_head.weight.add_(1e-3)
+
+
+def case(rank: int, name: str) -> dict:
+    return CASES[name](rank)
+
+
+CASES: dict[str, Callable[[int], dict]] = {
+    "right": lambda rank: Job(rank, policy="incremental", gate="always").run(10),
+    "off": lambda rank: Job(rank, policy="incremental", gate="always", guard="off").run(10),
+    "raising": lambda rank: Job(rank, guard="raise").run(10),
+    "DDP": lambda rank: RightlyWrapped(rank).run(),
+    "copies": lambda rank: Job(rank, replica_slots=1).run(),
+    "upcycled": lambda rank: Upcycled(rank).run(),
+    "idle ranks": lambda rank: FirstLayerWithoutTokens(rank).run(),
+    "evaluation mode": lambda rank: InEvaluationMode(rank).run(),
+    "evaluation mode, warned of": lambda rank: InEvaluationMode(rank, guard="warn").run(8),
+    "nobody averages": lambda rank: Job(rank, dense_gradients="host").run(),
+    "DDP around a wrapper": lambda rank: InWrapper(rank).run(),
+    "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
+    "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
+    "written on one rank": lambda rank: WrittenOnOneRank(rank).run(16),
+    "written on one rank, raising": lambda rank: WrittenOnOneRank(rank, guard="raise").run(16),
+}
+
+
+def all_cases(rank: int) -> dict[str, dict]:
+    return {name: run(rank) for name, run in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, dict]]:
+    return run_ranks(2, all_cases)
+
+
+@pytest.mark.parametrize("name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks"])
+def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
+    for result in results:
+        assert (result[name]["error"], result[name]["findings"]) == ("", [])
+        assert not [line for line in result[name]["warnings"] if "differ from rank" in line]
+
+
+def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        assert result["right"]["losses"] == result["off"]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "said"),
+    [
+        ("evaluation mode", 0, "call model.train()"),
+        ("nobody averages", 0, "dense_gradients='allreduce'"),
+        ("DDP around a wrapper", 0, "which hold other experts"),
+        ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
+        ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
+    ],
+)
+def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
+    results: list[dict[str, dict]], name: str, steps: int, said: str
+) -> None:
+    errors = {result[name]["error"] for result in results}
+    assert len(errors) == 1 and said in errors.pop()
+    for result in results:
+        assert len(result[name]["losses"]) == steps
+        assert "\n" not in result[name]["error"]
+
+
+def test_without_tokens_there_is_no_imbalance(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        warned = result["evaluation mode, warned of"]
+        assert warned["imbalance"] == [] and len(warned["losses"]) == 8
+        assert any("no token was counted" in line for line in warned["warnings"])
+        assert any("no token was counted in the last 4 steps" in finding for _, finding in warned["findings"])
+
+
+def test_a_later_mistake_is_warned_of_when_its_tensors_turn_comes(results: list[dict[str, dict]]) -> None:
+    """A decision looks at 16 of the 21 dense tensors: two decisions at most."""
+    for result in results:
+        late = result["written on one rank"]
+        assert late["error"] == "" and len(late["losses"]) == 16
+        ((step, finding),) = late["findings"]
+        assert step in (9, 13) and "rank 1 differ from rank 0's" in finding and "lm_head.weight" in finding
+        assert finding in late["warnings"]
+        raised = result["written on one rank, raising"]
+        assert raised["error"] == finding and len(raised["losses"]) == step - 1
