@@ -345,7 +345,7 @@ class Balancer:
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         if torch.is_grad_enabled():
-            self._gradients.begin()
+            self._gradients.forward_begins()
             self._guard.before_forward()
 
     def _before_optimizer(self) -> None:
@@ -353,8 +353,8 @@ class Balancer:
         self.reduce_gradients()
         self._guard.before_step()
 
-    def _own_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Remove this hook at ``close``."""
+    def _end_with(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -237,13 +239,33 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
 def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Let batches, forwards and optimizer steps reach the balancer."""
     for stage in stages:
-        balancer._own_hook(stage.host.watch_batches())
+        balancer._end_with(stage.host.watch_batches())
         if optimizers:
-            balancer._own_hook(stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward()))
+            stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
     steps = _Steps(len(optimizers), balancer)
     for number, optimizer in enumerate(optimizers):
-        balancer._own_hook(optimizer.register_step_pre_hook(lambda *_: balancer._before_optimizer()))
-        balancer._own_hook(optimizer.register_step_post_hook(lambda *_, number=number: steps.done(number)))
+        optimizer.register_step_pre_hook(partial(_before_step, balancer))
+        balancer._end_with(optimizer.register_step_post_hook(lambda *_, number=number: steps.done(number)))
+
+
+def _before_step(
+    balancer: Balancer, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        balancer._before_optimizer()
+        return None
+
+    def reduced() -> Any:
+        loss = closure()
+        balancer._gradients.begin()
+        balancer._before_optimizer()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": reduced}
+    return (args[0], reduced, *args[2:]), kwargs
 
 
 class _Steps:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..checksum import as_bytes, checksum
 from ..config import BalancerConfig
-from ..experts.optimizer_state import OptimizerStateError, check_element_wise
+from ..experts.element_wise import check_element_wise
+from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import why_not_slices
 from ..placement import Placement, PlacementError
 from ..ranks import Job, ProcessGroups, gather_rows

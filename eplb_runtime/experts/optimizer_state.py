@@ -47,23 +47,6 @@ def is_per_expert(key: str, value: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose update of one expert depends on the other experts of its tensor.
-
-    Their result would depend on which experts share a rank.
-
-    Raises:
-        OptimizerStateError: the optimizer is one of torch.optim's that are known to do so.
-    """
-    names = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-    mixing = tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
-    if isinstance(optimizer, mixing):
-        raise OptimizerStateError(
-            f"{type(optimizer).__name__} mixes the experts of a tensor in its update, so placement would change the "
-            "result; use an element-wise optimizer (SGD, Adam, AdamW, ...)"
-        )
-
-
 def replace_parameter(
     optimizer: torch.optim.Optimizer,
     old: torch.nn.Parameter,

@@ -41,15 +41,22 @@ class Gradients:
         self._average_dense = average_dense
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
         self._reduced = False
+        self._seen: list[tuple[int, int]] | None = None
 
     def begin(self) -> None:
-        """New gradients come."""
-        self._reduced = False
+        """The optimizer has stepped: new gradients come."""
+        self._reduced, self._seen = False, None
+
+    def forward_begins(self) -> None:
+        """New gradients may come, or none (a forward between clipping and the step): whether they did shows later."""
+        if self._reduced and self._seen is None:
+            self._seen = self._versions()
 
     def reduce(self) -> None:
-        """Make every gradient what the optimizer is to see; nothing more until new ones begin. Collective."""
-        if self._reduced:
+        """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
+        if self._reduced and (self._seen is None or self._seen == self._versions()):
             return
+        self._seen = None
         if self._replicas is not None:
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
@@ -58,6 +65,11 @@ class Gradients:
         if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
         self._reduced = True
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Tells whether any gradient was written or replaced since."""
+        gradients = (p.grad for p in (*self._registry.parameters(), *self._dense_parameters))
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     @torch.no_grad()
     def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int) -> Tensor:

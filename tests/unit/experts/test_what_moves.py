@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from eplb_runtime.checksum import as_bytes, checksum
+from eplb_runtime.experts.element_wise import check_element_wise
 from eplb_runtime.experts.optimizer_state import (
     OptimizerStateError,
-    check_element_wise,
     expert_state,
     is_per_expert,
     replace_parameter,
@@ -67,6 +67,39 @@ def test_optimizers_that_mix_experts_are_refused(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.randn(4, 3))])
     with pytest.raises(OptimizerStateError, match=name):
         check_element_wise(optimizer)
+
+
+class PerTensorTrust(torch.optim.SGD):
+    """As LAMB does: the step is scaled by norms over the whole tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad)
+
+
+def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
+    import transformers
+
+    parameters = [nn.Parameter(torch.randn(4, 3, 5))]
+    for mixing in (PerTensorTrust(parameters, lr=0.1), transformers.Adafactor(parameters)):
+        with pytest.raises(OptimizerStateError, match="mixes the experts"):
+            check_element_wise(mixing)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"lr": torch.tensor(1e-3)}, {"amsgrad": True}, {"lr": 0.0}, {"maximize": True}]
+)
+def test_options_of_an_element_wise_optimizer_change_nothing(options: dict, caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [nn.Parameter(torch.randn(4, 3, 5))]
+    check_element_wise(torch.optim.AdamW(parameters, **options))
+    assert not caplog.records and all(p.grad is None for p in parameters)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check_element_wise(torch.optim.Muon([nn.Parameter(torch.randn(4, 3))]))
+    assert ["Muon cannot be tried" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_state_of_another_shape_is_refused() -> None:

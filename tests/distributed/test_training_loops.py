@@ -1,0 +1,141 @@
+"""Loops that differ from the plain one and must give the same training: closures, clipping twice, closing midway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.gradients.reduction import Gradients
+
+STEPS = 6
+
+
+class Loop:
+    """The plain loop, on two ranks: one EP group of both, or each with all experts (EDP 2)."""
+
+    def __init__(self, rank: int, edp: bool) -> None:
+        self.rank = rank
+        self.model = make_model("olmoe", experts=8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        group = [dist.new_group([other]) for other in range(2)][rank] if edp else None
+        config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=group)
+        self.model.train()
+
+    def loss(self, step: int) -> torch.Tensor:
+        ids = batch_of(self.rank, step)
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.balancer.clip_grad_norm_(0.05)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self) -> dict[str, torch.Tensor]:
+        for step in range(STEPS):
+            self.step(step)
+        state = eplb.logical_state_dict(self.model, self.optimizer)
+        self.balancer.close()
+        return state
+
+
+class WithClosure(Loop):
+    def step(self, step: int) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(step)
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+class WithoutClosure(Loop):
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        self.optimizer.step()
+
+
+class ClippedTwice(Loop):
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.balancer.clip_grad_norm_(0.05)
+        first = [p.grad.clone() for p in self.model.parameters()]
+        norm = self.balancer.clip_grad_norm_(1e9)
+        assert norm <= 0.0501
+        assert all(torch.equal(p.grad, g) for p, g in zip(self.model.parameters(), first, strict=True))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class ForwardBeforeTheStep(Loop):
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.balancer.clip_grad_norm_(0.05)
+        self.loss(step + 100)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class BackwardAfterAReduction(Loop):
+    """Gradients that come after a reduction count, too: clipped, then one micro-batch more."""
+
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.balancer.reduce_gradients()
+        self.optimizer.zero_grad()
+        super().step(step)
+
+
+class ClosedMidway(Loop):
+    def step(self, step: int) -> None:
+        if step == 3:
+            self.balancer.close()
+        super().step(step)
+
+
+def run(rank: int, loop: type[Loop], edp: bool, damage: Callable[[], None]) -> dict[str, torch.Tensor]:
+    damage()
+    return loop(rank, edp).run()
+
+
+def break_nothing() -> None:
+    pass
+
+
+def begin_with_every_forward() -> None:
+    Gradients.forward_begins = Gradients.begin
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[bool, dict[str, torch.Tensor]]:
+    return {edp: run_ranks(2, run, Loop, edp, break_nothing)[0] for edp in (False, True)}
+
+
+@pytest.mark.parametrize("edp", [False, True], ids=["EP 2", "EDP 2"])
+@pytest.mark.parametrize("loop", [ClippedTwice, ForwardBeforeTheStep, BackwardAfterAReduction, ClosedMidway])
+def test_it_is_the_plain_loop(loop: type[Loop], edp: bool, plain: dict[bool, dict[str, torch.Tensor]]) -> None:
+    for state in run_ranks(2, run, loop, edp, break_nothing):
+        assert different(plain[edp], state) == []
+
+
+def test_a_closure_is_reduced_after_it_made_its_gradients() -> None:
+    for edp in (False, True):
+        closure, without = (run_ranks(2, run, loop, edp, break_nothing)[0] for loop in (WithClosure, WithoutClosure))
+        assert different(closure, without) == []
+
+
+def test_control_gradients_summed_twice_are_noticed(plain: dict[bool, dict[str, torch.Tensor]]) -> None:
+    assert different(plain[True], run_ranks(2, run, ForwardBeforeTheStep, True, begin_with_every_forward)[0])
