@@ -120,6 +120,7 @@ class Balancer:
             device=parts.device,
             guard=self._guard,
         )
+        self._guard.run = self._rebalancer.run
         self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
         self.events: EventLog = self._rebalancer.events
         if parts.maps.replicas is not None:
@@ -350,6 +351,7 @@ class Balancer:
 
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""
+        self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
 

@@ -97,6 +97,10 @@ class Guard:
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
+
+    Attributes:
+        run: does work on the control group, one thing at a time and in the same order on every rank.
+        on_finding: hears each finding once.
     """
 
     def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device) -> None:
@@ -111,6 +115,8 @@ class Guard:
         self._said: set[str] = set()
         self._looked_before_forward = False
         self._distinct = True
+        self._meetings = 0
+        self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
         if mode != "off" and watched.optimizers:
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
@@ -128,15 +134,21 @@ class Guard:
             self._looked_before_forward = True
             self._settle(self._compare(self._look("weights", dense=False), self._groups.data))
 
+    def before_reduction(self) -> None:
+        """In the first steps, ahead of the first collective that a rank without a step would never come to."""
+        if self.is_new:
+            nothing = Look("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
+            self._settle(self._meet(nothing, "optimizer.step()"))
+
     def before_step(self) -> None:
         """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
         if self.is_new:
-            self._settle(self._compare(self._look("gradients"), self._groups.everyone))
+            self._settle(self._meet(self._look("gradients"), "the end of the reduction of gradients"))
 
     def after_step(self) -> None:
         """A training step is over, counts not yet closed."""
         if self.is_new:
-            self._settle(self._compare(self._look("weights", problem=self._uncounted()), self._groups.everyone))
+            self._settle(self._meet(self._look("weights", problem=self._uncounted()), "the end of a step"))
         self._steps += 1
         self._looked_before_forward = False
 
@@ -212,7 +224,28 @@ class Guard:
             )
         return ""
 
-    # -- comparing -----------------------------------------------------------------------------------------------------
+    # -- meeting and comparing ----------------------------------------------------------------------------------------
+
+    def _meet(self, look: Look, where: str) -> str:
+        """Compare over the job, in the thread that has the control group to itself; who does not come is named."""
+        self._meetings += 1
+        name, store = f"eplb_runtime/guard/{self._meetings}", self._groups.control.get_group_store()  # type: ignore[attr-defined]
+
+        def meet() -> str:
+            store.set(f"{name}/{self._groups.job.rank}", "here")
+            return self._compare(look, self._groups.control, on_device=False)
+
+        try:
+            return self.run(meet)
+        except RuntimeError as error:
+            missing = [rank for rank in self._groups.job.ranks if not store.check([f"{name}/{rank}"])]
+            if not missing:
+                raise RuntimeError(f"the ranks could not compare what they see at {where}: {error}") from error
+            listed = ", ".join(map(str, missing[:8]))
+            return (
+                f"rank {listed} did not come to {where} in time: it skips a step that the others make (torch's "
+                "GradScaler decides on each rank: use eplb.GradScaler(balancer)), runs fewer batches, or is stuck"
+            )
 
     def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
         """Exchange looks over a group and find what is wrong; the same on every rank."""

@@ -8,8 +8,10 @@ with the old placement.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +33,8 @@ from .replicas.sync import ReplicaSync
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter
 from .topology import Topology
+
+T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -186,6 +190,10 @@ class Rebalancer:
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do something on the control group, when the decision under way has left it, and wait for it."""
+        return self._worker.submit(work).result()
 
     def forget_pending(self) -> None:
         """A decision on its way is not acted on; the worker is done with the control group when this returns."""

@@ -132,6 +132,14 @@ class UnfrozenLater(Job):
         self.model.model.layers[0].mlp.experts.requires_grad_(True)
 
 
+class SkippedOnOneRank(Job):
+    """As torch's GradScaler does where an overflow shows on one rank alone."""
+
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, timeout_seconds=3.0, **options)
+        self.optimizer.step = (lambda *_: None) if rank == 1 else self.optimizer.step
+
+
 class WrittenOnOneRank(Job):
     """Long after the first steps, somebody writes a parameter on rank 1 alone."""
 
@@ -159,6 +167,7 @@ CASES: dict[str, Callable[[int], dict]] = {
     "DDP around a wrapper": lambda rank: InWrapper(rank).run(),
     "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
     "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
+    "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
     "written on one rank": lambda rank: WrittenOnOneRank(rank).run(16),
     "written on one rank, raising": lambda rank: WrittenOnOneRank(rank, guard="raise").run(16),
 }
@@ -203,6 +212,13 @@ def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
     for result in results:
         assert len(result[name]["losses"]) == steps
         assert "\n" not in result[name]["error"]
+
+
+def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:
+    stepped, skipped = (result["skipped on one rank"] for result in results)
+    assert "rank 1 did not come to optimizer.step() in time" in stepped["error"]
+    assert "eplb.GradScaler(balancer)" in stepped["error"]
+    assert skipped["error"] == ""  # it goes on until it needs the others
 
 
 def test_without_tokens_there_is_no_imbalance(results: list[dict[str, dict]]) -> None:
