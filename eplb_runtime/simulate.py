@@ -27,6 +27,9 @@ from .topology import Topology
 
 FloatArray = NDArray[np.float64]
 
+WINDOW_ENDINGS = (".csv", ".json")
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True)
 class StepModel:
@@ -214,9 +217,11 @@ def simulate(
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
+    starts = [
+        start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank) for policy in policies
+    ]
     runs = []
-    for policy in policies:
-        current = start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank)
+    for policy, current in zip(policies, starts, strict=True):
         cost = CostModel(
             home_bytes=model.home_bytes,
             replica_bytes=model.slot_bytes(current),
@@ -270,6 +275,11 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
             f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "
             f"give at least {-(-num_experts // num_ranks)} slots per rank"
         )
+    if slots_per_rank > num_experts:
+        raise PlanError(
+            f"policy {policy}: {slots_per_rank} slots per rank for {num_experts} experts: a rank would hold an expert "
+            f"twice; give at most {num_experts}"
+        )
     layouts = LAYOUTS[policy]
     if layouts[0] == "home" and num_experts % num_ranks == 0:
         return Placement.initial(num_layers, num_experts, num_ranks, slots_per_rank - num_experts // num_ranks)
@@ -315,8 +325,11 @@ def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
     """Balancedness by window, and slots moved so far, one line a policy, as ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        PlanError: matplotlib is missing, or does not know the file's ending.
+        PlanError: matplotlib is missing, or another ending.
     """
+    path = Path(path)
+    if path.suffix not in PLOT_ENDINGS:
+        raise PlanError(f"{path}: a plot is drawn as .png, .svg or .pdf")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -332,11 +345,8 @@ def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
     upper.legend()
     lower.set_ylabel("slots moved so far / all slots")
     lower.set_xlabel("window")
-    try:
-        with replacing(Path(path)) as file:
-            figure.savefig(file, format=Path(path).suffix[1:])
-    except ValueError as error:
-        raise PlanError(f"{path}: {error}") from None
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:])
 
 
 def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:

@@ -14,6 +14,9 @@ BAD_INPUT = 2
 LOAD = "tokens per expert: .npz or .safetensors with `load`, .json, or a serving engine's dump"
 POLICY = "static, deepseek, free, hierarchical or incremental"
 
+MOST = 2**53
+"""Whole numbers stay below it: whatever is computed from one fits a float."""
+
 Run = Callable[[argparse.Namespace], int | None]
 """A command; returns its exit status, None for 0."""
 
@@ -73,19 +76,19 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
 
 
 def add_dense_layers(command: argparse.ArgumentParser) -> None:
-    text = "leading layers without experts, which SGLang and TensorRT-LLM number too (default: 0)"
-    adder(command)("--dense-layers", "N", not_negative, text, default=0)
+    text = "leading layers without experts, which SGLang and TensorRT-LLM number too"
+    adder(command)("--dense-layers", "N", not_negative, text)
 
 
 # -- kinds of values -----------------------------------------------------------------------------------------------
 
 
 def positive(text: str) -> int:
-    return int(_number(text, int, lambda value: value > 0, "a whole number above 0"))
+    return int(_number(text, int, lambda value: 0 < value < MOST, "a whole number above 0"))
 
 
 def not_negative(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 0, "a whole number, 0 or more"))
+    return int(_number(text, int, lambda value: 0 <= value < MOST, "a whole number, 0 or more"))
 
 
 def positive_float(text: str) -> float:

@@ -8,10 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from .arguments import LOAD, add_command, adder, names, positive
+from .inputs import require_extra
 from .printing import print_json, print_table, spinner
 
 ON_RANKS = ("dispatch", "migrate", "train")
 """Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
+WITH_MODELS = ("train",)
+"""Those of them that take a model from the library."""
 
 
 def add(commands: Any) -> None:
@@ -122,6 +125,8 @@ def _count(arguments: argparse.Namespace) -> None:
 
 def _on_ranks(arguments: argparse.Namespace) -> int:
     """Measure on the ranks that are there, or start some that run this same command."""
+    if arguments.what in WITH_MODELS:
+        require_extra("transformers", f"bench {arguments.what}")
     from importlib import import_module
 
     from ..launching import is_first, launched, process_group, start_ranks

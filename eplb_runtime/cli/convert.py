@@ -28,6 +28,9 @@ def add(commands: Any) -> None:
     formats = "eplb-runtime, sglang, vllm, vllm-ascend or tensorrt-llm"
     add("--to", "FORMAT", str, f"{formats} (default by ending: .yaml tensorrt-llm, .pt sglang, others eplb-runtime)")
     add("--ranks", "R", positive, "EP size, which most engines' maps do not say")
+    layouts = "home: the map's homes must be found; free: they are left out (default: found where the map allows it)"
+    command.add_argument("--layout", choices=("home", "free"), help=layouts)
+    add("--model", "NAME", str, "which model's placement, where a file (Hygon's) holds several")
     add_dense_layers(command)
 
 
@@ -42,6 +45,8 @@ def _run(arguments: argparse.Namespace) -> None:
         to=arguments.to,
         num_ranks=arguments.ranks,
         dense_layers=arguments.dense_layers,
+        layout=arguments.layout,
+        model=arguments.model,
     )
     if arguments.json:
         print_json(asdict(done))
@@ -49,5 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
     axes = ("layers", "slots") if done.kind == "placement" else ("windows", "layers", "experts")
     shape = " x ".join(f"{size} {axis}" for size, axis in zip(done.shape, axes, strict=True))
     print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {arguments.destination}")
+    if done.homes == "restored":
+        print("homes were found again: in the first slots of each rank, as a map written from the home layout has them")
     if done.filled_slots:
         print(f"{done.filled_slots} empty replica slots were given a copy: {done.format} knows no empty slots")

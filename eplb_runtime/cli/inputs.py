@@ -1,8 +1,11 @@
-"""What ``plan`` and ``simulate`` are asked about: the cluster, the load, the options of policies."""
+"""What commands are asked about (cluster, load, policies), and what they look at before the work that needs it."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import InputError
@@ -13,6 +16,36 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..topology import Topology
+
+EXTRAS = {"transformers": "transformers", "matplotlib": "plot", "yaml": "convert"}
+"""Module that is not always installed -> the extra that installs it."""
+
+
+def require_extra(module: str, what: str) -> None:
+    """Refuse ``what`` where the module that it needs is missing."""
+    if find_spec(module) is None:
+        raise InputError(f"{what} needs {module}: pip install 'eplb-runtime[{EXTRAS[module]}]'")
+
+
+def require_output(path: str | None, endings: Sequence[str]) -> None:
+    """Refuse a file that could not be written; None: none was asked for."""
+    from ..files import FileError, require_writable
+
+    if path is None:
+        return
+    try:
+        require_writable(Path(path), endings)
+    except FileError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def require_policies(policies: Sequence[str]) -> None:
+    """Refuse names that are no policies."""
+    from ..planner.policies import POLICIES
+
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown:
+        raise InputError(f"policy {unknown[0]!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
 def topology_of(arguments: argparse.Namespace) -> Topology:
@@ -33,15 +66,23 @@ def policy_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"spilled_experts": arguments.spilled_experts, "global_above": arguments.global_above}
 
 
-def read_windows(path: str, arguments: argparse.Namespace) -> NDArray[np.float64]:
+def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = None) -> NDArray[np.float64]:
+    """The load of the windows that were asked for, float64 [T, L, E], without dense layers.
+
+    Args:
+        layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
+    """
     from ..formats.loads import layers_without_tokens, read_load
 
-    load = read_load(path, arguments.dense_layers)
+    dense = arguments.dense_layers or 0
+    load = read_load(path, 0 if layers else dense)
+    if layers and dense and load.shape[1] != layers:
+        load = read_load(path, dense)
     chosen: NDArray[np.float64] = load[arguments.windows]
     if not len(chosen):
         raise InputError(f"{path}: --windows leaves none of its {len(load)} windows")
     empty = layers_without_tokens(chosen)
     if empty:
-        counted = f"--dense-layers {arguments.dense_layers + empty}"
+        counted = f"--dense-layers {dense + empty}"
         note(f"{path}: the first {empty} layers carry no tokens; {counted} leaves them out")
     return chosen

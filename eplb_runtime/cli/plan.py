@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .arguments import LOAD, POLICY, add_cluster, add_command, adder, positive
-from .inputs import policy_options, read_windows, topology_of
+from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive
+from .inputs import policy_options, read_windows, require_output, require_policies, topology_of
 from .printing import print_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from ..placement import Placement
 
 
 def add(commands: Any) -> None:
@@ -37,13 +39,18 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..formats.convert import read_placement
     from ..planner import CostModel, plan
+    from ..planner.policies import LAYOUTS
 
-    topology, load = topology_of(arguments), read_windows(arguments.load, arguments)
-    current = None
-    if arguments.current is not None:
-        current = read_placement(arguments.current, arguments.ranks, arguments.dense_layers)
+    require_policies([arguments.policy])
+    require_output(arguments.output, (".json", ".safetensors"))
+    topology = topology_of(arguments)
+    current = None if arguments.current is None else _current(arguments)
+    load = read_windows(arguments.load, arguments, None if current is None else current.num_layers)
+    if current is not None:
+        _require_equal_layers(arguments, load.shape[1], current.num_layers)
+        layout = arguments.layout or LAYOUTS[arguments.policy][0]
+        current = current if current.layout == layout else _current(arguments, layout)
     parameters = arguments.expert_parameters
     planned = plan(
         load,
@@ -79,6 +86,23 @@ def _run(arguments: argparse.Namespace) -> None:
             "seconds": planned.plan_seconds,
         }
     )
+
+
+def _current(arguments: argparse.Namespace, layout: str | None = None) -> Placement:
+    """The placement that stands; in this layout, or in the file's."""
+    from ..formats.convert import read_placement
+
+    return read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0, layout=layout)
+
+
+def _require_equal_layers(arguments: argparse.Namespace, of_load: int, of_placement: int) -> None:
+    if of_load == of_placement:
+        return
+    have = f"{arguments.load} has {of_load} layers, {arguments.current} has {of_placement}"
+    if arguments.dense_layers is not None:
+        raise InputError(f"{have}, with --dense-layers {arguments.dense_layers} left out of the one that has them")
+    more = abs(of_load - of_placement)
+    raise InputError(f"{have}: if the model has {more} dense layers before the others, give --dense-layers {more}")
 
 
 def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float]:

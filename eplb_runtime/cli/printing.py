@@ -57,8 +57,12 @@ class progress:
         self._bar.start()
         return lambda: self._bar.advance(self._task)
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._bar.stop()
+            return
+        self._bar.live.transient = True  # no bar: what went wrong is said in one line, and that alone
+        self._bar.live.stop()
 
 
 def spinner() -> Status:

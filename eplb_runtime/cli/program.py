@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except MemoryError as error:
+        return _complain(f"not enough memory for this: {error or 'the load or the cluster is too large'}", BAD_INPUT)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT)
     except ValueError as error:
@@ -54,7 +56,7 @@ def _input_errors() -> tuple[type[ValueError], ...]:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    print(f"{PROGRAM}: {' '.join(message.splitlines())}", file=sys.stderr)
     return status
 
 

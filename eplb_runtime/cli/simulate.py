@@ -16,7 +16,7 @@ from .arguments import (
     positive,
     positive_float,
 )
-from .inputs import policy_options, read_windows, topology_of
+from .inputs import policy_options, read_windows, require_extra, require_output, require_policies, topology_of
 from .printing import print_json, print_table, progress
 
 GATE = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
@@ -55,8 +55,22 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..simulate import StepModel, merge_windows, num_replans, plot, simulate, write_windows
+    from ..simulate import (
+        PLOT_ENDINGS,
+        WINDOW_ENDINGS,
+        StepModel,
+        merge_windows,
+        num_replans,
+        plot,
+        simulate,
+        write_windows,
+    )
 
+    require_policies(arguments.policies)
+    require_output(arguments.output, WINDOW_ENDINGS)
+    require_output(arguments.plot, PLOT_ENDINGS)
+    if arguments.plot is not None:
+        require_extra("matplotlib", "--plot")
     topology = topology_of(arguments)
     load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
     total = len(arguments.policies) * num_replans(len(load), arguments.every)

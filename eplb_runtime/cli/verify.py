@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .arguments import InputError, add_command, adder, not_negative, positive
+from .inputs import require_extra
 from .printing import print_json
 
 
@@ -39,6 +40,7 @@ exit status: 0 passed, 1 a difference or nothing proved, 2 bad input (torchrun i
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    require_extra("transformers", "verify")
     from ..launching import is_first, launched
     from ..verification.job import run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..files import FileError, require_writable
+from ..placement import PlacementError
 from .arrays import LoadArray, names_in, numbers
 from .base import Engine
 from .content import Content, open_content
@@ -113,8 +115,9 @@ def neither(content: Content) -> str:
 
 def _no_load(content: Content) -> str:
     for engine in ENGINES:
-        if engine.placement(content) is not None:
-            return f'holds a placement ({engine.name}), not a load; write a load as {{"load": [...]}}'
+        with suppress(FileError, PlacementError):  # one that is broken is none of ours, either
+            if engine.placement(content) is not None:
+                return f'holds a placement ({engine.name}), not a load; write a load as {{"load": [...]}}'
     wanted = " or ".join(engine.load_names[content.kind] for engine in ENGINES if content.kind in engine.load_names)
     if content.kind == "directory":
         return f"no load in this directory: it has no {wanted}"

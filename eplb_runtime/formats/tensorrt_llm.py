@@ -32,11 +32,11 @@ class TensorRTLLM(Engine):
         ``initial_global_assignments``, ``layer_updates_per_iter``. Every MoE layer needs a row under its number in the
         model, ``num_slots`` long, that names every expert (``fused_moe/interface.py``); EP size divides ``num_slots``.
         """
-        if content.kind != "yaml":
+        if content.kind != "yaml" or not content.holds("initial_global_assignments"):
             return None
-        assignments = content.value["initial_global_assignments"] if content.holds("initial_global_assignments") else {}
+        assignments = content.value["initial_global_assignments"]
         if not isinstance(assignments, dict) or not assignments:
-            raise ConvertError('no "initial_global_assignments" of layers in it')
+            raise ConvertError("initial_global_assignments holds no layers")
         if not all(isinstance(layer, int) and layer >= 0 for layer in assignments):
             raise ConvertError("a layer of initial_global_assignments is no number")
         layers = tuple(sorted(assignments))

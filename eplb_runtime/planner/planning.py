@@ -20,6 +20,8 @@ from .policies.hierarchical import rule_cost
 from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
+MOST_SLOTS = 2**26
+"""Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 RECENT_WINDOWS = 4
 """Windows on which a new placement must prove itself besides the forecast."""
 
@@ -155,6 +157,21 @@ def _check_shapes(request: PlanRequest) -> None:
         raise PlanError(
             f"{ranks} ranks x {slots_per_rank} slots hold {request.num_slots} of {experts} experts: "
             f"give at least {-(-experts // ranks)} slots per rank"
+        )
+    if slots_per_rank > experts and (request.current is None or request.layout == "free"):
+        # A home placement that stands may have replica slots that nothing can fill.
+        raise PlanError(
+            f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice; "
+            f"give at most {experts}"
+        )
+    if request.num_slots * request.num_layers > MOST_SLOTS:
+        raise PlanError(
+            f"{ranks} ranks x {slots_per_rank} slots x {request.num_layers} layers are more than any cluster has: "
+            f"give at most {MOST_SLOTS:,} in all"
+        )
+    if request.groups < 1 or experts % request.groups:
+        raise PlanError(
+            f"{experts} experts cannot be divided into {request.groups} groups: give a number that divides {experts}"
         )
     if request.layout == "home" and experts % ranks:
         raise PlanError(

@@ -216,8 +216,12 @@ def test_a_plan_travels_to_an_engine_and_back(
     )
     assert done["kind"] == "placement" and done["format"] == "sglang" and done["shape"] == [3, 12]
     assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 5
-    assert main(["convert", *map(str, (tmp_path / "map.json", tmp_path / "back.json")), "--ranks", "4"]) == 0
-    assert "placement of 5 layers x 12 slots: sglang -> eplb-runtime" in capsys.readouterr().out
+    back = ["convert", *map(str, (tmp_path / "map.json", tmp_path / "back.json")), "--ranks", "4"]
+    assert "the first 2 of 5 layers have their experts in order" in refusal(capsys, *back)
+    assert main([*back, "--dense-layers", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "placement of 3 layers x 12 slots: sglang -> eplb-runtime" in said and "homes were found again" in said
+    assert np.array_equal(Placement.load(tmp_path / "back.json").home, Placement.load(tmp_path / "placement.json").home)
 
 
 def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +264,7 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, capsy
         (["plan", load_file, *CLUSTER, "--windows", "a"], "give a window, as 3, or a range, as 0:5"),
         (["plan", load_file, *CLUSTER, "--current", tmp_path / "other.json"], "is for 2 ranks, not 4"),
         (["plan", load_file, *CLUSTER, "-o", tmp_path / "none" / "p.json"], "No such file or directory"),
-        (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "written as .json or .safetensors"),
+        (["plan", load_file, *CLUSTER, "-o", tmp_path / "p.txt"], "the name must end in .json or .safetensors"),
         (["plan", load_file, *CLUSTER, "--dense-layers", "3"], "none would be left"),
         (["convert", tmp_path / "broken.json", tmp_path / "out.json"], "not JSON"),
         (["convert", load_file, tmp_path / "out.yaml"], "tensorrt-llm reads no load file"),

@@ -1,7 +1,8 @@
-"""DeepSeek's EPLB, exactly, at compiled speed: the reference that other planners are compared with.
+"""DeepSeek's EPLB at compiled speed, equal except for ties: the reference that other planners are compared with.
 
 Source of the algorithm: deepseek-ai/EPLB, ``rebalance_experts`` (hierarchical and global policy). Written from its
-behaviour: the arithmetic is float32 as there, so that ties fall the same way; equal loads go to the lower id.
+behaviour, with float32 arithmetic as there. Equal loads go to the lower id here and, after torch's sort, which is not
+stable, to any of them there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ..search.settle import settle
+from ..types import PlanError
 
 if TYPE_CHECKING:
     from ..types import PlanRequest
@@ -22,8 +24,8 @@ Array = NDArray[np.int32]
 
 
 def deepseek(request: PlanRequest) -> Placement:
-    """The policy ``deepseek``: slot for slot what DeepSeek's EPLB plans for the forecast, whatever stands now. Only a
-    budget of moves makes it look at the current placement: then layers wait their turn (see ``settle``)."""
+    """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties, whatever stands now. Only
+    a budget of moves makes it look at the current placement: then layers wait their turn (see ``settle``)."""
     topology = request.topology
     planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, topology.num_ranks)
     if request.max_moves is None and request.max_bytes is None:
@@ -52,11 +54,11 @@ def balance(
         largest copy count of any layer; ``copy_count`` int32 ``[L, E]``.
 
     Raises:
-        ValueError: sizes that do not divide each other, or fewer slots than experts.
+        PlanError: sizes that do not divide each other, or fewer slots than experts.
     """
     weight = np.ascontiguousarray(load, dtype=np.float32)
     if weight.ndim != 2:
-        raise ValueError(f"load has shape {weight.shape}; it must be [layers, experts]")
+        raise PlanError(f"load has shape {weight.shape}; it must be [layers, experts]")
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1
     layers, experts = weight.shape
@@ -66,9 +68,9 @@ def balance(
         (num_slots, "slots", num_ranks, "ranks"),
     ):
         if part < 1 or whole % part:
-            raise ValueError(f"{whole} {whole_name} cannot be divided evenly over {part} {part_name}")
+            raise PlanError(f"{whole} {whole_name} cannot be divided evenly over {part} {part_name}")
     if num_slots < experts:
-        raise ValueError(f"{num_slots} slots cannot hold {experts} experts: give each expert at least one slot")
+        raise PlanError(f"{num_slots} slots cannot hold {experts} experts: give each expert at least one slot")
 
     group_load = weight.reshape(layers, num_groups, -1).sum(axis=2)
     physical_to_logical = np.empty((layers, num_slots), dtype=np.int32)

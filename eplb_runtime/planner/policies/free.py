@@ -30,6 +30,7 @@ from ..search.packing import (
 )
 from ..search.pairing import search_counts
 from ..search.settle import settle
+from ..types import PlanError
 
 if TYPE_CHECKING:
     from ..types import PlanRequest
@@ -66,14 +67,14 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
         int32 ``[L, R * S]``, the expert of each slot.
 
     Raises:
-        ValueError: the slots are fewer than the experts, or more than one of each expert on each rank.
+        PlanError: the slots are fewer than the experts, or more than one of each expert on each rank.
     """
     weight = np.ascontiguousarray(load, dtype=np.float64)
     experts = weight.shape[1]
     if experts > num_ranks * slots_per_rank:
-        raise ValueError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
+        raise PlanError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts:
-        raise ValueError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
+        raise PlanError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
     return _balance(weight, num_ranks, slots_per_rank)
 
 

@@ -19,6 +19,7 @@ from ..evaluate import predicted_imbalance
 from ..search.bounds import floor, lower_bound
 from ..search.packing import FloatArray, IntArray, empty_layer
 from ..search.settle import settle
+from ..types import PlanError
 from .free import balance as balance_free
 from .free import plan_layer
 
@@ -113,18 +114,18 @@ def balance(
         int32 ``[L, R * S]``, the expert of each slot.
 
     Raises:
-        ValueError: sizes that do not fit.
+        PlanError: sizes that do not fit.
     """
     weight = np.ascontiguousarray(load, dtype=np.float64)
     experts = weight.shape[1]
     if not has_rule(groups, num_nodes):
         return balance_free(weight, num_ranks, slots_per_rank)
     if experts % groups or num_ranks % num_nodes:
-        raise ValueError(f"{experts} experts in {groups} groups on {num_ranks} ranks of {num_nodes} nodes: not even")
+        raise PlanError(f"{experts} experts in {groups} groups on {num_ranks} ranks of {num_nodes} nodes: not even")
     if experts > num_ranks * slots_per_rank:
-        raise ValueError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
+        raise PlanError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts // num_nodes:
-        raise ValueError(
+        raise PlanError(
             f"{slots_per_rank} slots per rank for {experts // num_nodes} experts per node: "
             "a rank would hold an expert twice"
         )

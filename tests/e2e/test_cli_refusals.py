@@ -1,0 +1,243 @@
+"""What cannot work is said in one line, before the work, with status 2; and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from eplb_runtime import simulate as simulate_room
+from eplb_runtime.cli import main
+from eplb_runtime.formats import loads
+from eplb_runtime.formats.convert import write_placement
+from eplb_runtime.formats.loads import read_load, write_load
+from eplb_runtime.placement import Placement
+
+CLUSTER = ["--ranks", "2", "--ranks-per-node", "2", "--slots-per-rank", "3"]
+LOAD = np.random.default_rng(0).integers(1, 100, (6, 2, 4))
+
+
+@pytest.fixture
+def load_file(tmp_path: Path) -> Path:
+    write_load(tmp_path / "load.npz", LOAD)
+    return tmp_path / "load.npz"
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*arguments: str | Path) -> str:
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        said = capsys.readouterr()
+        assert status == 2 and said.out == "" and said.err.count("\n") == 1, said
+        return said.err
+
+    return run
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a load has begun to work."""
+
+    def began(*arguments: object) -> None:
+        raise AssertionError("the load was read before this was noticed")
+
+    monkeypatch.setattr(loads, "read_load", began)
+
+
+# -- sizes that do not fit -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["simulate", "--every", "2"], ["plan", "--policy", "deepseek"], ["plan"]])
+def test_groups_that_do_not_divide_the_experts(
+    refusal: Callable[..., str], load_file: Path, command: list[str]
+) -> None:
+    said = refusal(command[0], load_file, *CLUSTER, *command[1:], "--groups", "3")
+    assert "4 experts cannot be divided into 3 groups: give a number that divides 4" in said
+
+
+@pytest.mark.parametrize("policy", ["static", "deepseek", "free", "hierarchical", "incremental"])
+def test_more_slots_a_rank_than_experts(refusal: Callable[..., str], load_file: Path, policy: str) -> None:
+    cluster = ["--ranks", "2", "--ranks-per-node", "2", "--slots-per-rank", "1000000"]
+    assert "give at most 4" in refusal("plan", load_file, *cluster, "--policy", policy)
+    assert "give at most 4" in refusal("simulate", load_file, *cluster, "--every", "2", "--policies", policy)
+
+
+def test_a_cluster_beyond_all_clusters(refusal: Callable[..., str], load_file: Path) -> None:
+    cluster = ["--ranks", "1000000000", "--ranks-per-node", "1", "--slots-per-rank", "4", "--policy", "free"]
+    assert "more than any cluster has" in refusal("plan", load_file, *cluster)
+    assert "whole number above 0" in refusal("plan", load_file, "--ranks", "1" + "0" * 30, *cluster[2:])
+
+
+def test_what_memory_cannot_hold(refusal: Callable[..., str], load_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str, dense_layers: int = 0) -> None:
+        raise MemoryError("Unable to allocate 6.82 TiB")
+
+    monkeypatch.setattr(loads, "read_load", full)
+    assert refusal("plan", load_file, *CLUSTER) == (
+        "eplb-runtime: not enough memory for this: Unable to allocate 6.82 TiB\n"
+    )
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_of_unequal_length_in_a_tensorrt_llm_directory(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "stats").mkdir()
+    save_file(
+        {"7_3": np.arange(4, dtype=np.int32), "7_4": np.arange(5, dtype=np.int32)},
+        tmp_path / "stats" / "rank0.safetensors",
+    )
+    said = refusal("plan", tmp_path / "stats", *CLUSTER)
+    assert "rank0.safetensors: iteration 7, layer 4 counts 5 experts, others 4" in said
+    save_file({"7_3": np.ones((2, 2), dtype=np.int32)}, tmp_path / "stats" / "rank0.safetensors")
+    assert "7_3 has shape [2, 2]; it must be [experts]" in refusal("plan", tmp_path / "stats", *CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        torch.from_numpy(LOAD).to(torch.bfloat16),
+        torch.from_numpy(LOAD % 8).to(torch.float8_e4m3fn),
+        torch.from_numpy(LOAD).to(torch.float16),
+        torch.from_numpy(LOAD).to(torch.uint16),
+        torch.from_numpy(LOAD).float().requires_grad_(),
+        torch.nn.Parameter(torch.from_numpy(LOAD).double()),
+    ],
+    ids=["bf16", "fp8", "fp16", "uint16", "needs gradients", "parameter"],
+)
+def test_tensors_of_any_number_type_are_read(tmp_path: Path, counts: torch.Tensor) -> None:
+    torch.save({"logical_count": counts}, tmp_path / "dump.pt")
+    assert np.array_equal(read_load(tmp_path / "dump.pt"), counts.detach().double().numpy())
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (torch.from_numpy(LOAD).to_sparse(), "a sparse_coo tensor without plain values"),
+        (torch.from_numpy(LOAD)[0].to_sparse_csr(), "a sparse_csr tensor without plain values"),
+        (torch.ones(2, 2, 4, device="meta"), "a meta tensor without plain values"),
+        (torch.ones(2, 2, 4, dtype=torch.complex64), "holds complex64; it must hold numbers"),
+        (torch.ones(2, 2, 4, dtype=torch.bool), "holds bool; it must hold numbers"),
+        (torch.quantize_per_tensor(torch.ones(2, 2, 4), 0.1, 0, torch.qint8), "tensor without plain values"),
+    ],
+    ids=["sparse", "csr", "meta", "complex", "bool", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_numbers_are_refused(
+    refusal: Callable[..., str], tmp_path: Path, counts: torch.Tensor, says: str
+) -> None:
+    torch.save({"logical_count": counts}, tmp_path / "dump.pt")
+    assert says in refusal("plan", tmp_path / "dump.pt", *CLUSTER)
+
+
+def test_a_name_with_a_line_break_is_still_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
+    assert "No such file" in refusal("plan", tmp_path / "a\nb.npz", *CLUSTER)
+
+
+# -- noticed before the work ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["plan", "--policy", "best"], "policy 'best' is unknown; choose one of: static"),
+        (["simulate", "--every", "2", "--policies", "static,best"], "policy 'best' is unknown; choose one of: static"),
+        (["plan", "-o", "none/p.json"], "none: No such file or directory"),
+        (["plan", "-o", "p.txt"], "p.txt: the name must end in .json or .safetensors"),
+        (["simulate", "--every", "2", "-o", "w.xls"], "w.xls: the name must end in .csv or .json"),
+        (["simulate", "--every", "2", "-o", "none/w.csv"], "none: No such file or directory"),
+        (["simulate", "--every", "2", "--plot", "b.doc"], "b.doc: the name must end in .png or .svg or .pdf"),
+    ],
+)
+def test_names_and_places_are_looked_at_first(
+    refusal: Callable[..., str],
+    load_file: Path,
+    command: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal(command[0], load_file, *CLUSTER, *command[1:])
+    assert [path.name for path in tmp_path.iterdir()] == ["load.npz"]
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_missing_matplotlib_is_noticed_first(
+    refusal: Callable[..., str], load_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = refusal("simulate", load_file, *CLUSTER, "--every", "2", "--plot", tmp_path / "b.png")
+    assert said == "eplb-runtime: --plot needs matplotlib: pip install 'eplb-runtime[plot]'\n"
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "train"]])
+def test_missing_transformers_are_noticed_first(
+    refusal: Callable[..., str], command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = refusal(*command)
+    assert said == f"eplb-runtime: {' '.join(command)} needs transformers: pip install 'eplb-runtime[transformers]'\n"
+
+
+def test_a_missing_yaml_is_one_line(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "map.yaml").write_text("initial_global_assignments: {0: [0]}")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    said = refusal("convert", tmp_path / "map.yaml", tmp_path / "map.json")
+    assert "needs PyYAML: pip install 'eplb-runtime[convert]'" in said
+
+
+def test_an_unknown_policy_is_noticed_before_the_others_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eplb_runtime.planner import PlanError
+    from eplb_runtime.topology import Topology
+
+    monkeypatch.setattr(simulate_room, "plan", lambda *arguments, **options: pytest.fail("a plan was made"))
+    with pytest.raises(PlanError, match="policy 'best' is unknown"):
+        simulate_room.simulate(LOAD * 1.0, Topology(2, 2), slots_per_rank=2, every=2, policies=["static", "best"])
+
+
+# -- 61 layers meet 58 ---------------------------------------------------------------------------------------------
+
+
+def test_a_load_and_a_placement_of_other_layers_ask_for_dense_layers(
+    refusal: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moe = Placement.initial(2, 4, 2, replica_slots=1)
+    moe.save(tmp_path / "own.json")
+    write_placement(tmp_path / "sglang.json", moe, "sglang", dense_layers=3)
+    write_load(tmp_path / "moe.npz", LOAD)
+    write_load(tmp_path / "all.npz", np.concatenate([np.zeros((6, 3, 4)), LOAD], axis=1))
+    for load, current in (("moe.npz", "sglang.json"), ("all.npz", "own.json")):
+        command = ["plan", str(tmp_path / load), *CLUSTER, "--current", str(tmp_path / current)]
+        status = main(command)
+        said = capsys.readouterr().err
+        assert status == 2 and "if the model has 3 dense layers before the others, give --dense-layers 3" in said
+        assert "layers, " in said and "has 2" in said and "has 5" in said
+        assert main([*command, "--dense-layers", "3", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["layers"] == 2
+    both = ["plan", str(tmp_path / "all.npz"), *CLUSTER, "--current", str(tmp_path / "sglang.json")]
+    assert main([*both, "--dense-layers", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 2
+    said = refusal("plan", tmp_path / "moe.npz", *CLUSTER, "--current", tmp_path / "sglang.json", "--dense-layers", "1")
+    assert "with --dense-layers 1 left out of the one that has them" in said
+
+
+def test_an_engines_map_can_be_the_placement_that_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_load(tmp_path / "load.npz", LOAD)
+    write_placement(tmp_path / "vllm.json", Placement.initial(2, 4, 2, replica_slots=1), "vllm")
+    command = ["plan", str(tmp_path / "load.npz"), *CLUSTER, "--current", str(tmp_path / "vllm.json"), "--json"]
+    for policy in ("incremental", "free"):
+        assert main([*command, "--policy", policy, "--max-moves", "0"]) == 0
+        assert json.loads(capsys.readouterr().out)["moved_slots"] == 0
