@@ -127,6 +127,13 @@ class Balancer:
             parts.maps.replicas.follow(parts.placement)
             parts.maps.replicas.refresh()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an attached model cannot be copied or pickled, its experts are spread over ranks: save it with "
+            "eplb_runtime.checkpoint, copy its state with logical_state_dict, and keep averages of experts (EMA) as "
+            "tensors of your own, given to balancer.register"
+        )
+
     @property
     def placement(self) -> Placement:
         """The placement that stands now; its ``epoch`` counts commits."""

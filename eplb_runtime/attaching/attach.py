@@ -40,6 +40,7 @@ from .checks import check, device_of
 from .description import AttachError, MoELayer, Stage, spread_of
 from .meta import MetaError, make_buffers, make_parameters
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
+from .state_hooks import mark_state
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -134,6 +135,8 @@ class _Attaching:
         )
         for stage in self.stages:
             _mark(stage, balancer, self.layer_of_parameter)
+        for index, name, layer in self._layers():
+            mark_state(layer.experts, name, partial(balancer._home_experts, index))
         _hook(balancer, self.stages, self.optimizers)
         return balancer
 
@@ -234,6 +237,8 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage.model, own)
     object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
     object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
+    # Copying and pickling ask the object before its class.
+    object.__setattr__(stage.model, "__reduce_ex__", balancer.__reduce_ex__)
 
 
 def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -30,6 +30,7 @@ class KeptReplicas(LocalExperts):
         self._sync = sync
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
+        self._sync.check_memory(self._layer)
         self._sync.wait(self._layer)
         return run_rows(self._compute, rows_MD, counts_S, _AllSlots.apply(self, *self._bank.parameters))
 

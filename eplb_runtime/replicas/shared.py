@@ -42,6 +42,7 @@ class SharedReplicas(LocalExperts):
         return ahead
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
+        self._sync.check_memory(self._layer)
         homes = self._bank.homes_per_rank
         counts = counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))

@@ -76,6 +76,7 @@ class ReplicaSync:
         self._divisor = gradient_divisor
         self._shared = shared
         self._links = {layer: _Links([], [], [], [], False) for layer in banks}
+        self._addresses = {layer: [p.data_ptr() for p in bank.parameters] for layer, bank in banks.items()}
         self._followed: np.ndarray | None = None
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._fetched: int | None = None
@@ -131,6 +132,19 @@ class ReplicaSync:
             arrivals,
             bool((home_RK != EMPTY).any()),
         )
+
+    def check_memory(self, layer: int) -> None:
+        """Copies are read from where the homes were; a Parameter that lies elsewhere would be trained beside them.
+
+        Raises:
+            RuntimeError: a Parameter of the layer has been given other memory.
+        """
+        if [parameter.data_ptr() for parameter in self._banks[layer].parameters] != self._addresses[layer]:
+            raise RuntimeError(
+                f"the expert weights of MoE layer {layer} lie in other memory than when the model was attached "
+                "(model.to, model.bfloat16, .data = ..., vector_to_parameters), and copies are read from the old one: "
+                "do that before attach, or write the weights in place"
+            )
 
     def has_copies(self, layer: int) -> bool:
         """Whether any rank holds a copy of an expert of this layer."""

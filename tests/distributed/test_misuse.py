@@ -1,0 +1,147 @@
+"""What people do to an attached model from outside: right, or refused in one line; never wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import nn
+
+import eplb_runtime as eplb
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+EXPERTS = 8
+
+
+def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+    model = make_model("olmoe", experts=EXPERTS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static", **options)
+    return model, optimizer, eplb.attach(model, optimizer, config=config)
+
+
+def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
+    losses = []
+    for step in range(steps):
+        ids = batch_of(rank, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def refusal(kind: type[Exception], work: Callable[[], object]) -> str:
+    with pytest.raises(kind) as refused:
+        work()
+    return str(refused.value)
+
+
+def new_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def as_one_vector(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
+
+
+WAYS: dict[str, Callable[[nn.Module], object]] = {
+    ".data =": new_memory,
+    "vector_to_parameters": as_one_vector,
+    "bfloat16": lambda model: model.bfloat16(),
+}
+
+
+def memory(rank: int) -> dict[str, str]:
+    said = {}
+    for shared in (False, True):
+        for way, change in WAYS.items():
+            model, optimizer, balancer = attached(replica_slots=1, shared_between_layers=shared)
+            train(rank, model, optimizer)
+            change(model)
+            said[f"{way}, {shared}"] = refusal(RuntimeError, partial(train, rank, model, optimizer))
+            balancer.close()
+    # Without copies the Parameters alone count, wherever they lie.
+    plain, moved = attached(), attached()
+    first = train(rank, *plain[:2], 4)
+    new_memory(moved[0])
+    assert train(rank, *moved[:2], 4) == first
+    return said
+
+
+def test_experts_that_got_other_memory_are_refused_where_copies_are_read_from_the_old() -> None:
+    for said in run_ranks(2, memory):
+        assert len(said) == 6 and all("lie in other memory" in line for line in said.values())
+
+
+def copies(rank: int) -> list[str]:
+    model, optimizer, balancer = attached()
+    said = [
+        refusal(TypeError, lambda: copy.deepcopy(model)),
+        refusal(TypeError, lambda: torch.optim.swa_utils.AveragedModel(model)),
+        refusal(TypeError, lambda: torch.save(model, io.BytesIO())),
+    ]
+    train(rank, model, optimizer)
+    balancer.close()
+    return said
+
+
+def test_a_copy_of_an_attached_model_is_refused_in_one_line() -> None:
+    for said in run_ranks(2, copies):
+        assert len(said) == 3
+        assert all("cannot be copied or pickled" in line and "\n" not in line for line in said)
+
+
+def states(rank: int, folder: str) -> list[str]:
+    model, optimizer, balancer = attached()
+    train(rank, model, optimizer)
+    file = Path(folder) / f"rank{rank}.pt"
+    torch.save(model.state_dict(), file)
+    before = eplb.logical_state_dict(model)
+    train(rank, model, optimizer)
+    model.load_state_dict(torch.load(file, weights_only=True))
+    after = eplb.logical_state_dict(model)
+    assert all(torch.equal(before[name], after[name]) for name in before), "right use: nothing has moved"
+    said = []
+    torch.distributed.barrier()
+    other = torch.load(Path(folder) / f"rank{1 - rank}.pt", weights_only=True)
+    said.append(refusal(RuntimeError, lambda: model.load_state_dict(other)))
+    balancer._plan_with(plan_shuffle)
+    train(rank, model, optimizer, 5)
+    assert balancer.placement.epoch
+    said.append(refusal(RuntimeError, lambda: model.load_state_dict(torch.load(file, weights_only=True))))
+    balancer.close()
+    return said
+
+
+def test_a_plain_state_dict_is_refused_by_another_rank_and_after_a_migration(tmp_path: Path) -> None:
+    for said in run_ranks(2, states, str(tmp_path)):
+        assert all("use eplb_runtime.checkpoint" in line for line in said)
+        assert "holds experts [" in said[0]
+
+
+def alone(rank: int) -> str:
+    """EP 1: shapes fit, only the order tells."""
+    model, optimizer, balancer = attached()
+    whole = make_model("olmoe", experts=EXPERTS).state_dict()
+    model.load_state_dict(whole)
+    balancer._plan_with(plan_shuffle)
+    train(rank, model, optimizer, 5)
+    assert balancer.placement.epoch
+    said = refusal(RuntimeError, lambda: model.load_state_dict(whole))
+    balancer.close()
+    return said
+
+
+def test_a_whole_state_dict_is_refused_where_experts_stand_in_another_order() -> None:
+    assert "here stand" in run_ranks(1, alone)[0]
