@@ -7,9 +7,8 @@ whoever holds a ``Placement`` holds a valid one.
 from __future__ import annotations
 
 import hashlib
-import json
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +17,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .files import MIB, FileError, require_readable, write_file
+from . import placement_file
+from .files import FileError
 
-FILE_FORMAT = "eplb-runtime-placement"
-FILE_VERSION = 1
-MOST_FILE_BYTES = 256 * MIB
-"""No placement file is larger: 100 layers of 10,000 slots take 6 MiB as JSON."""
 EMPTY = -1
 """What stands in a replica slot that holds no expert (``home`` layout only)."""
 
@@ -251,19 +247,7 @@ class Placement:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "format": FILE_FORMAT,
-                "version": FILE_VERSION,
-                "layers": self.num_layers,
-                "experts": self.num_experts,
-                "ranks": self.num_ranks,
-                "slots_per_rank": self.slots_per_rank,
-                "epoch": self.epoch,
-                "physical_to_logical": self.physical_to_logical.tolist(),
-                "home": None if self.home is None else self.home.tolist(),
-            }
-        )
+        return placement_file.to_json(self._fields())
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
@@ -272,13 +256,8 @@ class Placement:
         Raises:
             PlacementError: not JSON, not a placement, another version, or fields that contradict each other.
         """
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlacementError(f"not a JSON placement: {error}") from None
-        if not isinstance(fields, dict) or fields.get("format") != FILE_FORMAT:
-            raise PlacementError(f'not a placement file: its "format" is not "{FILE_FORMAT}"')
-        return cls.from_fields(fields)
+        with _placement_errors():
+            return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
         """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`files.replacing`.
@@ -287,30 +266,8 @@ class Placement:
             PlacementError: another ending.
             OSError: it cannot be written; the old file stands.
         """
-        path = Path(path)
-        if path.suffix == ".safetensors":
-            write_file(path, self._to_safetensors())
-        elif path.suffix == ".json":
-            write_file(path, self.to_json())
-        else:
-            raise PlacementError(f"{path}: a placement is written as .json or .safetensors")
-
-    def _to_safetensors(self) -> bytes:
-        from safetensors.numpy import save
-
-        arrays = {"physical_to_logical": np.array(self.physical_to_logical)}
-        if self.home is not None:
-            arrays["home"] = np.array(self.home)
-        scalars = {
-            "format": FILE_FORMAT,
-            "version": FILE_VERSION,
-            "layers": self.num_layers,
-            "experts": self.num_experts,
-            "ranks": self.num_ranks,
-            "slots_per_rank": self.slots_per_rank,
-            "epoch": self.epoch,
-        }
-        return bytes(save(arrays, metadata={key: str(value) for key, value in scalars.items()}))
+        with _placement_errors(f"{path}: "):
+            placement_file.write(Path(path), self._fields())
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
@@ -319,18 +276,11 @@ class Placement:
         Raises:
             PlacementError: the file is missing or is not a valid placement; the message names the file.
         """
-        path = Path(path)
         try:
-            require_readable(path, MOST_FILE_BYTES)
-            if path.suffix == ".safetensors":
-                return cls.from_fields(_read_safetensors(path))
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            with _placement_errors(f"{path}: "):
+                return cls.from_fields(placement_file.read(Path(path)))
         except OSError as error:
             raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise PlacementError(f"{path}: not a text file; a placement is .json or .safetensors") from None
-        except (FileError, PlacementError) as error:
-            raise PlacementError(f"{path}: {error}") from None
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Placement:
@@ -339,25 +289,27 @@ class Placement:
         Raises:
             PlacementError: a field is missing or of another type, or they contradict each other.
         """
-        try:
-            version = _integer(fields["version"])
-            if version != FILE_VERSION:
-                raise PlacementError(f"version {version} of the placement format; this release reads {FILE_VERSION}")
-            experts, ranks, epoch = (_integer(fields[key]) for key in ("experts", "ranks", "epoch"))
-            placement = cls(fields["physical_to_logical"], experts, ranks, fields["home"], epoch)
-            said = tuple(_integer(fields[key]) for key in ("layers", "slots_per_rank"))
-        except KeyError as error:
-            raise PlacementError(f"the field {error} is missing") from None
-        except (TypeError, ValueError) as error:
-            if isinstance(error, PlacementError):
-                raise
-            raise PlacementError(f"a field has the wrong type: {error}") from None
+        with _placement_errors():
+            known = placement_file.checked(fields)
+        placement = cls(known["physical_to_logical"], known["experts"], known["ranks"], known["home"], known["epoch"])
+        said = (known["layers"], known["slots_per_rank"])
         if said != (placement.num_layers, placement.slots_per_rank):
             raise PlacementError(
                 f"the file says {said[0]} layers and {said[1]} slots per rank, its map has "
                 f"{placement.num_layers} and {placement.slots_per_rank}"
             )
         return placement
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "layers": self.num_layers,
+            "experts": self.num_experts,
+            "ranks": self.num_ranks,
+            "slots_per_rank": self.slots_per_rank,
+            "epoch": self.epoch,
+            "physical_to_logical": self.physical_to_logical,
+            "home": self.home,
+        }
 
     def require_model(self, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int) -> None:
         """Check that this is a ``home`` placement for such a model and EP group.
@@ -444,31 +396,13 @@ class Placement:
             )
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
+@contextmanager
+def _placement_errors(start: str = "") -> Iterator[None]:
+    """Inside, what is wrong with a file or its fields is a PlacementError that starts so."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            fields: dict[str, Any] = dict(file.metadata() or {})
-            if fields.get("format") != FILE_FORMAT:
-                raise PlacementError(f'its "format" is not "{FILE_FORMAT}"')
-            names = set(file.keys())
-            fields["home"] = None
-            for name in names & {"physical_to_logical", "home"}:
-                dtype = file.get_slice(name).get_dtype()
-                if dtype[0] not in "IU":  # numpy lacks some of the others
-                    raise PlacementError(f"{name} holds {dtype}; it must hold integers")
-                fields[name] = file.get_tensor(name)
-            return fields
-    except SafetensorError as error:
-        raise PlacementError(f"not a safetensors file: {error}") from None
-
-
-def _integer(value: Any) -> int:
-    """A whole number of a file, which safetensors keeps as text."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{reprlib.repr(value)} is not a whole number")
-    return int(value)
+        yield
+    except (FileError, PlacementError) as error:
+        raise PlacementError(f"{start}{error}") from None
 
 
 def _frozen_copy(values: ArrayLike, name: str) -> IntArray:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .arguments import add_command, add_dense_layers, adder, positive
-from .printing import print_json
+from .printing import note, print_json
 
 
 def add(commands: Any) -> None:
@@ -51,6 +51,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(asdict(done))
         return
+    if done.numbered_from_0:
+        note(f"{done.format} numbers all layers of a model: give --dense-layers N if N dense layers come first")
     axes = ("layers", "slots") if done.kind == "placement" else ("windows", "layers", "experts")
     shape = " x ".join(f"{size} {axis}" for size, axis in zip(done.shape, axes, strict=True))
     print(f"{done.kind} of {shape}: {done.source_format} -> {done.format}, written to {arguments.destination}")

@@ -39,6 +39,8 @@ class Conversion:
     """Empty replica slots that were given a copy, since no engine's map can hold an empty slot."""
     homes: str = ""
     """"kept", "restored" (see ``slots.restore_homes``), or "": what was written knows no homes."""
+    numbered_from_0: bool = False
+    """The format numbers all layers of the model, and nobody said how many dense ones come first: none was assumed."""
 
 
 def convert(
@@ -82,14 +84,15 @@ def convert(
                 raise ConvertError(f"a {engine.name} map does not say how many ranks it is for: give --ranks R")
             skipped, dense = _dense_layers_of_map(held, engine, target, dense_layers)
             placement, homes = _as_placement(held, num_ranks, skipped, layout)
+    numbered_from_0 = dense_layers is None and target.numbers_dense_layers and not engine.numbers_dense_layers
     if found is None:
         with _about(destination, reading=False):
             _require_ending(destination, target, target.load_endings, "load")
             target.save_load(destination, load, dense)
-        return Conversion("load", engine.name, target.name, load.shape)
+        return Conversion("load", engine.name, target.name, load.shape, numbered_from_0=numbered_from_0)
     filled = write_placement(destination, placement, target.name, dense)
-    shape = placement.physical_to_logical.shape
-    return Conversion("placement", engine.name, target.name, shape, filled, homes if target.keeps_homes else "")
+    shape, homes = placement.physical_to_logical.shape, homes if target.keeps_homes else ""
+    return Conversion("placement", engine.name, target.name, shape, filled, homes, numbered_from_0)
 
 
 def read_placement(

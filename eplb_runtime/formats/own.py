@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..files import replacing, write_file
-from ..placement import FILE_FORMAT, Placement
+from ..placement import Placement
+from ..placement_file import ENDINGS, FILE_FORMAT
 from .arrays import LoadArray
 from .base import Engine
 from .content import Content
@@ -18,7 +19,7 @@ from .content import Content
 class Own(Engine):
     name = "eplb-runtime"
     needs_ranks = keeps_homes = True
-    placement_endings = (".json", ".safetensors")
+    placement_endings = ENDINGS
     load_endings = (".npz", ".safetensors", ".json")
     load_names: ClassVar = {"npz": '"load"', "safetensors": '"load"', "json": '"load"'}
 

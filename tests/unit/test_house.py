@@ -12,7 +12,7 @@ import pytest
 import eplb_runtime
 
 PACKAGE = Path(eplb_runtime.__file__).parent
-GROUND = {"topology", "placement", "config", "events", "ranks", "checksum", "files", "launching"}
+GROUND = {"topology", "placement", "config", "events", "ranks", "checksum", "files", "launching", "placement_file"}
 STOREYS: tuple[set[str], ...] = (
     GROUND,
     {"formats"},

@@ -80,7 +80,7 @@ def test_the_json_has_the_fields_of_the_format() -> None:
         ({"physical_to_logical": [[0, 1, -1, 2, 3, -1], [0]]}, "ragged"),
         ({"physical_to_logical": [["a"]]}, "must hold integers"),
         ({"physical_to_logical": [[10**30]]}, "must hold integers"),
-        ({"home": 3}, "home has shape ()"),
+        ({"home": 3}, "home must hold integers"),
         ({"home": [[0, 1, 3, 5]] * 2}, "layer 0, rank 1: slot 5 is said to be the home of expert 3"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from eplb_runtime.cli import main
 from eplb_runtime.formats.convert import ConvertError, convert, read_placement, write_placement
 from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import Placement
@@ -74,6 +75,19 @@ def test_tensorrt_llm_says_itself_where_its_layers_stand(tmp_path: Path) -> None
     assert convert(tmp_path / "map.yaml", tmp_path / "own.json", num_ranks=2).shape == (2, 4)
     with pytest.raises(ConvertError, match="its first MoE layer has number 3: leave --dense-layers out, or give 3"):
         convert(tmp_path / "map.yaml", tmp_path / "sglang.json", to="sglang", num_ranks=2, dense_layers=2)
+
+
+def test_whoever_writes_numbers_without_saying_where_they_start_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PLACEMENT.save(tmp_path / "own.json")
+    write_placement(tmp_path / "sglang.json", PLACEMENT, "sglang")
+    command = ["convert", str(tmp_path / "own.json"), str(tmp_path / "o.yaml")]
+    for options, told in (([], True), (["--dense-layers", "0"], False), (["--dense-layers", "3"], False)):
+        assert main([*command, *options]) == 0
+        assert ("give --dense-layers N if N dense layers come first" in capsys.readouterr().err) is told
+    assert main(["convert", str(tmp_path / "sglang.json"), str(tmp_path / "o.yaml")]) == 0
+    assert capsys.readouterr().err == "", "an SGLang map has a row for every layer"
 
 
 def test_moe_layers_with_others_between_are_not_given_wrong_numbers(tmp_path: Path) -> None:
