@@ -73,6 +73,35 @@ def test_an_experts_bits_do_not_depend_on_its_slot(implementation: str, dtype: t
     assert not differ
 
 
+def beside(layer, dtype: torch.dtype, neighbours: int) -> dict[str, torch.Tensor]:
+    """One expert's output and gradients, for 64 rows of its own, beside seven experts of so many rows each."""
+    generator = torch.Generator().manual_seed(1)
+    own, seed = (torch.randn(64, WIDTH, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    counts = [neighbours] * 3 + [64] + [neighbours] * 4
+    others = torch.randn(sum(counts) - 64, WIDTH, generator=generator).to(DEVICE, dtype)
+    first = 3 * neighbours
+    rows_MD = torch.cat([others[:first], own, others[first:]]).requires_grad_()
+    weights = [getattr(layer.experts, name).detach().clone().requires_grad_() for name in layer.parameters]
+    out_MD = layer.compute(rows_MD, SlotCounts.of(counts, DEVICE), weights)
+    gradient = torch.zeros_like(out_MD)
+    gradient[first : first + 64] = seed
+    out_MD.backward(gradient)
+    found = {"output": out_MD.detach()[first : first + 64], "input gradient": rows_MD.grad[first : first + 64]}
+    return found | {f"{name} gradient": w.grad[3] for name, w in zip(layer.parameters, weights, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_an_experts_bits_do_not_depend_on_its_neighbours_rows(implementation: str, dtype: torch.dtype) -> None:
+    """A grouped GEMM may choose its tiles by the average rows of a group: these cross 64 and 128 on the average."""
+    layer = expert_layer(implementation, dtype)
+    alone = beside(layer, dtype, 1)
+    for neighbours in (50, 63, 64, 65, 100, 127, 128, 129, 140, 300):
+        now = beside(layer, dtype, neighbours)
+        differ = [name for name in alone if not torch.equal(alone[name], now[name])]
+        assert not differ, f"beside neighbours of {neighbours} rows: {differ}"
+
+
 def test_control_another_order_of_an_experts_rows_may_change_its_weight_gradient() -> None:
     """The comparison sees last bits: summing an expert's rows in another order changes its gradient."""
     layer = expert_layer("grouped_mm", torch.float32)

@@ -1,0 +1,85 @@
+"""What two ranks cannot show over NCCL: a copy between two of three ranks, and a migration after connections were made
+anew. A first call that only some ranks make would never end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from device import NCCL, device_of, use
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytestmark = pytest.mark.gpu
+EXPERTS, RANKS = 6, 3
+
+
+def one_copy() -> eplb.Placement:
+    """Expert 0 lives on rank 0 and is copied to rank 1; rank 2 has nothing to do with copies."""
+    plain = eplb.Placement.initial(2, EXPERTS, RANKS, 1)
+    map_ = np.array(plain.physical_to_logical)
+    map_[:, plain.slots_per_rank + plain.homes_per_rank] = 0
+    return eplb.Placement(map_, EXPERTS, RANKS, plain.home)
+
+
+def train(rank: int, replica_slots: int, moving: bool) -> dict:
+    device = device_of(rank)
+    use(device)
+    model = make_model("olmoe", experts=EXPERTS).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = eplb.BalancerConfig(
+        interval=2,
+        lag=1,
+        policy="static",
+        replica_slots=replica_slots,
+        initial_placement=one_copy() if replica_slots else None,
+        dense_gradients="allreduce",
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    losses = []
+    for step in range(6):
+        if step == 1:
+            balancer._rebalancer._reconnect()
+            if moving:
+                balancer._plan_with(plan_shuffle)
+        ids = batch_of(rank, step).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    result = {
+        "losses": losses,
+        "state": {name: tensor.cpu() for name, tensor in eplb.logical_state_dict(model, optimizer).items()},
+        "committed": len(balancer.events.of_type(RebalanceCommitted)),
+        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
+    }
+    balancer.close()
+    return result
+
+
+def on_three_ranks(replica_slots: int, moving: bool) -> list[dict]:
+    try:
+        return run_ranks(RANKS, train, replica_slots, moving, backend=NCCL, start_method="spawn")
+    except AssertionError as error:
+        if torch.cuda.device_count() < RANKS and "Duplicate GPU" in str(error):
+            pytest.skip(f"{torch.cuda.device_count()} GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on each")
+        raise
+
+
+def test_a_copy_between_two_of_three_ranks_does_not_hang() -> None:
+    for result in on_three_ranks(1, False):
+        assert result["aborted"] == [] and len(result["losses"]) == 6
+
+
+def test_experts_migrate_after_connections_were_made_anew() -> None:
+    fixed, moved = on_three_ranks(0, False), on_three_ranks(0, True)
+    for before, after in zip(fixed, moved, strict=True):
+        assert (after["committed"], after["aborted"]) == (2, [])
+        assert after["losses"] == before["losses"]
+        assert [name for name in before["state"] if not torch.equal(before["state"][name], after["state"][name])] == []
