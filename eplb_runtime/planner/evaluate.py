@@ -71,24 +71,21 @@ def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDAr
     return np.stack([imbalance(filled_rank_load(window, tables)) for window in load])
 
 
-def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
-    """float64 ``[L]``: half under the forecast, half the mean under each recent window by itself, if there are any.
+def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
+    """float64 ``[W + V, L]``: imbalance under each scenario of the load to come, mixes too, each split by itself."""
+    return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement)
 
-    The forecast says where load goes; the windows, each split by itself, how well single batches that stray from it are
-    absorbed.
-    """
-    return _half_and_half(predicted_imbalance(np.concatenate([request.forecast[None], request.recent]), placement))
+
+def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
+    """float64 ``[L]``: mean over the scenarios."""
+    return np.asarray(imbalance_by_scenario(request, placement).mean(axis=0))
 
 
 def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
     """float64 ``[L]``: what ``expected_imbalance`` of no placement gets below."""
-    judges = np.concatenate([request.forecast[None], request.recent])
-    bounds = lower_bound(judges.reshape(-1, request.num_experts), request.topology.num_ranks, request.slots_per_rank)
-    return _half_and_half(bounds.reshape(judges.shape[:2]))
-
-
-def _half_and_half(judged: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(judged[0] if len(judged) == 1 else 0.5 * (judged[0] + judged[1:].mean(axis=0)))
+    windows = np.concatenate([request.scenarios, request.mixes])
+    bounds = lower_bound(windows.reshape(-1, request.num_experts), request.topology.num_ranks, request.slots_per_rank)
+    return np.asarray(bounds.reshape(windows.shape[:2]).mean(axis=0))
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:

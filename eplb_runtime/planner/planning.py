@@ -22,8 +22,6 @@ from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 GATES = ("payoff", "always", "off")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
-RECENT_WINDOWS = 4
-"""Windows on which a new placement must prove itself besides the forecast."""
 
 
 def plan(
@@ -77,10 +75,12 @@ def plan(
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
     if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
+    scenarios, mixes = _load_to_come(windows, forecast, declared, topology.num_ranks)
     request = PlanRequest(
         load=windows,
-        forecast=_load_to_come(windows, forecast, declared),
-        recent=windows[-RECENT_WINDOWS:] if declared is None and len(windows) > 1 else windows[:0],
+        forecast=scenarios.mean(axis=0),
+        scenarios=scenarios,
+        mixes=mixes,
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -125,17 +125,19 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
     return array
 
 
-def _load_to_come(windows: NDArray[np.float64], method: str, declared: ArrayLike | None) -> NDArray[np.float64]:
-    """float64 ``[L, E]``: the load declared, or else foretold."""
+def _load_to_come(
+    windows: NDArray[np.float64], method: str, declared: ArrayLike | None, ranks: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """float64 ``[W, L, E]``: the loads declared, or else foretold; and ``[V, L, E]``, mixes of the latter."""
     if declared is not None:
         known = checked_load(declared, "declared load")
         if known.shape[1:] != windows.shape[1:]:
             raise PlanError(
                 f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
             )
-        return np.asarray(known.mean(axis=0))
+        return coarsen(known), known[:0]
     try:
-        return forecasts.forecast(windows, method)
+        return forecasts.scenarios(windows, forecasts.forecast(windows, method, ranks=ranks))
     except ValueError as error:
         raise PlanError(str(error)) from None
 

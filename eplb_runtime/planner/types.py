@@ -30,8 +30,10 @@ class PlanRequest:
     Args:
         load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
         forecast: float64 ``[L, E]``, the load to plan for.
-        recent: float64 ``[W, L, E]``, newest windows on which a placement must prove itself besides the forecast; may
-            be none.
+        scenarios: float64 ``[W, L, E]``, loads that may come, equally likely; a placement is as good as its mean
+            imbalance over them.
+        mixes: float64 ``[V, L, E]``, more of these by which the search is not led: they judge where it ends. May be
+            none.
         topology: ranks and nodes.
         slots_per_rank: S.
         current: the placement that stands now, or None.
@@ -48,7 +50,8 @@ class PlanRequest:
 
     load: NDArray[np.float64]
     forecast: NDArray[np.float64]
-    recent: NDArray[np.float64]
+    scenarios: NDArray[np.float64]
+    mixes: NDArray[np.float64]
     topology: Topology
     slots_per_rank: int
     current: Placement | None = None
@@ -96,8 +99,8 @@ class Plan:
             layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
             (its nearest copy in the free layout; -1 without ``current``). A source equal to the destination's own rank
             is a copy inside the rank.
-        imbalance_before: float64 ``[L]``, expected max / mean rank load of ``current`` (half under the forecast, half
-            under the recent windows one by one, if there are several), or None.
+        imbalance_before: float64 ``[L]``, expected max / mean rank load of ``current``, the mean over scenarios of
+            the load to come, or None.
         imbalance_after: float64 ``[L]``, the same of ``placement``; by water-filling in the home layout, by even split
             in the free layout.
         lower_bound: float64 ``[L]``, no placement of this shape has less imbalance.

@@ -1,32 +1,44 @@
-"""Move as few experts as pay: warm start from the current placement, best swaps first, under budgets.
+"""Move as few experts as pay: search from the current placement and from placements made anew, under budgets.
 
-The search gives each layer a trajectory of steps, each lowering its imbalance; the budgets and the price of a move
-decide how far along its trajectory each layer goes. A layer that does not gain on the forecast and the recent windows
-stays as it is; replica slots left empty are filled where that absorbs what strays from the forecast.
+Each layer is searched by itself under the scenarios of the load to come; the budgets and the price of a move decide how
+far along its track it goes. A layer whose gain is within what the scenarios differ by stays as it is.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
-from ..cost import HYSTERESIS, CostModel
-from ..evaluate import expected_imbalance, in_units, moves_between
+from ..cost import HYSTERESIS
+from ..evaluate import imbalance_by_scenario, in_units
 from ..search.align import align
 from ..search.budget import share_out
-from ..search.descent import descend
-from ..search.spare import fill_with_chords, fill_with_hottest
-from ..types import MOVE_DESTINATION_SLOT, MOVE_IS_HOME, MOVE_LAYER, MOVE_SOURCE_RANK, PlanRequest
+from ..search.descent import Question
+from ..search.explore import Found, Limits, Starts, make_starts, search_layer
+from ..search.starts import strides
+from ..types import PlanRequest
 
 LEAST_GAIN = 0.005
 """A layer's imbalance must fall at least so much, or it stays as it is."""
-LEAST_GAIN_OF_FILLING = 0.005
-"""The same for filling replica slots beyond need: a replica also costs its refresh at every step."""
+PRICE_OF_ALL, STRAY = 0.5, 0.1
+"""Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
+at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
+a move gains there is not soon lost again."""
+NOISE = 1.0
+"""A layer's gain must be so many times the standard error of its mean over the scenarios."""
+FIRST = 0.1
+"""Of that price, where no replica slot is in use yet: a first plan lasts."""
 SPARE_COPIES = 4
 """Copies an expert may have beyond those its load needs."""
+MOST_THREADS = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,19 +49,15 @@ class Trajectory:
         imbalance: float64 ``[N + 1]``.
         moved: int64 ``[N + 1, 2]``, homes and replicas moved.
         seconds: float64 ``[N + 1]``, to carry them.
-        home_rank: int32 ``[E]``, where the search has ended.
-        replicas: int32 ``[R, k]``, likewise.
-        begin: where the search began: the start itself, or with its empty replica slots filled.
-        least_steps: 1 if filling them is the first step, which is taken in any case; else 0.
+        found: the search.
+        begin: where it began anew; that is the first step then. None: where the layer stood.
     """
 
     imbalance: NDArray[np.float64]
     moved: NDArray[np.int64]
     seconds: NDArray[np.float64]
-    home_rank: NDArray[np.int32]
-    replicas: NDArray[np.int32]
-    begin: Placement
-    least_steps: int = 0
+    found: Found
+    begin: Starts | None
 
     @property
     def steps(self) -> int:
@@ -57,110 +65,112 @@ class Trajectory:
 
 
 def incremental(request: PlanRequest) -> Placement:
-    """Warm-started search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
+    """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
-    units = in_units(request.forecast)
-    trajectories = [_explore(request, start, start, units, layer) for layer in range(request.num_layers)]
-    if request.max_moves is None and request.max_bytes is None:
-        trajectories = _or_filled_first(request, start, units, trajectories)
-    steps = _within_budget(trajectories, [_worth_going(one, request) for one in trajectories], request)
+    search = _Search(request, start)
+    trajectories = in_threads(search.layer, request.num_layers)
+    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
+    steps = _within_budget(trajectories, farthest, request)
     for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
-        begin, searched = trajectories[layer].begin, int(steps[layer]) - trajectories[layer].least_steps
-        trajectories[layer] = _explore(request, start, begin, units, layer, searched)
-    placement = _at_the_end(start, trajectories, steps > 0)
-    return _use_spare_slots(request, _better_of(request, start, placement))
+        trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
+    placement = _at_the_end(start, [one.found for one in trajectories], steps > 0)
+    return placement if request.current is None else _where_it_pays(request, start, placement)
 
 
-def _or_filled_first(
-    request: PlanRequest, start: Placement, units: NDArray[np.int64], trajectories: list[Trajectory]
-) -> list[Trajectory]:
-    """For each layer the given trajectory, or one that fills the empty replica slots first, if that ends better."""
-    begin = fill_with_hottest(start, request.forecast)
-    fills = (begin.physical_to_logical != start.physical_to_logical).any(axis=1)
-    others = list(trajectories)
-    for layer in np.flatnonzero(fills).tolist():
-        one, other = trajectories[layer], _explore(request, start, begin, units, layer)
-        others[layer] = Trajectory(
-            np.concatenate([one.imbalance[:1], other.imbalance]),
-            np.concatenate([one.moved[:1], other.moved]),
-            np.concatenate([one.seconds[:1], other.seconds]),
-            other.home_rank,
-            other.replicas,
-            begin,
-            least_steps=1,
+class _Search:
+    """The question of every layer, laid out for the compiled search."""
+
+    def __init__(self, request: PlanRequest, start: Placement) -> None:
+        topology = request.topology
+        self._request = request
+        self._load_LWE = np.ascontiguousarray(
+            in_units(np.concatenate([request.scenarios, request.mixes])).transpose(1, 0, 2)
         )
-    gain = expected_imbalance(request, _at_the_end(start, trajectories, fills)) - expected_imbalance(
-        request, _at_the_end(start, others, fills)
-    )
-    dearer = np.array([two.seconds[-1] - one.seconds[-1] for one, two in zip(trajectories, others, strict=True)])
-    pays = fills & (gain >= (0.0 if request.current is None else LEAST_GAIN_OF_FILLING))
-    if request.seconds_per_imbalance is not None:
-        pays &= request.seconds_per_imbalance * gain > HYSTERESIS * dearer
-    return [two if better else one for one, two, better in zip(trajectories, others, pays, strict=True)]
+        self._led_by = len(request.scenarios)
+        self._home_LE = start.home_rank.copy()  # writable: one compiled version for all
+        self._replica_LRK = start.replicas_LRK.copy()
+        self._most_L = start.copy_count.max(axis=1)
+        links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
+        self._seconds = request.home_bytes / links, request.replica_bytes / links
+        of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
+        if start.replica_slots:
+            of_all_L[(start.replicas_LRK == EMPTY).all(axis=(1, 2))] *= FIRST
+        self._price_L = np.zeros_like(of_all_L) if request.current is None else of_all_L / request.num_slots
+        self._seconds_price = 0.0
+        if request.seconds_per_imbalance is not None:
+            self._seconds_price = HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
+        self._anew = request.max_moves is None and request.max_bytes is None
+        self._stride_K = strides(topology.num_ranks, start.replica_slots)
+
+    def layer(self, layer: int) -> Trajectory:
+        question = self._question(layer)
+        starts = make_starts(question[0][: self._led_by], question[2], self._stride_K, self._anew)
+        found = search_layer(*question, self._seconds_price, self._limits(layer), starts)
+        track, reached = found.track, found.steps + 1
+        value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
+        begin = None
+        if found.start > 0:
+            begin = Starts(starts.home_XE[found.start, None], starts.replica_XRK[found.start, None])
+            value = np.concatenate([[np.inf], value])
+            moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
+            seconds = np.concatenate([[0.0], seconds])
+        return Trajectory(value, moved, seconds, found, begin)
+
+    def cut(self, layer: int, one: Trajectory, steps: int) -> Trajectory:
+        """The same after so many steps only."""
+        question = self._question(layer)
+        begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
+        limits = self._limits(layer)._replace(max_steps=steps - (one.begin is not None))
+        found = search_layer(*question, self._seconds_price, limits, one.begin or begin)
+        return Trajectory(one.imbalance, one.moved, one.seconds, found, one.begin)
+
+    def worth_going(self, layer: int, one: Trajectory) -> int:
+        """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
+        least = 0 if one.begin is None else 1
+        value = one.imbalance + self._seconds_price * one.seconds + one.moved @ self._prices(layer)
+        value = value[least:]
+        if self._request.current is None:
+            return least + int(np.argmin(value))
+        if least == 0 and value[0] - value.min() < LEAST_GAIN:
+            return 0
+        return least + int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
+
+    def _prices(self, layer: int) -> tuple[float, float]:
+        """Of a home and of a replica."""
+        return float(self._price_L[layer]), float(self._price_L[layer])
+
+    def _question(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Question]:
+        load_WE = self._load_LWE[layer]
+        ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
+        node = self._request.topology.ranks_per_node
+        question = Question(self._home_LE[layer], self._replica_LRK[layer], node, *self._prices(layer), *self._seconds)
+        return load_WE, ballast_WR, question
+
+    def _limits(self, layer: int) -> Limits:
+        load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
+        needed = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1)).max()
+        most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
+        slots = self._replica_LRK.shape[2]
+        max_copies = min(ranks, most, 1 + ranks * slots)
+        max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
+        return Limits(max_copies, max_steps, self._led_by, self._stride_K)
 
 
-def _explore(
-    request: PlanRequest,
-    start: Placement,
-    begin: Placement,
-    units: NDArray[np.int64],
-    layer: int,
-    max_steps: int | None = None,
-) -> Trajectory:
-    """The trajectory of one layer from ``begin``: to where no step gains any more, or of so many steps."""
-    topology, load = request.topology, units[layer]
-    home_rank, replicas = begin.home_rank[layer].copy(), _replica_slots(begin)[layer].copy()
-    total = max(int(load.sum()), 1)
-    needed = -(-int(load.max()) * topology.num_ranks // total)
-    most = max(needed + SPARE_COPIES, int(begin.copy_count[layer].max()))
-    max_copies = min(topology.num_ranks, most, 1 + replicas.size)
-    if max_steps is None:
-        max_steps = 2 * request.num_experts + 2 * replicas.size
-    peak = np.empty(max_steps + 1, dtype=np.int64)
-    moved = np.empty((max_steps + 1, 2), dtype=np.int32)
-    seconds = np.empty(max_steps + 1)
-    links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
-    taken = descend(
-        load,
-        home_rank,
-        replicas,
-        start.home_rank[layer].copy(),
-        _replica_slots(start)[layer].copy(),
-        topology.ranks_per_node,
-        max_copies,
-        max_steps,
-        tuple((request.home_bytes / links).tolist()),
-        tuple((request.replica_bytes / links).tolist()),
-        peak,
-        moved,
-        seconds,
-    )
-    reached = np.arange(taken + 1)
-    return Trajectory(
-        peak[reached] * (topology.num_ranks / total),
-        moved[reached].astype(np.int64),
-        seconds[reached],
-        home_rank,
-        replicas,
-        begin,
-    )
+def _stray(request: PlanRequest) -> NDArray[np.float64]:
+    """float64 ``[L]``: the share of tokens that go to other experts than the forecast says, mean over the scenarios."""
+    expected = request.forecast / np.maximum(request.forecast.sum(axis=1, keepdims=True), 1e-300)
+    come = request.scenarios / np.maximum(request.scenarios.sum(axis=2, keepdims=True), 1e-300)
+    return np.asarray(0.5 * np.abs(come - expected).sum(axis=2).mean(axis=0))
 
 
-def _replica_slots(placement: Placement) -> NDArray[np.int32]:
-    """int32 ``[L, R, k]``."""
-    by_rank = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
-    return by_rank[:, :, placement.homes_per_rank :]
-
-
-def _worth_going(trajectory: Trajectory, request: PlanRequest) -> int:
-    """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best value."""
-    value = trajectory.imbalance
-    if request.seconds_per_imbalance is not None:
-        value = value + HYSTERESIS * trajectory.seconds / max(request.seconds_per_imbalance, 1e-300)
-    value = value[trajectory.least_steps :]
-    if value[0] - value.min() < LEAST_GAIN:
-        return trajectory.least_steps
-    return trajectory.least_steps + int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
+def in_threads(work: Callable[[int], T], count: int) -> list[T]:
+    """``work`` of 0, 1, ... count - 1, in as many threads as cores are free; compiled code lets the others run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(MOST_THREADS, count, round(cores - os.getloadavg()[0]))) if cores > 1 else 1
+    if threads == 1:
+        return [work(index) for index in range(count)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, range(count)))
 
 
 def _within_budget(trajectories: list[Trajectory], farthest: list[int], request: PlanRequest) -> NDArray[np.int64]:
@@ -174,22 +184,23 @@ def _within_budget(trajectories: list[Trajectory], farthest: list[int], request:
     )
 
 
-def _at_the_end(start: Placement, trajectories: list[Trajectory], moves: NDArray[np.bool_]) -> Placement:
-    """Layers that move stand as at the end of their trajectory, the others as in ``start``."""
-    home_rank = start.home_rank.copy()
-    replicas = _replica_slots(start).copy()
+def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -> Placement:
+    """Layers that move stand as their search ended, the others as in ``start``."""
+    home_rank, replicas = start.home_rank.copy(), start.replicas_LRK.copy()
     for layer in np.flatnonzero(moves).tolist():
-        home_rank[layer], replicas[layer] = trajectories[layer].home_rank, trajectories[layer].replicas
+        home_rank[layer], replicas[layer] = ends[layer].home_E, ends[layer].replica_RK
     replica_ranks = np.zeros((start.num_layers, start.num_experts, start.num_ranks), dtype=bool)
     layers, ranks, slots = np.nonzero(replicas != EMPTY)
     replica_ranks[layers, replicas[layers, ranks, slots], ranks] = True
     return align(start, home_rank, replica_ranks)
 
 
-def _better_of(request: PlanRequest, standing: Placement, other: Placement) -> Placement:
-    """Layer by layer the one with less expected imbalance, by the splitter itself; ties stay as they stand."""
-    gains = expected_imbalance(request, other) < expected_imbalance(request, standing)
-    return _choose(gains, other, standing)
+def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) -> Placement:
+    """Layers of ``other`` whose gain, by the splitter itself, is more than the scenarios' own noise."""
+    gain_WL = imbalance_by_scenario(request, standing) - imbalance_by_scenario(request, other)
+    gain_L = gain_WL.mean(axis=0)
+    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
+    return _choose((gain_L > 0) & (gain_L > NOISE * error_L), other, standing)
 
 
 def _choose(first: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
@@ -203,44 +214,3 @@ def _choose(first: NDArray[np.bool_], one: Placement, other: Placement) -> Place
         np.where(first[:, None], one.home, other.home),
         other.epoch,
     )
-
-
-def _use_spare_slots(request: PlanRequest, placement: Placement) -> Placement:
-    """Fill empty replica slots in the layers where that absorbs what strays from the forecast, with what is left."""
-    if placement.physical_to_logical.min() != EMPTY or not (len(request.recent) or request.current is None):
-        return placement
-    hot = fill_with_hottest(placement, request.forecast)
-    filled = _better_of(request, hot, fill_with_chords(placement, request.forecast)) if len(request.recent) else hot
-    if request.current is None:
-        return filled
-    value = np.stack([expected_imbalance(request, placement), expected_imbalance(request, filled)], axis=1)
-    cost = CostModel(home_bytes=request.home_bytes, replica_bytes=request.replica_bytes)
-    size = np.array([request.replica_bytes, request.home_bytes])
-    spent = [_spent(moves_between(request.current, p, request.topology), p, size) for p in (placement, filled)]
-    left = [
-        None if limit is None else int(limit - spent[0][:, currency].sum())
-        for currency, limit in enumerate((request.max_moves, request.max_bytes))
-    ]
-    pays = value[:, 0] - value[:, 1] >= LEAST_GAIN_OF_FILLING
-    if request.seconds_per_imbalance is not None:
-        moves = moves_between(placement, filled, request.topology)
-        seconds = [
-            cost.transfer_seconds(moves[moves[:, MOVE_LAYER] == layer], request.topology, request.slots_per_rank)
-            for layer in range(request.num_layers)
-        ]
-        pays &= request.seconds_per_imbalance * (value[:, 0] - value[:, 1]) > HYSTERESIS * np.array(seconds)
-    offers = [np.array([before, after if pay else before]) for (before, after), pay in zip(value, pays, strict=True)]
-    prices = [np.stack([np.zeros(2, dtype=np.int64), extra]) for extra in spent[1] - spent[0]]
-    taken = share_out(offers, prices, tuple(left))
-    return _choose(pays & (taken > 0), filled, placement)
-
-
-def _spent(moves: NDArray[np.int32], placement: Placement, size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 ``[L, 2]``: slots and bytes that travel between ranks, by layer."""
-    travels = moves[:, MOVE_SOURCE_RANK] != moves[:, MOVE_DESTINATION_SLOT] // placement.slots_per_rank
-    layer = moves[travels, MOVE_LAYER]
-    weight = size[moves[travels, MOVE_IS_HOME]]
-    slots = np.bincount(layer, minlength=placement.num_layers)
-    total = np.zeros(placement.num_layers, dtype=np.int64)
-    np.add.at(total, layer, weight)
-    return np.stack([slots, total], axis=1)

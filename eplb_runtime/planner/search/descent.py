@@ -1,341 +1,400 @@
-"""The search under the ``incremental`` policy: best swaps of homes, best changes of replica slots, layer by layer.
+"""The search under the ``incremental`` policy: best swaps of homes, best changes of replica slots, one layer at a time.
 
-The goal is the sum of squared rank loads under water-filling, taken after every step with the real splitter's sweeps: a
-split that minimises it also minimises the busiest rank. Loads are integers, so that every machine takes the same steps.
+A step relieves a rank that is busy in many scenarios: it swaps one of its homes with another rank's, or gives one of
+its experts a replica elsewhere. Steps are ranked by how far the sum of squared rank loads would fall with the splits
+held still; the best few are tried, the splits settled, and the best of them taken if the busiest ranks fall by more
+than the step's price, and not in the odd scenario only. Loads are integers, so that every machine takes the same steps.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
-from ...routing.water_filling import sweep_once, sweep_until_optimal
+from .scenarios import Layer, copy_state, set_replica, settle, stands_on, swap_homes
 
-GOOD_ENOUGH_BITS = 10
-"""The search stops when the busiest rank is within 2 ** -10 of the mean."""
-FIRST_SWEEPS, SETTLING_SWEEPS = 100, 3
-"""Sweeps for the split of the start (until optimal), and after each step (from a split that was good before it)."""
 NEAR_BONUS = 1.02
-"""A candidate inside the node is preferred while its gain is at most 2 % less."""
+"""A step inside the node is preferred while its gain is at most 2 % less."""
+AWAY = 0.25
+"""A scenario that a step makes worse counts so much: what it heaps up, the next split spreads."""
+TRIED = 3
+"""Steps tried in earnest for each busy rank."""
 STUCK_RANKS = 6
-"""So many of the busiest ranks are tried before the search gives up."""
+"""So many busy ranks are tried before the search gives up."""
+SPREAD_WEIGHT = 0.1
+"""Of the mean squared deviation of rank loads, beside the busiest rank: it leads over plateaus."""
+SETTLING_SWEEPS = 3
+LEAST_FALL = 1e-6
+SURE = 1.2
+"""A step's gain must be so many standard errors of its mean over the scenarios."""
+GOOD_ENOUGH = 2.0**-10
+"""A rank this little above the mean needs no relief."""
+
+
+class Question(NamedTuple):
+    """What does not change during a search.
+
+    Args:
+        start_home_E: int32, where homes stand now, for the price of what is reached.
+        start_replica_RK: int32, likewise replicas.
+        ranks_per_node: consecutive ranks that share a node.
+        home_price, replica_price: of moving one, in imbalance.
+        home_seconds, replica_seconds: float64 ``[2]``, of carrying one expert inside a node and between nodes.
+    """
+
+    start_home_E: NDArray[np.int32]
+    start_replica_RK: NDArray[np.int32]
+    ranks_per_node: int
+    home_price: float
+    replica_price: float
+    home_seconds: NDArray[np.float64]
+    replica_seconds: NDArray[np.float64]
+
+
+class Track(NamedTuple):
+    """What a search has reached after 0, 1, ... N steps; filled from the front.
+
+    Args:
+        value_N: float64, mean over scenarios of max / mean rank load.
+        moved_N2: int64 ``[N, 2]``, homes and replicas that have moved by then.
+        seconds_N: float64, of the busiest link to carry these.
+    """
+
+    value_N: NDArray[np.float64]
+    moved_N2: NDArray[np.int64]
+    seconds_N: NDArray[np.float64]
+
+
+class Best(NamedTuple):
+    """The best steps so far, best first: gain, kind (0 swap, 1 replica), and the three numbers that name the step."""
+
+    gain_M: NDArray[np.float64]
+    step_M4: NDArray[np.int64]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def descend(
-    load_E: NDArray[np.int64],
-    home_rank_E: NDArray[np.int32],
-    replica_RK: NDArray[np.int32],
-    start_home_E: NDArray[np.int32],
-    start_replica_RK: NDArray[np.int32],
-    ranks_per_node: int,
-    max_copies: int,
-    max_steps: int,
-    home_seconds: tuple[float, float],
-    replica_seconds: tuple[float, float],
-    peak_S: NDArray[np.int64],
-    moved_S: NDArray[np.int32],
-    seconds_S: NDArray[np.float64],
-) -> int:
-    """Take improving steps from where experts stand; changes ``home_rank_E`` and ``replica_RK`` in place.
-
-    A step relieves the busiest rank: it swaps one of its homes with another rank's, or gives one of its experts a
-    replica elsewhere (in place of another replica). Candidates are compared by the fall of the goal with the split
-    held still, per expert moved; the best is kept if the goal falls after the split has settled.
-
-    Args:
-        load_E: int64 ``[E]``; sums below 2 ** 56.
-        home_rank_E: int32 ``[E]``.
-        replica_RK: int32 ``[R, k]``, experts in the replica slots, -1 for none.
-        start_home_E, start_replica_RK: where experts stand now, for the price of what has been reached.
-        max_copies: of one expert, home included.
-        max_steps: at most so many.
-        peak_S: int64 ``[max_steps + 1]``, filled with the busiest rank's load before the first and after each step.
-        home_seconds, replica_seconds: of carrying one expert inside a node and between nodes.
-        moved_S: int32 ``[max_steps + 1, 2]``, filled with the homes and the replicas that have moved by then.
-        seconds_S: float64 ``[max_steps + 1]``, filled with the busiest link's time to carry these.
+def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track) -> int:
+    """Take improving steps from where ``layer`` stands, in place; ``spare`` and ``other`` are room to work in.
 
     Returns:
-        steps taken.
+        steps taken, at most one less than ``track`` has room for.
     """
-    experts, (ranks, slots) = load_E.size, replica_RK.shape
-    homes_RH = np.empty((ranks, experts // ranks), dtype=np.int32)
-    filled_R = np.zeros(ranks, dtype=np.int32)
-    ranks_EC = np.full((experts, max_copies), -1, dtype=np.int32)
-    share_EC = np.zeros((experts, max_copies), dtype=np.int64)
-    count_E = np.ones(experts, dtype=np.int32)
-    load_R = np.zeros(ranks, dtype=np.int64)
-    for expert in range(experts):
-        rank = home_rank_E[expert]
-        ranks_EC[expert, 0], share_EC[expert, 0] = rank, load_E[expert]
-        load_R[rank] += load_E[expert]
-        homes_RH[rank, filled_R[rank]] = expert
-        filled_R[rank] += 1
-    for rank in range(ranks):
-        for slot in range(slots):
-            expert = replica_RK[rank, slot]
-            if expert != EMPTY and count_E[expert] == max_copies:
-                replica_RK[rank, slot] = EMPTY
-            elif expert != EMPTY:
-                ranks_EC[expert, count_E[expert]] = rank
-                count_E[expert] += 1
-    sweep_until_optimal(ranks_EC, count_E, share_EC, load_R, FIRST_SWEEPS)
-    goal = _goal(load_R)
-    peak_S[0] = load_R.max()
-    seconds_S[0] = _price(
-        start_home_E,
-        start_replica_RK,
-        ranks_EC,
-        replica_RK,
-        ranks_per_node,
-        home_seconds,
-        replica_seconds,
-        moved_S[0],
-    )
-    enough = load_R.sum() // ranks
-    enough += enough >> GOOD_ENOUGH_BITS
-    stuck_R = np.zeros(ranks, dtype=np.bool_)
+    scenarios, experts = layer.load_WE.shape
+    ranks = layer.load_WR.shape[1]
+    tokens_EW, load_RW = np.empty((experts, scenarios)), np.empty((ranks, scenarios))
+    excess_R, stuck_R = np.empty(ranks), np.zeros(ranks, dtype=np.bool_)
+    best = Best(np.zeros(TRIED), np.zeros((TRIED, 4), dtype=np.int64))
+    peak_W, tried_W, kept_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
+    value, goal = judge(layer, peak_W)
+    record(layer, question, track, 0, value)
+    goal += price_of_moves(layer, question)
+    copy_state(layer, spare)
     stuck, step = 0, 0
-    while step < max_steps and stuck < STUCK_RANKS:
+    while step + 1 < track.value_N.size and stuck < STUCK_RANKS:
+        _excess(layer, excess_R)
         busiest = -1
         for rank in range(ranks):
-            if not stuck_R[rank] and (busiest < 0 or load_R[rank] > load_R[busiest]):
+            if not stuck_R[rank] and (busiest < 0 or excess_R[rank] > excess_R[busiest]):
                 busiest = rank
-        if busiest < 0 or load_R[busiest] <= enough:
+        if busiest < 0 or excess_R[busiest] <= 0.0:
             break
-        swap_gain, here, there = _best_swap(busiest, homes_RH, ranks_EC, count_E, share_EC, load_R, ranks_per_node)
-        copy_gain, expert, rank, slot = _best_replica(
-            busiest, homes_RH, replica_RK, ranks_EC, count_E, share_EC, load_R, ranks_per_node
-        )
-        if swap_gain <= 0.0 and copy_gain <= 0.0:
-            stuck_R[busiest] = True
-            stuck += 1
-            continue
-        old_homes, old_replica = homes_RH.copy(), replica_RK.copy()
-        old_ranks, old_share, old_count, old_load = ranks_EC.copy(), share_EC.copy(), count_E.copy(), load_R.copy()
-        if swap_gain / 2 > copy_gain:
-            _swap_homes(here, there, homes_RH, ranks_EC, share_EC, load_R)
-        else:
-            _set_replica(expert, rank, slot, replica_RK, ranks_EC, count_E, share_EC, load_R)
-        for _ in range(SETTLING_SWEEPS):
-            sweep_once(ranks_EC, count_E, share_EC, load_R)
-        reached = _goal(load_R)
-        if reached >= goal:
-            homes_RH[:], replica_RK[:] = old_homes, old_replica
-            ranks_EC[:], share_EC[:], count_E[:], load_R[:] = old_ranks, old_share, old_count, old_load
+        _look(layer, tokens_EW, load_RW)
+        best.gain_M[:] = 0.0
+        _find_swaps(layer, busiest, tokens_EW, load_RW, question.ranks_per_node, best)
+        _find_replicas(layer, busiest, load_RW, question.ranks_per_node, best)
+        reached = goal - LEAST_FALL
+        found = False
+        for index in range(TRIED):
+            if best.gain_M[index] <= 0.0:
+                break
+            _take(layer, best.step_M4[index])
+            settle(layer, SETTLING_SWEEPS)
+            tried_value, tried = judge(layer, tried_W)
+            if tried < reached:
+                tried += price_of_moves(layer, question)
+                if tried < reached and _is_sure(peak_W, tried_W):
+                    reached, value, found = tried, tried_value, True
+                    kept_W[:] = tried_W
+                    copy_state(layer, other)
+            copy_state(spare, layer)
+        if not found:
             stuck_R[busiest] = True
             stuck += 1
             continue
         goal = reached
+        peak_W[:] = kept_W
+        copy_state(other, layer)
+        copy_state(other, spare)
         stuck_R[:] = False
         stuck = 0
         step += 1
-        peak_S[step] = load_R.max()
-        seconds_S[step] = _price(
-            start_home_E,
-            start_replica_RK,
-            ranks_EC,
-            replica_RK,
-            ranks_per_node,
-            home_seconds,
-            replica_seconds,
-            moved_S[step],
-        )
-    home_rank_E[:] = ranks_EC[:, 0]
+        record(layer, question, track, step, value)
     return step
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _goal(load_R: NDArray[np.int64]) -> float:
-    total = 0.0
-    for rank in range(load_R.size):
-        total += float(load_R[rank]) * float(load_R[rank])
-    return total
+def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean over scenarios of max / mean rank load; the same with a little of the spread, which the search lowers.
 
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _stands_on(expert: int, rank: int, ranks_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> bool:
-    found = False
-    for copy in range(count_E[expert]):
-        found = found or ranks_EC[expert, copy] == rank
-    return found
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _best_swap(
-    busiest: int,
-    homes_RH: NDArray[np.int32],
-    ranks_EC: NDArray[np.int32],
-    count_E: NDArray[np.int32],
-    share_EC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-    ranks_per_node: int,
-) -> tuple[float, int, int]:
-    """The fall of the goal and the two experts; ties go to the lower rank and slot."""
-    best, best_here, best_there = 0.0, -1, -1
-    ranks, homes = homes_RH.shape
-    for mine in range(homes):
-        here = homes_RH[busiest, mine]
+    Args:
+        peak_W: out, max / mean rank load of each scenario.
+    """
+    scenarios, ranks = layer.load_WR.shape
+    peaks, spread = 0.0, 0.0
+    for scenario in range(scenarios):
+        total, squares, peak = 0.0, 0.0, 0.0
         for rank in range(ranks):
-            gap = load_R[busiest] - load_R[rank]
-            if rank == busiest or gap <= 0:
-                continue
-            bonus = NEAR_BONUS if rank // ranks_per_node == busiest // ranks_per_node else 1.0
-            for theirs in range(homes):
-                there = homes_RH[rank, theirs]
-                shift = share_EC[here, 0] - share_EC[there, 0]
-                if shift <= 0 or shift >= gap:
-                    continue
-                gain = 2.0 * float(shift) * float(gap - shift) * bonus
-                if gain > best:
-                    if count_E[here] > 1 and _stands_on(here, rank, ranks_EC, count_E):
-                        continue
-                    if count_E[there] > 1 and _stands_on(there, busiest, ranks_EC, count_E):
-                        continue
-                    best, best_here, best_there = gain, here, there
-    return best, best_here, best_there
+            load = float(layer.load_WR[scenario, rank])
+            total += load
+            squares += load * load
+            peak = max(peak, load)
+        if total > 0.0:
+            mean = total / ranks
+            peak_W[scenario] = peak / mean
+            peaks += peak_W[scenario]
+            spread += squares / (mean * mean * ranks) - 1.0
+        else:
+            peak_W[scenario] = 1.0
+            peaks += 1.0
+    return peaks / scenarios, (peaks + SPREAD_WEIGHT * spread) / scenarios
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _best_replica(
+def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> bool:
+    """Whether the busiest ranks gain in more than the odd scenario: by so many standard errors of the mean gain."""
+    scenarios = before_W.size
+    if scenarios == 1:
+        return True
+    mean, squares = 0.0, 0.0
+    for scenario in range(scenarios):
+        gain = before_W[scenario] - after_W[scenario]
+        mean += gain
+        squares += gain * gain
+    mean /= scenarios
+    variance = max(squares / scenarios - mean * mean, 0.0)
+    return mean >= 0.0 and mean * mean * (scenarios - 1) >= SURE * SURE * variance
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _excess(layer: Layer, excess_R: NDArray[np.float64]) -> None:
+    """How far each rank is above the mean, squared, summed over the scenarios."""
+    scenarios, ranks = layer.load_WR.shape
+    excess_R[:] = 0.0
+    for scenario in range(scenarios):
+        total = 0.0
+        for rank in range(ranks):
+            total += float(layer.load_WR[scenario, rank])
+        mean = total / ranks
+        if mean <= 0.0:
+            continue
+        for rank in range(ranks):
+            above = float(layer.load_WR[scenario, rank]) / mean - 1.0
+            if above > GOOD_ENOUGH:
+                excess_R[rank] += above * above
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _look(layer: Layer, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
+    """Tokens of each expert at its home, and of each rank, scenarios innermost."""
+    scenarios, experts = layer.load_WE.shape
+    for expert in range(experts):
+        row = layer.row_E[expert]
+        for scenario in range(scenarios):
+            tokens_EW[expert, scenario] = (
+                layer.load_WE[scenario, expert] if row < 0 else layer.share_WNC[scenario, row, 0]
+            )
+    for rank in range(load_RW.shape[0]):
+        for scenario in range(scenarios):
+            load_RW[rank, scenario] = layer.load_WR[scenario, rank]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _find_swaps(
+    layer: Layer,
     busiest: int,
-    homes_RH: NDArray[np.int32],
-    replica_RK: NDArray[np.int32],
-    ranks_EC: NDArray[np.int32],
-    count_E: NDArray[np.int32],
-    share_EC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
+    tokens_EW: NDArray[np.float64],
+    load_RW: NDArray[np.float64],
     ranks_per_node: int,
-) -> tuple[float, int, int, int]:
-    """The fall of the goal, the expert, and the rank and replica slot for it; ties as in ``_best_swap``."""
-    best, best_expert, best_rank, best_slot = 0.0, -1, -1, -1
-    ranks, slots = replica_RK.shape
-    homes = homes_RH.shape[1]
+    best: Best,
+) -> None:
+    """Homes of the busiest rank against homes of the others; a swap moves two slots, so it counts half."""
+    ranks, scenarios = load_RW.shape
+    for rank in range(ranks):
+        if rank == busiest:
+            continue
+        bonus = NEAR_BONUS if rank // ranks_per_node == busiest // ranks_per_node else 1.0
+        for here in layer.homes_RH[busiest]:
+            for there in layer.homes_RH[rank]:
+                gain = 0.0
+                for scenario in range(scenarios):
+                    shift = tokens_EW[here, scenario] - tokens_EW[there, scenario]
+                    gain_here = shift * (load_RW[busiest, scenario] - load_RW[rank, scenario] - shift)
+                    gain += gain_here if gain_here > 0.0 else AWAY * gain_here
+                gain *= bonus
+                if gain <= best.gain_M[-1]:
+                    continue
+                if layer.row_E[here] >= 0 and stands_on(layer, here, rank):
+                    continue
+                if layer.row_E[there] >= 0 and stands_on(layer, there, busiest):
+                    continue
+                _keep(best, gain, 0, here, there, 0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ranks_per_node: int, best: Best) -> None:
+    """Experts of the busiest rank into replica slots elsewhere, in place of what stands there."""
+    ranks, slots = layer.replica_RK.shape
+    homes, scenarios = layer.homes_RH.shape[1], load_RW.shape[1]
+    freed_W, loss_W = np.empty(scenarios), np.empty(scenarios)
+    mine_XW = np.empty((homes + slots, scenarios))
+    expert_X = _of_rank(layer, busiest, mine_XW)
     for rank in range(ranks):
         if rank == busiest:
             continue
         bonus = NEAR_BONUS if rank // ranks_per_node == busiest // ranks_per_node else 1.0
         for slot in range(slots):
-            old = replica_RK[rank, slot]
-            freed, other, loss = 0, -1, 0.0
-            if old != EMPTY:
-                for copy in range(count_E[old]):
-                    at = ranks_EC[old, copy]
-                    if at == rank:
-                        freed = share_EC[old, copy]
-                    elif other < 0 or load_R[at] < load_R[other]:
-                        other = at
-                loss = float(freed) * (2.0 * float(load_R[other] - load_R[rank]) + 2.0 * float(freed))
-                if other == busiest and freed > 0:
+            _cost_of_leaving(layer, rank, slot, load_RW, freed_W, loss_W)
+            for index in range(expert_X.size):
+                expert = expert_X[index]
+                if expert == EMPTY:
                     continue
-            gap = load_R[busiest] - load_R[rank] + freed
-            if gap <= 0:
-                continue
-            for index in range(homes + slots):
-                expert = homes_RH[busiest, index] if index < homes else replica_RK[busiest, index - homes]
-                if expert == EMPTY or count_E[expert] >= ranks_EC.shape[1]:
-                    continue
-                mine = 0
-                for copy in range(count_E[expert]):
-                    if ranks_EC[expert, copy] == busiest:
-                        mine = share_EC[expert, copy]
-                shift = float(min(mine, gap // 2))
-                gain = (2.0 * shift * (float(gap) - shift) - loss) * bonus
-                if gain > best and not _stands_on(expert, rank, ranks_EC, count_E):
-                    best, best_expert, best_rank, best_slot = gain, expert, rank, slot
-    return best, best_expert, best_rank, best_slot
+                gain = 0.0
+                for scenario in range(scenarios):
+                    gap = load_RW[busiest, scenario] - load_RW[rank, scenario] + freed_W[scenario]
+                    if gap > 0.0:
+                        shift = min(mine_XW[index, scenario], 0.5 * gap)
+                        gain += 2.0 * shift * (gap - shift)
+                    gain -= loss_W[scenario]
+                gain *= bonus
+                if gain > best.gain_M[-1] and not stands_on(layer, expert, rank):
+                    _keep(best, gain, 1, expert, rank, slot)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _swap_homes(
-    here: int,
-    there: int,
-    homes_RH: NDArray[np.int32],
-    ranks_EC: NDArray[np.int32],
-    share_EC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-) -> None:
-    a, b = ranks_EC[here, 0], ranks_EC[there, 0]
-    for index in range(homes_RH.shape[1]):
-        if homes_RH[a, index] == here:
-            homes_RH[a, index] = there
-        if homes_RH[b, index] == there:
-            homes_RH[b, index] = here
-    ranks_EC[here, 0], ranks_EC[there, 0] = b, a
-    shift = share_EC[here, 0] - share_EC[there, 0]
-    load_R[a] -= shift
-    load_R[b] += shift
+def _of_rank(layer: Layer, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray[np.int32]:
+    """int32 ``[H + K]``: experts of a rank that may have one copy more, or -1; and their tokens there."""
+    homes, slots = layer.homes_RH.shape[1], layer.replica_RK.shape[1]
+    expert_X = np.empty(homes + slots, dtype=np.int32)
+    for index in range(homes + slots):
+        expert = layer.homes_RH[rank, index] if index < homes else layer.replica_RK[rank, index - homes]
+        row = -1 if expert == EMPTY else layer.row_E[expert]
+        if row >= 0 and layer.count_N[row] >= layer.ranks_NC.shape[1]:
+            expert = EMPTY
+        expert_X[index] = expert
+        if expert == EMPTY:
+            continue
+        place = 0
+        while row >= 0 and layer.ranks_NC[row, place] != rank:
+            place += 1
+        for scenario in range(tokens_XW.shape[1]):
+            tokens_XW[index, scenario] = (
+                layer.load_WE[scenario, expert] if row < 0 else layer.share_WNC[scenario, row, place]
+            )
+    return expert_X
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _set_replica(
-    expert: int,
+def _cost_of_leaving(
+    layer: Layer,
     rank: int,
     slot: int,
-    replica_RK: NDArray[np.int32],
-    ranks_EC: NDArray[np.int32],
-    count_E: NDArray[np.int32],
-    share_EC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
+    load_RW: NDArray[np.float64],
+    freed_W: NDArray[np.float64],
+    loss_W: NDArray[np.float64],
 ) -> None:
-    """Put ``expert`` into a replica slot; what the slot's old expert computed there goes to its home."""
-    old = replica_RK[rank, slot]
-    if old != EMPTY:
-        last = count_E[old] - 1
-        for copy in range(1, last + 1):
-            if ranks_EC[old, copy] == rank:
-                freed = share_EC[old, copy]
-                load_R[rank] -= freed
-                share_EC[old, 0] += freed
-                load_R[ranks_EC[old, 0]] += freed
-                ranks_EC[old, copy], share_EC[old, copy] = ranks_EC[old, last], share_EC[old, last]
-                break
-        ranks_EC[old, last], share_EC[old, last] = -1, 0
-        count_E[old] = last
-    replica_RK[rank, slot] = expert
-    ranks_EC[expert, count_E[expert]], share_EC[expert, count_E[expert]] = rank, 0
-    count_E[expert] += 1
+    """Tokens that leave with a replica slot's expert, and what that costs where they go: its lightest other rank."""
+    freed_W[:] = 0.0
+    loss_W[:] = 0.0
+    expert = layer.replica_RK[rank, slot]
+    if expert == EMPTY:
+        return
+    row = layer.row_E[expert]
+    place = 1
+    while layer.ranks_NC[row, place] != rank:
+        place += 1
+    for scenario in range(freed_W.size):
+        freed = float(layer.share_WNC[scenario, row, place])
+        if freed <= 0.0:
+            continue
+        lightest = np.inf
+        for copy in range(layer.count_N[row]):
+            if copy != place:
+                lightest = min(lightest, load_RW[layer.ranks_NC[row, copy], scenario])
+        freed_W[scenario] = freed
+        loss_W[scenario] = 2.0 * freed * (lightest - load_RW[rank, scenario] + freed)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _price(
-    start_home_E: NDArray[np.int32],
-    start_replica_RK: NDArray[np.int32],
-    ranks_EC: NDArray[np.int32],
-    replica_RK: NDArray[np.int32],
-    ranks_per_node: int,
-    home_seconds: tuple[float, float],
-    replica_seconds: tuple[float, float],
-    moved: NDArray[np.int32],
-) -> float:
-    """Count homes on another rank than now, and replicas on a rank that does not hold the expert now.
+def _keep(best: Best, gain: float, kind: int, first: int, second: int, third: int) -> None:
+    """Into the list by gain; among equals the earlier stays ahead."""
+    place = best.gain_M.size - 1
+    while place > 0 and best.gain_M[place - 1] < gain:
+        best.gain_M[place] = best.gain_M[place - 1]
+        best.step_M4[place] = best.step_M4[place - 1]
+        place -= 1
+    best.gain_M[place] = gain
+    best.step_M4[place, 0], best.step_M4[place, 1] = kind, first
+    best.step_M4[place, 2], best.step_M4[place, 3] = second, third
 
-    Returns:
-        seconds that the busiest rank sends or receives, as ``CostModel.transfer_seconds``.
-    """
-    sent_R, received_R = np.zeros(replica_RK.shape[0]), np.zeros(replica_RK.shape[0])
-    moved[:] = 0
-    for expert in range(start_home_E.size):
-        source, rank = start_home_E[expert], ranks_EC[expert, 0]
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _take(layer: Layer, step_4: NDArray[np.int64]) -> None:
+    if step_4[0] == 0:
+        swap_homes(layer, step_4[1], step_4[2])
+    else:
+        set_replica(layer, step_4[2], step_4[3], step_4[1])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def price_of_moves(layer: Layer, question: Question) -> float:
+    """Of homes on another rank than now, and of replicas on a rank that does not hold the expert now; in imbalance."""
+    homes, replicas = 0, 0
+    for expert in range(layer.home_E.size):
+        if layer.home_E[expert] != question.start_home_E[expert]:
+            homes += 1
+    for rank in range(layer.replica_RK.shape[0]):
+        for slot in range(layer.replica_RK.shape[1]):
+            expert = layer.replica_RK[rank, slot]
+            if expert != EMPTY and not _stood_on(question, expert, rank):
+                replicas += 1
+    return question.home_price * homes + question.replica_price * replicas
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _stood_on(question: Question, expert: int, rank: int) -> bool:
+    if question.start_home_E[expert] == rank:
+        return True
+    found = False
+    for slot in range(question.start_replica_RK.shape[1]):
+        found = found or question.start_replica_RK[rank, slot] == expert
+    return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def record(layer: Layer, question: Question, track: Track, step: int, value: float) -> None:
+    """Write down what has been reached and what it costs: as ``CostModel.transfer_seconds``."""
+    ranks, node = layer.replica_RK.shape[0], question.ranks_per_node
+    sent_R, received_R = np.zeros(ranks), np.zeros(ranks)
+    track.value_N[step] = value
+    track.moved_N2[step] = 0
+    for expert in range(layer.home_E.size):
+        source, rank = question.start_home_E[expert], layer.home_E[expert]
         if source != rank:
-            far = 1 if source // ranks_per_node != rank // ranks_per_node else 0
-            sent_R[source] += home_seconds[far]
-            received_R[rank] += home_seconds[far]
-            moved[0] += 1
-    for rank in range(replica_RK.shape[0]):
-        for slot in range(replica_RK.shape[1]):
-            expert = replica_RK[rank, slot]
-            if expert == EMPTY or start_home_E[expert] == rank:
-                continue
-            new = True
-            for other in range(replica_RK.shape[1]):
-                new = new and start_replica_RK[rank, other] != expert
-            if new:
-                source = start_home_E[expert]
-                far = 1 if source // ranks_per_node != rank // ranks_per_node else 0
-                sent_R[source] += replica_seconds[far]
-                received_R[rank] += replica_seconds[far]
-                moved[1] += 1
-    return float(max(sent_R.max(), received_R.max()))
+            seconds = question.home_seconds[1 if source // node != rank // node else 0]
+            sent_R[source] += seconds
+            received_R[rank] += seconds
+            track.moved_N2[step, 0] += 1
+    for rank in range(ranks):
+        for slot in range(layer.replica_RK.shape[1]):
+            expert = layer.replica_RK[rank, slot]
+            if expert != EMPTY and not _stood_on(question, expert, rank):
+                source = question.start_home_E[expert]
+                seconds = question.replica_seconds[1 if source // node != rank // node else 0]
+                sent_R[source] += seconds
+                received_R[rank] += seconds
+                track.moved_N2[step, 1] += 1
+    track.seconds_N[step] = max(sent_R.max(), received_R.max())

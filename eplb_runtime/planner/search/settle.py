@@ -177,3 +177,18 @@ def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
                 held = held or before[slot] == experts[index]
         known += held
     return known
+
+
+@njit(nogil=True, cache=True)
+def match_ranks(before_E: IntArray, home_E: IntArray, replica_RK: IntArray) -> None:
+    """Rename the ranks of ``home_E`` and ``replica_RK``, in place, so that many experts keep the home rank they had."""
+    ranks = len(replica_RK)
+    shared = np.zeros((ranks, ranks))
+    for expert in range(home_E.size):
+        shared[home_E[expert], before_E[expert]] += 1
+    name = _match(shared)
+    for expert in range(home_E.size):
+        home_E[expert] = name[home_E[expert]]
+    planned = replica_RK.copy()
+    for rank in range(ranks):
+        replica_RK[name[rank]] = planned[rank]

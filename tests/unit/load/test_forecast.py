@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_runtime.load.forecast import coarsen, exponential_average, forecast, past_error
+from eplb_runtime.load.forecast import (
+    coarsen,
+    exponential_average,
+    forecast,
+    last_change,
+    past_imbalance,
+    scenarios,
+)
 
 
 def noisy(mean: np.ndarray, windows: int, seed: int) -> np.ndarray:
@@ -42,10 +49,42 @@ def test_an_exponential_average_weighs_windows_as_its_memory_says() -> None:
     assert exponential_average(load, 0.0)[-1, 0, 0] == pytest.approx(7 / 3)
 
 
-def test_a_perfect_forecast_has_no_past_error() -> None:
-    load = noisy(MEAN, 6, 0)
-    assert past_error(np.concatenate([load[1:], load[:1]]), load) == 0
-    assert past_error(load, load) > 0
+def test_a_perfect_forecast_would_have_balanced_the_past_better_than_a_stale_one() -> None:
+    load = noisy(MEAN, 12, 0)
+    load[6:] = noisy(MEAN[:, ::-1], 6, 1)
+    perfect = past_imbalance(np.concatenate([load[1:], load[:1]]), load, ranks=4)
+    stale = past_imbalance(np.broadcast_to(load[0], load.shape), load, ranks=4)
+    assert perfect.shape == (8, 2), "the newest windows after which something came"
+    assert (perfect >= 1).all() and perfect.mean() < 1.05 < stale.mean()
+
+
+def test_a_layer_that_changes_forgets_what_was_before_and_the_others_do_not() -> None:
+    load = noisy(MEAN, 12, 0)
+    load[9:, 1] = noisy(MEAN[1, ::-1], 3, 1)
+    assert last_change(load).tolist() == [0, 9]
+    made = forecast(load)
+    assert error(made[0], MEAN[0]) < 0.05
+    assert error(made[1], MEAN[1, ::-1]) < 0.1
+
+
+def test_noise_alone_is_no_change() -> None:
+    load = np.maximum(np.random.default_rng(0).normal(1, 0.3, (16, 20, 64)), 0)
+    assert not last_change(load).any()
+
+
+def test_scenarios_lie_around_the_forecast_and_stray_farther_than_what_was_seen() -> None:
+    load = noisy(10 * MEAN, 8, 0)
+    expected = forecast(load, "window")
+    come, mixed = scenarios(load, expected)
+    assert come.shape == load.shape and mixed.shape[1:] == MEAN.shape
+    assert np.allclose(come.mean(axis=0), expected, rtol=1e-3)
+    assert (come.std(axis=0) > 1.1 * load.std(axis=0)).all()
+    assert 0.8 < mixed.std() / come.std() < 1.2
+
+
+def test_one_window_is_its_own_only_scenario() -> None:
+    come, mixed = scenarios(MEAN[None], MEAN)
+    assert np.array_equal(come, MEAN[None]) and len(mixed) == 0
 
 
 @pytest.mark.parametrize("method", ["auto", "window", "last", "average", "trend"])

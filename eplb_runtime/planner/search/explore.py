@@ -1,0 +1,199 @@
+"""Everything that one layer could become: the search from where it stands, and from a few placements made anew.
+
+Each search leaves a track of what it reached and what that costs; the one whose end is best with its price is handed
+back. Layers are searched by themselves, so they can share the machine's cores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ...placement import EMPTY
+from .descent import LEAST_FALL, Question, Track, descend, judge, price_of_moves, record
+from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
+from .settle import match_ranks
+from .starts import add_chords, pack
+
+SEARCHED = 2
+"""Starts that are searched from, of those tried: the best by what they are and cost."""
+NUM_STARTS = 8
+
+
+class Limits(NamedTuple):
+    """How far a layer's search may go.
+
+    Args:
+        max_copies: of one expert, home included.
+        max_steps: of one search.
+        led_by: the first so many scenarios lead a search; all judge where it ends.
+        stride_K: int64, of the chords.
+    """
+
+    max_copies: int
+    max_steps: int
+    led_by: int
+    stride_K: NDArray[np.int64]
+
+
+class Found(NamedTuple):
+    """Where a search ended, how it went, and which of the given starts it began at."""
+
+    home_E: NDArray[np.int32]
+    replica_RK: NDArray[np.int32]
+    track: Track
+    steps: int
+    start: int
+
+
+class Starts(NamedTuple):
+    """Where a search may begin; the first is where the layer stands.
+
+    Args:
+        home_XE: int32, home ranks.
+        replica_XRK: int32, replica slots.
+    """
+
+    home_XE: NDArray[np.int32]
+    replica_XRK: NDArray[np.int32]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def search_layer(
+    load_WE: NDArray[np.int64],
+    ballast_WR: NDArray[np.int64],
+    question: Question,
+    seconds_price: float,
+    limits: Limits,
+    starts: Starts,
+) -> Found:
+    """The best of the searches from those starts that are best by what they are and cost.
+
+    Args:
+        load_WE, ballast_WR: as in ``scenarios.Layer``.
+        seconds_price: imbalance that a second of carrying must be worth.
+    """
+    slots, count = question.start_replica_RK.shape[1], len(starts.home_XE)
+    led_WE, led_WR = load_WE[: limits.led_by], ballast_WR[: limits.led_by]
+    layer = empty_layer(led_WE, led_WR, slots, limits.max_copies)
+    spare = empty_layer(led_WE, led_WR, slots, limits.max_copies)
+    other = empty_layer(led_WE, led_WR, slots, limits.max_copies)
+    every = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
+    price_X = np.zeros(count)
+    for index in range(count if count > 1 else 0):
+        price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
+    least = np.inf
+    for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
+        tried = _search_from(layer, spare, other, question, limits, starts, index)
+        price = _price(every, tried.home_E, tried.replica_RK, question, seconds_price) if count > 1 else 0.0
+        if price < least - LEAST_FALL:
+            least, found = price, tried
+    return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _search_from(
+    layer: Layer, spare: Layer, other: Layer, question: Question, limits: Limits, starts: Starts, start: int
+) -> Found:
+    """Descend, try chords in slots left empty, and descend on if some stay."""
+    room = limits.max_steps + 2
+    track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
+    stand(layer, starts.home_XE[start], starts.replica_XRK[start])
+    steps, filled = 0, 0
+    for _ in range(2):
+        rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
+        steps = filled + descend(layer, spare, other, question, rest)
+        filled = _fill(layer, spare, question, limits.stride_K, track, steps)
+        if filled == steps:
+            break
+        steps = filled
+    return Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, start)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _price(
+    every: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], question: Question, seconds_price: float
+) -> float:
+    """What all scenarios make of a placement, and what going there costs, in imbalance."""
+    track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
+    stand(every, home_E, replica_RK)
+    record(every, question, track, 0, judge(every, np.empty(every.load_WR.shape[0]))[1])
+    return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.int64], track: Track, steps: int) -> int:
+    """Chords into empty slots, one after the other, where the busiest ranks gain by it; returns the steps by then."""
+    ranks, slots = layer.replica_RK.shape
+    peak_W = np.empty(layer.load_WR.shape[0])
+    goal = judge(layer, peak_W)[1] + price_of_moves(layer, question)
+    for slot in range(slots):
+        for rank in range(ranks):
+            if layer.replica_RK[rank, slot] != EMPTY or steps + 2 >= track.value_N.size:
+                continue
+            expert = _heaviest(layer, (rank - stride_K[slot]) % ranks, rank)
+            if expert == EMPTY:
+                continue
+            copy_state(layer, spare)
+            set_replica(layer, rank, slot, expert)
+            settle(layer, 1)
+            value, tried = judge(layer, peak_W)
+            tried += price_of_moves(layer, question)
+            if tried < goal - LEAST_FALL:
+                goal = tried
+                steps += 1
+                record(layer, question, track, steps, value)
+            else:
+                copy_state(spare, layer)
+    return steps
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _heaviest(layer: Layer, source: int, rank: int) -> int:
+    """The home of ``source`` with most tokens a copy that does not stand on ``rank`` and may have one copy more."""
+    best, best_load = EMPTY, 0.0
+    for expert in layer.homes_RH[source]:
+        row = layer.row_E[expert]
+        copies = layer.count_N[row] if row >= 0 else 1
+        if copies >= layer.ranks_NC.shape[1]:
+            continue
+        load = 0.0
+        for scenario in range(layer.load_WE.shape[0]):
+            load += float(layer.load_WE[scenario, expert])
+        if load / copies > best_load and not stands_on(layer, expert, rank):
+            best, best_load = expert, load / copies
+    return best
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def make_starts(load_WE: NDArray[np.int64], question: Question, stride_K: NDArray[np.int64], anew: bool) -> Starts:
+    """As the layer stands; with ``anew`` also homes kept or dealt anew, with copies of the hottest, chords, or both."""
+    ranks, slots = question.start_replica_RK.shape
+    experts = question.start_home_E.size
+    load_E = np.zeros(experts)
+    for scenario in range(load_WE.shape[0]):
+        load_E += load_WE[scenario]
+    room = NUM_STARTS if anew else 1
+    home_XE = np.empty((room, experts), dtype=np.int32)
+    replica_XRK = np.empty((room, ranks, slots), dtype=np.int32)
+    home_XE[0], replica_XRK[0] = question.start_home_E, question.start_replica_RK
+    count = 1
+    for kept in range(2 if anew else 0):
+        for hot in range(slots + 1):
+            if (hot > 1 and hot < slots) or (slots == 0 and kept == 1):
+                continue
+            home_XE[count] = question.start_home_E
+            pack(load_E, hot, home_XE[count], replica_XRK[count], kept == 1)
+            add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])
+            if kept == 0:
+                match_ranks(question.start_home_E, home_XE[count], replica_XRK[count])
+            count += 1
+    if anew and slots > 0:
+        home_XE[count] = question.start_home_E
+        replica_XRK[count] = question.start_replica_RK
+        add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])
+        count += 1
+    return Starts(home_XE[:count], replica_XRK[:count])
