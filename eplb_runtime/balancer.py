@@ -17,15 +17,16 @@ from torch import Tensor
 
 from .config import BalancerConfig
 from .events import EventLog, GuardFinding
+from .experts.gathering import in_logical_order, on_one_rank
 from .experts.registry import ExpertTensors, RegistryError
-from .experts.slices import is_sliced, local
+from .experts.slices import is_sliced
 from .gradients.reduction import Gradients
 from .guard import Guard, Watched
 from .load.counter import LoadCounter
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
 from .planner import Plan
-from .ranks import ProcessGroups
+from .ranks import Job, ProcessGroups
 from .rebalancing import Maps, Rebalancer
 from .topology import Topology
 
@@ -213,26 +214,33 @@ class Balancer:
         return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
 
     @torch.no_grad()
-    def gather_experts(self, layer: int, rows: Tensor) -> Tensor:
+    def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
         """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
+
+        Experts come one after another: beside what is returned, it takes the memory of one (two where rows are sliced).
 
         Args:
             rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.
+            device: where the result is to be; None: where ``rows`` are.
 
         Returns:
-            ``[E, ...]`` on the same device.
+            ``[E, ...]``, equal on every rank.
         """
-        here = local(rows).detach().contiguous()
-        parts = [torch.empty_like(here) for _ in range(self._groups.job.ep_size)]
-        dist.all_gather(parts, here, group=self._groups.dispatch)
-        by_slot = torch.cat(parts)
-        logical = torch.cat([self._maps.table.logical_of_rows(rank)[layer] for rank in range(self._groups.job.ep_size)])
-        in_order = torch.empty_like(by_slot).index_copy_(0, logical, by_slot)
-        if self._groups.expert_data is None or not is_sliced(rows):
-            return in_order
-        slices = [torch.empty_like(in_order) for _ in self._groups.job.edp_ranks]
-        dist.all_gather(slices, in_order, group=self._groups.expert_data)
-        return torch.cat(slices, dim=1)
+        return in_logical_order(rows, self.placement.homes_LRH[layer], self._groups, device)
+
+    @torch.no_grad()
+    def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
+        """Home rows ``first:last`` of one EP rank, on the rank that wants them. Collective over all EP groups.
+
+        Args:
+            rows: as for ``gather_experts``.
+            source: position in the EP group.
+            destination: rank of the job; the rows come from its own EP group.
+
+        Returns:
+            ``[last - first, ...]`` on the destination (the live memory where that is the source), elsewhere None.
+        """
+        return on_one_rank(rows, first, last, source, destination, self._groups)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +280,11 @@ class Balancer:
     def gradient_group(self) -> dist.ProcessGroup:
         """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
         return self._groups.everyone
+
+    @property
+    def _job(self) -> Job:
+        """Who shares what with whom."""
+        return self._groups.job
 
     def _home_experts(self, layer: int) -> list[int]:
         """The logical expert of each home row of this rank."""

@@ -51,27 +51,25 @@ class LogicalState:
     def state_dict(self) -> dict[str, Any]:
         """Nested; the tensors are the live ones, experts as ``ExpertRows``."""
         view = self._view
-        state: dict[str, Any] = {"model": {e.name: _as_saved(view, e.tensor, e.layer) for e in view.tensors()}}
-        extras = {e.name: _as_saved(view, e.tensor, e.layer) for e in view.extras()}
-        if extras:
-            state["extra"] = extras
-        optimizer_tensors = 0
+        state: dict[str, Any] = {"model": {}}
+        states: dict[str, dict[str, Any]] = {}
+        for entry in view.entries():
+            value = _as_saved(view, entry.tensor, entry.layer)
+            if entry.part == "optimizer":
+                states.setdefault(entry.name, {})[entry.state] = value
+            else:
+                state.setdefault(entry.part, {})[entry.name] = value
         if view.optimizer is not None:
-            states = {}
             for name in view.parameters:
-                values = view.optimizer_state(name)
-                optimizer_tensors += len(values)
-                if values:
-                    states[name] = {
-                        str(key): _as_saved(view, value, view.layer_of_state(name, str(key), value))
-                        for key, value in values.items()
-                    }
+                numbers = {str(k): v for k, v in view.optimizer_state(name).items() if not isinstance(v, Tensor)}
+                if numbers:
+                    states.setdefault(name, {}).update(numbers)
             groups = [
                 {**{k: v for k, v in group.items() if k != "params"}, "params": view.names_of(group)}
                 for group in view.optimizer.param_groups
             ]
             state["optimizer"] = {"state": states, "param_groups": groups}
-        header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "optimizer_tensors": optimizer_tensors}
+        header: dict[str, Any] = {"format": FORMAT, "version": VERSION, "optimizer_tensors": self._optimizer_values()}
         if view.balancer is not None:
             header["balancer"] = view.balancer.state_dict()
         state["eplb_runtime"] = json.dumps(header)
@@ -84,7 +82,7 @@ class LogicalState:
             CheckpointError: the checkpoint has optimizer state that had no tensors to go to.
         """
         header = _read_header(state["eplb_runtime"])
-        here = sum(len(self._view.optimizer_state(name)) for name in self._view.parameters)
+        here = self._optimizer_values()
         if self._view.optimizer is not None:
             if header["optimizer_tensors"] != here:
                 raise CheckpointError(
@@ -97,6 +95,9 @@ class LogicalState:
             _set_options(self._view, _options(self._view, dict(enumerate(state["optimizer"]["param_groups"]))))
         _restore_placement(self._view, header, warm_start=True)
         self._view.weights_changed()
+
+    def _optimizer_values(self) -> int:
+        return sum(len(self._view.optimizer_state(name)) for name in self._view.parameters)
 
 
 def save(
@@ -195,8 +196,7 @@ def load(
         with _without_advice():
             dcp.load(entries, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone)
 
-    names = [f"{prefix}model.{entry.name}" for entry in view.tensors()]
-    names += [f"{prefix}extra.{entry.name}" for entry in view.extras()]
+    names = [f"{prefix}{entry.key}" for entry in view.entries("model", "extra")]
     _check_names(names, metadata, f"{prefix}model.", folder)
     paths = _optimizer_paths(view, metadata, key, folder) if optimizer is not None else {}
 
@@ -224,10 +224,8 @@ def load(
     # The placement next: nothing moves cheaper than an optimizer without state.
     _restore_placement(view, header, warm_start)
     large: dict[str, Any] = {}
-    for entry in view.tensors():
-        large[f"{prefix}model.{entry.name}"] = _as_saved(view, entry.tensor, entry.layer)
-    for entry in view.extras():
-        large[f"{prefix}extra.{entry.name}"] = _as_saved(view, entry.tensor, entry.layer)
+    for entry in view.entries("model", "extra"):
+        large[f"{prefix}{entry.key}"] = _as_saved(view, entry.tensor, entry.layer)
     for fqn, path in paths.items():
         if path[0] == "state" and fqn not in small:
             name, state_key = path[1], path[2]
@@ -273,16 +271,14 @@ def _check_names(names: list[str], metadata: Metadata, model_prefix: str, folder
 
 
 def _check_sizes(view: LogicalView, metadata: Metadata, prefix: str, folder: str | Path) -> None:
-    for kind, entries in (("model", view.tensors()), ("extra", view.extras())):
-        for entry in entries:
-            fqn = f"{prefix}{kind}.{entry.name}"
-            saved = metadata.state_dict_metadata[fqn]
-            wanted = entry.tensor.size()
-            if entry.layer is not None:
-                wanted = torch.Size([view.num_experts, *wanted[1:]])
-            size = saved.size if isinstance(saved, TensorStorageMetadata) else None
-            if size != wanted:
-                raise CheckpointError(f"{fqn} has shape {tuple(size or ())} in {folder}, {tuple(wanted)} in the model")
+    for entry in view.entries("model", "extra"):
+        saved = metadata.state_dict_metadata[f"{prefix}{entry.key}"]
+        wanted = view.whole_size(entry)
+        size = saved.size if isinstance(saved, TensorStorageMetadata) else None
+        if size != wanted:
+            raise CheckpointError(
+                f"{prefix}{entry.key} has shape {tuple(size or ())} in {folder}, {tuple(wanted)} in the model"
+            )
 
 
 def _optimizer_paths(view: LogicalView, metadata: Metadata, key: str, folder: str | Path) -> dict[str, tuple[Any, ...]]:

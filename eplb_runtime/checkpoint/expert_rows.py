@@ -1,8 +1,8 @@
 """A tensor ``[E, ...]`` of which this rank holds some rows, as torch.distributed.checkpoint wants to see it.
 
 DTensor knows contiguous shards only, and experts stand anywhere. This class speaks DCP's protocol for tensors of other
-libraries instead (``__create_write_items__`` and its two siblings): each run of consecutive experts is one chunk of the
-logical tensor, so a checkpoint holds plain whole tensors, which anyone can load.
+libraries instead (``__create_write_items__`` and its two siblings): each expert, or run of small consecutive ones, is
+one chunk of the logical tensor, so a checkpoint holds plain whole tensors, which anyone can load.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..experts.gathering import rows_at_once
 
 _ATEN = torch.ops.aten
 _ALIKE = (
@@ -89,9 +91,11 @@ class ExpertRows(Tensor):
         raise NotImplementedError(f"{func}: ExpertRows is for torch.distributed.checkpoint only")
 
     def _runs(self) -> list[_Run]:
+        # Short ones: DCP copies each chunk that it writes, and reads whole chunks.
         runs: list[_Run] = []
+        longest = rows_at_once(self._rows)
         for row, expert in enumerate(self._experts):
-            if runs and expert == runs[-1].first_expert + runs[-1].length:
+            if runs and runs[-1].length < longest and expert == runs[-1].first_expert + runs[-1].length:
                 runs[-1] = _Run(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)
             else:
                 runs.append(_Run(row, expert, 1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +15,35 @@ from ..balancer import Balancer
 from ..experts.optimizer_state import is_per_expert
 from ..experts.slices import local
 
+logger = logging.getLogger("eplb_runtime")
+
 
 class CheckpointError(ValueError):
     """A checkpoint that does not fit the model or optimizer; one line that says why."""
 
 
 @dataclass(frozen=True)
-class ModelTensor:
-    """A parameter, persistent buffer or registered extra tensor of a model.
+class Entry:
+    """One tensor of the training state.
 
     Args:
+        part: ``"model"`` (parameters and persistent buffers), ``"optimizer"`` or ``"extra"`` (what was registered).
         name: the model's own (an extra tensor: ``<parameter>/<name>``).
+        state: the optimizer's key, of optimizer state; else empty.
         tensor: the live tensor; of experts, this rank's rows ``[E/R, ...]``.
         layer: MoE layer index when its rows are experts that are spread over ranks, else None.
     """
 
+    part: str
     name: str
+    state: str
     tensor: Tensor
     layer: int | None
+
+    @property
+    def key(self) -> str:
+        """What `logical_state_dict` calls it."""
+        return f"{self.part}.{self.name}.{self.state}" if self.part == "optimizer" else f"{self.part}.{self.name}"
 
 
 class LogicalView:
@@ -48,6 +60,8 @@ class LogicalView:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.balancer = _unwrapped(model)
         self.optimizer = optimizer
+        stage = self.model.__dict__.get("_eplb_runtime_stage")
+        self._prefix: str = stage.prefix if stage is not None else ""
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for group in optimizer.param_groups if optimizer is not None else []:
@@ -55,21 +69,39 @@ class LogicalView:
 
     def layer_of(self, parameter: str) -> int | None:
         """MoE layer index of a spread expert parameter, else None."""
-        if self.balancer is None:
-            return None
-        return self.balancer.layer_of_parameter.get(self.model.__dict__["_eplb_runtime_stage"].prefix + parameter)
+        return self.balancer.layer_of_parameter.get(self._prefix + parameter) if self.balancer is not None else None
 
-    def tensors(self) -> Iterator[ModelTensor]:
-        """Parameters and persistent buffers, by the names of ``model.state_dict()`` (tied ones under each name)."""
+    def entries(self, *parts: str) -> Iterator[Entry]:
+        """Everything that is saved, loaded and compared, in an order that is equal on every rank.
+
+        Args:
+            parts: only these; none given: ``"model"``, ``"optimizer"``, ``"extra"``.
+        """
+        if not parts or "model" in parts:
+            yield from self._model_entries()
+        if not parts or "optimizer" in parts:
+            yield from self._optimizer_entries()
+        if (not parts or "extra" in parts) and self.balancer is not None:
+            for name, (layer, tensor) in self.balancer._extra_tensors.items():
+                if name.startswith(self._prefix):
+                    yield Entry("extra", name.removeprefix(self._prefix), "", tensor, layer)
+
+    def _model_entries(self) -> Iterator[Entry]:
+        """By the names of ``model.state_dict()``; tied tensors under each of their names."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor):
-                yield ModelTensor(name, tensor, self.layer_of(self._name_of.get(id(tensor), name)))
+                yield Entry("model", name, "", tensor, self.layer_of(self._name_of.get(id(tensor), name)))
 
-    def extras(self) -> Iterator[ModelTensor]:
-        """Tensors that were registered with the balancer beside the parameters."""
-        if self.balancer is not None:
-            for name, (layer, tensor) in self.balancer._extra_tensors.items():
-                yield ModelTensor(name, tensor, layer)
+    def _optimizer_entries(self) -> Iterator[Entry]:
+        for name in self.parameters:
+            for key, value in sorted(self.optimizer_state(name).items(), key=lambda item: str(item[0])):
+                if isinstance(value, Tensor):
+                    yield Entry("optimizer", name, str(key), value, self.layer_of_state(name, str(key), value))
+
+    def whole_size(self, entry: Entry) -> torch.Size:
+        """Its size in the whole model: ``[E, ...]`` where this rank has some experts' rows or slices."""
+        size = entry.tensor.size()
+        return size if entry.layer is None else torch.Size([self.num_experts, *size[1:]])
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters in a param group."""
@@ -128,7 +160,8 @@ def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     """Every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank. Collective when attached.
 
     Expert tensors are whole, ``[E, ...]`` in logical order, so runs with different placements (or with no balancer at
-    all) can be compared entry by entry. Each rank holds all of it: for models that do not fit, see ``save``.
+    all) can be compared entry by entry. Each rank holds all of it; the logger ``eplb_runtime`` says at INFO how much
+    that is before it starts. For models that do not fit, see ``save``.
 
     Args:
         model: attached or not.
@@ -138,24 +171,28 @@ def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
         ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
     """
     view = LogicalView(model, optimizer)
-    found: dict[str, Tensor] = {}
+    entries = list(view.entries())
+    _announce(view, entries)
+    return {entry.key: whole_on_cpu(view, entry) for entry in entries}
 
-    def add(key: str, tensor: Tensor, layer: int | None) -> None:
-        if layer is not None and view.balancer is not None:
-            tensor = view.balancer.gather_experts(layer, tensor)
-        elif isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        found[key] = tensor.detach().to("cpu", copy=True)
 
-    for entry in view.tensors():
-        add(f"model.{entry.name}", entry.tensor, entry.layer)
-    for name in view.parameters:
-        for key, value in sorted(view.optimizer_state(name).items(), key=lambda item: str(item[0])):
-            if isinstance(value, Tensor):
-                add(f"optimizer.{name}.{key}", value, view.layer_of_state(name, str(key), value))
-    for entry in view.extras():
-        add(f"extra.{entry.name}", entry.tensor, entry.layer)
-    return found
+def whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
+    """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
+    if entry.layer is not None and view.balancer is not None:
+        return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
+    if isinstance(entry.tensor, DTensor):
+        return entry.tensor.full_tensor().detach().cpu()
+    return entry.tensor.detach().to("cpu", copy=True)
+
+
+def _announce(view: LogicalView, entries: Sequence[Entry]) -> None:
+    """Every rank will hold all of it: say so before a job runs out of memory over it."""
+    sizes = [view.whole_size(entry).numel() * entry.tensor.element_size() for entry in entries]
+    logger.info(
+        "logical_state_dict: the whole state is %.4g GiB on the CPU of every rank (%d tensors)",
+        sum(sizes) / 2**30,
+        len(sizes),
+    )
 
 
 @torch.no_grad()
@@ -185,10 +222,8 @@ def load_logical_state_dict(
             raise CheckpointError(f"{key} is not in the state: it was made from another model")
         copies.append((local(tensor), local_part(view, state[key], tensor, layer, key)))
 
-    for entry in view.tensors():
-        take(f"model.{entry.name}", entry.tensor, entry.layer)
-    for entry in view.extras():
-        take(f"extra.{entry.name}", entry.tensor, entry.layer)
+    for entry in view.entries("model", "extra"):
+        take(entry.key, entry.tensor, entry.layer)
     states: dict[str, dict[str, Tensor]] = {name: {} for name in view.parameters}
     for key in sorted(unused):
         if key.startswith("optimizer."):

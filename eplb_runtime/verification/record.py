@@ -6,7 +6,6 @@ gathered, never the tensors: a record is small however large the model is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +19,6 @@ from ..checksum import as_bytes, checksum
 from ..experts.slices import local
 
 IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the training state on this rank; ``layer`` is its MoE layer where its rows are experts."""
-
-    name: str
-    tensor: Tensor
-    layer: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +62,7 @@ class StateReader:
 
     def read(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         view = LogicalView(model, optimizer)
-        entries = list(entries_of(view))
+        entries = list(view.entries())
         whole: list[tuple[int, ...]] = []
         experts: list[tuple[int, ...]] = []
         for index, entry in enumerate(entries):
@@ -85,7 +75,7 @@ class StateReader:
         gathered = self._gather(experts, 5)
         by_group = [np.concatenate([gathered[rank] for rank in ranks]) for ranks in self._ep_sets]
         ordered = [rows[np.lexsort((rows[:, 1], rows[:, 0]))] for rows in by_group]
-        names, layers = tuple(entry.name for entry in entries), tuple(entry.layer for entry in entries)
+        names, layers = tuple(entry.key for entry in entries), tuple(entry.layer for entry in entries)
         return State(names, layers, self._gather(whole, 3), np.stack(ordered))
 
     def gather(self, mine: Tensor) -> Tensor:
@@ -100,7 +90,7 @@ class StateReader:
         The tensor or expert may be on another rank than ``place`` says; whoever has it sends it.
         """
         view = LogicalView(model, optimizer)
-        entry = list(entries_of(view))[place.index]
+        entry = list(view.entries())[place.index]
         row: Tensor | None = entry.tensor.detach()
         if place.expert is not None and entry.layer is not None:
             here = view.experts_here(entry.layer)
@@ -119,18 +109,6 @@ class StateReader:
     def _gather(self, rows: list[tuple[int, ...]], columns: int) -> IntArray:
         mine = torch.tensor(rows, dtype=torch.int64).reshape(-1, columns)
         return np.asarray(self.gather(mine).numpy())
-
-
-def entries_of(view: LogicalView) -> Iterator[Entry]:
-    """Everything that `logical_state_dict` would give, in its order and under its names, as it lies on this rank."""
-    for entry in view.tensors():
-        yield Entry(f"model.{entry.name}", entry.tensor, entry.layer)
-    for name in view.parameters:
-        for key, value in sorted(view.optimizer_state(name).items(), key=lambda item: str(item[0])):
-            if isinstance(value, Tensor):
-                yield Entry(f"optimizer.{name}.{key}", value, view.layer_of_state(name, str(key), value))
-    for entry in view.extras():
-        yield Entry(f"extra.{entry.name}", entry.tensor, entry.layer)
 
 
 def _checksum(tensor: Tensor) -> tuple[int, int]:
