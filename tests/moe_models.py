@@ -9,13 +9,27 @@ FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 VOCABULARY = 96
 
 
-def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2, seed: int = 0) -> nn.Module:
-    """A causal language model with ``layers`` MoE layers of ``experts`` experts, weights from ``seed``."""
+def make_model(
+    family: str,
+    *,
+    experts: int = 8,
+    layers: int = 2,
+    top_k: int = 2,
+    seed: int = 0,
+    width: int = 32,
+    tied: bool = False,
+) -> nn.Module:
+    """A causal language model with ``layers`` MoE layers of ``experts`` experts, weights from ``seed``.
+
+    Args:
+        width: of tokens and inside an expert.
+        tied: whether the output layer is the embedding.
+    """
     import transformers as hf
 
     common = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
+        "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -24,27 +38,30 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2
         "bos_token_id": 1,
         "eos_token_id": 1,
         "attn_implementation": "eager",
+        "tie_word_embeddings": tied,
     }
     if family == "olmoe":
-        config = hf.OlmoeConfig(**common, intermediate_size=32, num_experts=experts, num_experts_per_tok=top_k)
+        config = hf.OlmoeConfig(**common, intermediate_size=width, num_experts=experts, num_experts_per_tok=top_k)
     elif family == "qwen3_moe":
         config = hf.Qwen3MoeConfig(
             **common,
-            intermediate_size=32,
-            moe_intermediate_size=32,
+            intermediate_size=width,
+            moe_intermediate_size=width,
             num_experts=experts,
             num_experts_per_tok=top_k,
             head_dim=8,
             norm_topk_prob=True,
         )
     elif family == "mixtral":
-        config = hf.MixtralConfig(**common, intermediate_size=32, num_local_experts=experts, num_experts_per_tok=top_k)
+        config = hf.MixtralConfig(
+            **common, intermediate_size=width, num_local_experts=experts, num_experts_per_tok=top_k
+        )
     elif family == "deepseek_v3":
         # Layer 0 is dense, as in the original; the router limits itself to 2 of 4 groups.
         config = hf.DeepseekV3Config(
             **{**common, "num_hidden_layers": layers + 1, "num_key_value_heads": 4},
-            intermediate_size=32,
-            moe_intermediate_size=32,
+            intermediate_size=width,
+            moe_intermediate_size=width,
             n_routed_experts=experts,
             num_experts_per_tok=top_k,
             n_shared_experts=1,
@@ -60,7 +77,7 @@ def make_model(family: str, *, experts: int = 8, layers: int = 2, top_k: int = 2
     elif family == "gpt_oss":
         config = hf.GptOssConfig(
             **common,
-            intermediate_size=32,
+            intermediate_size=width,
             num_local_experts=experts,
             num_experts_per_tok=top_k,
             head_dim=8,

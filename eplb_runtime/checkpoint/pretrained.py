@@ -12,15 +12,22 @@ from .state import CheckpointError, LogicalView
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write what ``save_pretrained`` of the whole model would; rank 0 writes. Collective.
+    """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
+
+    A model that is larger than a shard is written by all ranks, each its own experts, in shards of its own; a smaller
+    one is one file, written by rank 0. Beside its model a rank needs the memory of one expert and of one dense tensor.
+    Files get their names when all of them are whole, the index last.
 
     Args:
         model: attached.
-        folder: seen by rank 0.
-        options: for the library's ``save_pretrained`` (``max_shard_size``, ...).
+        folder: one that all ranks see.
+        options: of the library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``variant``,
+            ``save_original_format``; not what uploads or writes something else.
 
     Raises:
-        CheckpointError: the model is not attached, or its framework has no such folders.
+        CheckpointError: the model is not attached, its framework has no such folders, the library's own names for its
+            weights cannot be given a tensor at a time, or another rank failed.
+        OSError: this rank could not write; what was in the folder stays, or does not load.
     """
     view = LogicalView(model)
     _folders(view, "save_pretrained").write(view, Path(folder), **options)
@@ -37,7 +44,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         CheckpointError: the model is not attached, there is no safetensors file, weights are missing or have another
-            shape, or experts are stored in a way that cannot be read by expert. Weights may be a mixture then.
+            shape, or experts are stored in a way that cannot be read by expert; nothing is changed then.
     """
     view = LogicalView(model)
     _folders(view, "from_pretrained").read(view, Path(folder))

@@ -98,9 +98,9 @@ class _Folders:
     """The library's checkpoint folders; its conversion code is imported when one is read or written."""
 
     def write(self, view: Any, folder: Path, **options: Any) -> None:
-        from . import weights
+        from . import export
 
-        weights.write(view, folder, **options)
+        export.write(view, folder, **options)
 
     def read(self, view: Any, folder: Path) -> None:
         from . import weights

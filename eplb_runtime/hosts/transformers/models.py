@@ -85,6 +85,22 @@ def read_config(path: str | Path) -> Any:
         raise ModelError(f"{file}: not a configuration that Transformers knows: {reason[0]}") from None
 
 
+def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """A causal language model of this configuration on the meta device: shapes and no memory.
+
+    Raises:
+        ModelError: the library has no causal language model for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise ModelError(f"no causal language model can be made of it: {str(error).splitlines()[0]}") from None
+    return model
+
+
 def make_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A causal language model of this configuration, random weights, routers that prefer some experts.
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: written whole from an attached model, read by each rank for its own experts only.
+"""Read a Hugging Face folder into an attached model: each rank its own experts and no others.
 
 Names are the library's business: checkpoints that name each expert (``mlp.experts.3.gate_proj.weight``) or that differ
 otherwise go through its own conversion mapping, with this rank's experts in the place of all.
@@ -7,7 +7,7 @@ otherwise go through its own conversion mapping, with this rank's experts in the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,28 +26,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ...checkpoint.state import CheckpointError, LogicalView, part_here
-from ...experts.slices import local
-
-
-def write(view: LogicalView, folder: Path, **options: Any) -> None:
-    """Write what ``save_pretrained`` of the whole model would; rank 0 writes."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    whole: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}
-    for entry in view.tensors():
-        tensor = entry.tensor.detach()
-        if entry.layer is not None and view.balancer is not None:
-            tensor = view.balancer.gather_experts(entry.layer, tensor)
-        elif isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if first:
-            # Tied weights stay one tensor under two names, as the library wants to see them.
-            whole[entry.name] = copies.setdefault(id(entry.tensor), tensor.to("cpu", copy=True))
-    if first:
-        view.model.save_pretrained(str(folder), state_dict=whole, **options)  # type: ignore[operator]
-    if dist.is_initialized():
-        dist.barrier()
+from ...checkpoint.state import CheckpointError, Entry, LogicalView, part_here
+from ...experts.slices import columns, is_sliced, local
 
 
 @dataclass
@@ -62,31 +40,46 @@ class _Target:
 
 @torch.no_grad()
 def read(view: LogicalView, folder: Path) -> None:
-    """Read a folder that ``from_pretrained`` reads (safetensors); weights are cast to the model's dtype."""
-    live = {entry.name: entry for entry in view.tensors()}
+    """Read a folder that ``from_pretrained`` reads (safetensors); weights are cast to the model's dtype.
+
+    Names and shapes are checked before the first weight is written; experts are read and converted one at a time.
+    """
+    live = {entry.name: entry for entry in view.entries("model")}
     with ExitStack() as stack:
         targets = _targets(view.model, _slices(_files(folder), stack), live)
         loaded: set[int] = set()
         for name, target in targets.items():
-            layer = live[name].layer
-            if layer is None:
-                parts = {pattern: [part[:] for _, part in found] for pattern, found in target.sources.items()}
-            else:
-                parts = {
-                    pattern: _own_experts(view, layer, pattern, found) for pattern, found in target.sources.items()
-                }
-            for made, value in _convert(target.transform, name, parts, view.model).items():
+            experts = None if live[name].layer is None else 0
+            for made, value in _convert(target, name, _parts(view, target, experts, _Described), view.model).items():
                 if made not in live:
                     raise CheckpointError(f"{folder}: {made} has no place in the model")
-                tensor = live[made].tensor
-                if value.shape != tensor.shape:
-                    raise CheckpointError(f"{folder}: {made} has shape {tuple(value.shape)}, not {tuple(tensor.shape)}")
-                local(tensor).copy_(part_here(value, tensor))
-                loaded.add(id(tensor))
-    missing = sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded)
-    if missing:
-        raise CheckpointError(f"{folder} lacks {missing[0]} ({len(missing)} such weights)")
+                wanted = _wanted(live[made], experts)
+                if value.shape != wanted:
+                    raise CheckpointError(f"{folder}: {made} has shape {tuple(value.shape)}, not {tuple(wanted)}")
+                loaded.add(id(live[made].tensor))
+        missing = sorted(name for name, entry in live.items() if id(entry.tensor) not in loaded)
+        if missing:
+            raise CheckpointError(f"{folder} lacks {missing[0]} ({len(missing)} such weights)")
+        for name, target in targets.items():
+            layer = live[name].layer
+            rows = [(None, None)] if layer is None else list(enumerate(view.experts_here(layer)))
+            for row, expert in rows:
+                for made, value in _convert(target, name, _parts(view, target, expert), view.model).items():
+                    _put(live[made].tensor, row, value)
     view.weights_changed()
+
+
+def _wanted(entry: Entry, expert: int | None) -> torch.Size:
+    size = entry.tensor.shape
+    return size if expert is None else torch.Size([1, *size[1:]])
+
+
+def _put(tensor: Tensor, row: int | None, value: Tensor) -> None:
+    """Write a whole tensor, or one expert's row ``[1, ...]`` of it, or this rank's slice of either."""
+    if row is None:
+        local(tensor).copy_(part_here(value, tensor))
+    else:
+        local(tensor)[row].copy_(value[0, columns(tensor)] if is_sliced(tensor) else value[0])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -125,29 +118,50 @@ def _targets(model: nn.Module, slices: Iterable[tuple[str, Any]], live: dict[str
             name, pattern = rename_source_key(key, [], [], prefix, names)
         if name not in names:
             continue  # as from_pretrained does: weights that this model has no use for
-        made_by: WeightTransform = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(key, name)
+        made_by: WeightTransform = by_pattern[pattern] if pattern is not None else WeightRenaming(key, name)
         target = targets.setdefault(name, _Target(made_by))
         target.sources.setdefault(pattern if pattern is not None else key, []).append((key, part))
     return targets
 
 
-def _own_experts(view: LogicalView, layer: int, pattern: str, found: list[tuple[str, Any]]) -> list[Tensor]:
-    """The part of a source that this rank's experts need: one tensor per expert, or rows of one for all."""
-    experts = view.experts_here(layer)
+class _Described:
+    """Stands for a slice of a file that is not read: shapes only."""
+
+    def __init__(self, part: Any) -> None:
+        self._tensor = torch.empty(part.get_shape(), device="meta")
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+
+def _parts(
+    view: LogicalView, target: _Target, expert: int | None, read: Callable[[Any], Any] = lambda part: part
+) -> dict[str, list[Tensor]]:
+    """What a target is made of: all of its sources, or one expert's part of each."""
+    if expert is None:
+        return {pattern: [read(part)[:] for _, part in found] for pattern, found in target.sources.items()}
+    return {pattern: [_expert(view, pattern, found, expert, read)] for pattern, found in target.sources.items()}
+
+
+def _expert(
+    view: LogicalView, pattern: str, found: list[tuple[str, Any]], expert: int, read: Callable[[Any], Any]
+) -> Tensor:
+    """One expert's part of a source, which has a tensor for each expert, or one for all with experts as its rows."""
     if len(found) == view.num_experts and "*" in pattern:
-        return [found[expert][1][:] for expert in experts]
+        one: Tensor = read(found[expert][1])[:]
+        return one
     key, part = found[0]
     if len(found) == 1 and list(part.get_shape())[:1] == [view.num_experts]:
-        return [torch.cat([part[expert : expert + 1] for expert in experts])]
+        row: Tensor = read(part)[expert : expert + 1]
+        return row
     raise CheckpointError(
         f"{key} belongs to experts but is neither one tensor for each of the {view.num_experts} nor one for all with "
         "them in its first dimension: load the model with from_pretrained before attach"
     )
 
 
-def _convert(
-    transform: WeightTransform, name: str, parts: dict[str, list[Tensor]], model: nn.Module
-) -> dict[str, Tensor]:
+def _convert(target: _Target, name: str, parts: dict[str, list[Tensor]], model: nn.Module) -> dict[str, Tensor]:
+    transform = deepcopy(target.transform)
     for pattern, tensors in parts.items():
         for tensor in tensors:
             transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]
