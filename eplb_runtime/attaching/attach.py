@@ -29,7 +29,7 @@ from ..migration.transports.base import Transport, TransportError
 from ..placement import Placement
 from ..ranks import GroupError, Job, ProcessGroups, Ranks
 from ..rebalancing import Maps, new_transport
-from ..replicas.bank import ReplicaBank, ReplicaPool, replica_bytes
+from ..replicas.bank import ReplicaBank, ReplicaPool, replica_memory
 from ..replicas.kept import KeptReplicas
 from ..replicas.shared import SharedReplicas
 from ..replicas.sync import ReplicaSync
@@ -155,7 +155,9 @@ class _Attaching:
     def _cut_layers(self) -> None:
         """Leave this rank its experts, in the modules and the optimizers, and register them."""
         training, divisor = bool(self.optimizers), self._job.gradient_divisor
-        pool = ReplicaPool(self.config.replica_slots) if self.config.shared_between_layers else None
+        slots = self.config.replica_slots
+        shared_rows = ReplicaPool(slots) if self.config.shared_between_layers else None
+        replica_gradients = ReplicaPool(slots) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
@@ -163,7 +165,7 @@ class _Attaching:
                 getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
             ]
             if self.config.replica_slots:
-                self.banks[index] = ReplicaBank(homes, self.config.replica_slots, training, pool)
+                self.banks[index] = ReplicaBank(homes, slots, replica_gradients, shared_rows)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not getattr(layer.experts, own_name):
@@ -307,13 +309,13 @@ def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Ten
 
 def _log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool) -> None:
     """Say what replica slots take, and what the other choice would."""
-    sizes = [replica_bytes(parameters, config.replica_slots, training) for parameters in homes]
-    shapes = [tuple(p.shape for p in parameters) for parameters in homes]
-    kept, shared = sum(sizes) / 2**20, sum(dict(zip(shapes, sizes, strict=True)).values()) / 2**20
+    memory = replica_memory(homes, config.replica_slots, training)
     logger.info(
-        "replica slots: %d per rank and layer, %s; memory per rank: %.3g MiB kept, %.3g MiB shared between layers",
+        "replica slots: %d per rank and layer, %s; "
+        "memory per rank: %.3g MiB kept (and %.3g MiB with no_sync), %.3g MiB shared between layers",
         config.replica_slots,
         "shared between layers" if config.shared_between_layers else "kept",
-        kept,
-        shared,
+        memory.kept / 2**20,
+        memory.held_back / 2**20,
+        memory.shared / 2**20,
     )

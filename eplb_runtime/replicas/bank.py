@@ -1,19 +1,21 @@
 """Replica slots: weights-only copies of experts whose homes are on other ranks, kept from step to step.
 
 A bank is one layer's slots on one rank. The Parameter is the home rows; replica rows are no parameter of anything.
-Their gradients gather here, in float32 at least, until `sync.py` brings them to the homes.
+Their gradients gather here, in float32 at least, until `sync.py` brings them to the homes. One exchange is under way at
+a time, so all layers take turns with one set of gradient rows; only what `no_sync` holds back has memory of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
 class ReplicaPool:
-    """Replica rows, and their gradients, that layers of equal shapes use in turn."""
+    """Replica rows, or their gradients, that layers of equal shapes use in turn."""
 
     def __init__(self, replica_slots: int) -> None:
         self._replica_slots = replica_slots
@@ -23,8 +25,12 @@ class ReplicaPool:
         """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
         key = (position, home.shape[1:], dtype)
         if key not in self._made:
-            self._made[key] = home.detach().new_zeros((self._replica_slots, *home.shape[1:]), dtype=dtype)
+            self._made[key] = self.own_rows(home, dtype)
         return self._made[key]
+
+    def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
+        """As ``rows``, for one layer alone."""
+        return home.detach().new_zeros((self._replica_slots, *home.shape[1:]), dtype=dtype)
 
 
 class ReplicaBank:
@@ -33,58 +39,84 @@ class ReplicaBank:
     Args:
         homes: home rows ``[H, ...]`` per tensor.
         replica_slots: k, rows for copies (zeros until they are refreshed).
-        gradients: whether copies collect gradients (training).
-        pool: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
+        gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
+            (inference).
+        rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
             that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
     """
 
     def __init__(
-        self, homes: Sequence[nn.Parameter], replica_slots: int, gradients: bool, pool: ReplicaPool | None = None
+        self,
+        homes: Sequence[nn.Parameter],
+        replica_slots: int,
+        gradients: ReplicaPool | None,
+        rows: ReplicaPool | None = None,
     ) -> None:
-        own = pool is None
-        pool = pool or ReplicaPool(replica_slots)
         self.homes_per_rank = homes[0].shape[0]
         self.replica_slots = replica_slots
         self.parameters = list(homes)
-        self.replicas = [pool.rows(position, p, p.dtype) for position, p in enumerate(homes)]
-        if own:
-            self.slots = [torch.cat([p.detach(), rows]) for p, rows in zip(homes, self.replicas, strict=True)]
+        if rows is not None:
+            self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
+        else:
+            empty = ReplicaPool(replica_slots)
+            self.slots = [torch.cat([p.detach(), empty.own_rows(p, p.dtype)]) for p in homes]
             self.replicas = [slots[self.homes_per_rank :] for slots in self.slots]
             self.parameters = [
                 nn.Parameter(slots[: self.homes_per_rank], requires_grad=p.requires_grad)
                 for slots, p in zip(self.slots, homes, strict=True)
             ]
-        self._gradients = [
-            pool.rows(len(homes) + position, p, accumulation_dtype(p)) if gradients and p.requires_grad else None
-            for position, p in enumerate(homes)
-        ]
+        self._pool = gradients
+        self._trained = [position for position, p in enumerate(homes) if gradients is not None and p.requires_grad]
+        self._leaving = [self._gradient_rows_of(position) for position in self._trained]
+        self._held: list[Tensor] = []
         self.unsent = False
+        """Whether gradients are held back here, to be sent home later."""
 
     def replica_rows(self, replica: int) -> list[Tensor]:
         """The live rows of a replica slot, one per tensor."""
         return [rows[replica] for rows in self.replicas]
 
     def gradient_rows(self, replica: int) -> list[Tensor]:
-        """Gradients of a replica slot, in ``accumulation_dtype``, one per tensor that needs one."""
-        return [gradient[replica] for gradient in self._gradients if gradient is not None]
+        """Gradients of a replica slot as they leave, in ``accumulation_dtype``, one per tensor that needs one."""
+        return [rows[replica] for rows in self._leaving]
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that have gradients, in the order of ``gradient_rows``."""
-        return [p for p, gradient in zip(self.parameters, self._gradients, strict=True) if gradient is not None]
+        return [self.parameters[position] for position in self._trained]
 
-    def collect(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add what a backward pass gave the copies, ``[k, ...]`` per tensor, to what has not been sent home yet."""
-        for parameter, kept, new in zip(self.parameters, self._gradients, gradients, strict=True):
-            if kept is None:
-                continue
+    def collect(self, gradients: Sequence[Tensor | None], hold: bool) -> None:
+        """Take what a backward pass gave the copies, ``[k, ...]`` per tensor, with what was held back before.
+
+        Args:
+            hold: keep it here; else it is in the pool's rows now, which nobody else may use until it has left.
+        """
+        if hold and not self._held:
+            self._held = [self._gradient_rows_of(position, own=True) for position in self._trained]
+        for number, position in enumerate(self._trained):
+            new, leaving = gradients[position], self._leaving[number]
             # No gradient on the parameter: a new sum begins, and what a skipped step left here goes.
-            if self.unsent and parameter.grad is not None and new is not None:
-                kept.add_(new)
-            elif new is not None:
-                kept.copy_(new)
-            else:
-                kept.zero_()
-        self.unsent = True
+            goes_on = self.unsent and self.parameters[position].grad is not None
+            into = self._held[number] if hold else leaving
+            if not goes_on:
+                into.zero_() if new is None else into.copy_(new)
+                continue
+            if not hold:
+                into.copy_(self._held[number])
+            if new is not None:
+                into.add_(new)
+        self.unsent = hold
+
+    def release(self) -> None:
+        """Put what was held back into the pool's rows, to leave."""
+        for leaving, held in zip(self._leaving, self._held, strict=True):
+            leaving.copy_(held)
+        self.unsent = False
+
+    def _gradient_rows_of(self, position: int, own: bool = False) -> Tensor:
+        assert self._pool is not None
+        parameter = self.parameters[position]
+        dtype = accumulation_dtype(parameter)
+        return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
@@ -92,10 +124,37 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def replica_bytes(homes: Sequence[Tensor], replica_slots: int, gradients: bool) -> int:
-    """Bytes of a layer's replica slots, with their gradients in training."""
-    numbers = (
-        p[0].numel() * (p.element_size() + (accumulation_dtype(p).itemsize if gradients and p.requires_grad else 0))
-        for p in homes
+@dataclass(frozen=True)
+class ReplicaMemory:
+    """Bytes of one rank's replica slots, for each way to have them.
+
+    Args:
+        kept: weights of each layer, one set of gradients for layers of equal shapes.
+        held_back: what ``no_sync`` adds to it.
+        shared: one set of weights and gradients for layers of equal shapes.
+    """
+
+    kept: int
+    held_back: int
+    shared: int
+
+
+def replica_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int, gradients: bool) -> ReplicaMemory:
+    """What replica slots take on a rank.
+
+    Args:
+        homes: home rows ``[H, ...]`` per layer and tensor; only their shapes and dtypes count.
+        gradients: whether copies collect gradients (training).
+    """
+    weights = [sum(p.shape[1:].numel() * p.element_size() for p in layer) for layer in homes]
+    sums = [
+        sum(p.shape[1:].numel() * accumulation_dtype(p).itemsize for p in layer if gradients and p.requires_grad)
+        for layer in homes
+    ]
+    shapes = [tuple((p.shape[1:], p.dtype, p.requires_grad) for p in layer) for layer in homes]
+    one_set = sum(dict(zip(shapes, sums, strict=True)).values())
+    return ReplicaMemory(
+        kept=replica_slots * (sum(weights) + one_set),
+        held_back=replica_slots * sum(sums),
+        shared=replica_slots * (sum(dict(zip(shapes, weights, strict=True)).values()) + one_set),
     )
-    return replica_slots * sum(numbers)

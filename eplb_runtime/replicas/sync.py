@@ -188,7 +188,7 @@ class ReplicaSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Gradients of kept copies stay where they are, for as many backward passes as run inside."""
+        """Gradients of kept copies are held back, for as many backward passes as run inside."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -204,8 +204,9 @@ class ReplicaSync:
         if not self.has_copies(layer):
             return
         self._finish()
-        self._banks[layer].collect(gradients)
-        if self._shared or not self._deferring:
+        hold = self._deferring and not self._shared
+        self._banks[layer].collect(gradients, hold)
+        if not hold:
             self._send(layer)
             # The engine calls it when this backward pass is over: then every gradient is whole.
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -215,6 +216,7 @@ class ReplicaSync:
         for layer in reversed(list(self._banks)):
             if self._banks[layer].unsent:
                 self._finish()
+                self._banks[layer].release()
                 self._send(layer)
         self._finish()
 
@@ -222,7 +224,7 @@ class ReplicaSync:
         self._sent = layer, _post(self._links[layer].gradients)
 
     def _finish(self) -> None:
-        """Add what has been on its way to the homes' gradients; the copies' are free then."""
+        """Add what has been on its way to the homes' gradients; the rows that it left from are free then."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
@@ -231,7 +233,6 @@ class ReplicaSync:
             work.wait()
         bank, links = self._banks[layer], self._links[layer]
         self._add_to_homes(links.lent, bank.trained(), links.arrivals)
-        bank.unsent = False
 
     @torch.no_grad()
     def _add_to_homes(
