@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, convert, plan, simulate, verify
+from . import bench, convert, doctor, plan, simulate, verify
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (plan, simulate, convert, verify, bench)
+COMMANDS = (plan, simulate, convert, verify, bench, doctor)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 
 
@@ -47,11 +47,12 @@ def _input_errors() -> tuple[type[ValueError], ...]:
 
     known = [InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
+        from ..doctor import DoctorError
         from ..hosts import AttachError
         from ..hosts.transformers.models import ModelError
         from ..launching import LaunchError
 
-        known += [AttachError, ModelError, LaunchError]
+        known += [AttachError, DoctorError, ModelError, LaunchError]
     return tuple(known)
 
 

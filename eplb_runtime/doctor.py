@@ -1,0 +1,263 @@
+"""What a model will take on each rank, for each choice, and what of this machine can be used; nothing is trained.
+
+A model's shapes come from its configuration on the meta device, which has no memory, so a 671 B parameter model is
+answered on a laptop. All numbers are bytes of one rank, of tensors that this package makes or cuts; activations and
+what a framework keeps for itself are not in them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import BalancerConfig
+from .experts.gathering import rows_at_once
+from .experts.record import RecordFormat
+from .experts.registry import ExpertTensor
+from .placement import Placement
+from .replicas.bank import accumulation_dtype, replica_memory
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+STATE_TENSORS = {"adamw": 2, "sgd": 1}
+"""Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
+
+
+class DoctorError(ValueError):
+    """The question cannot be answered as it is put; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What was asked about."""
+
+    model: str
+    dtype: str
+    optimizer: str
+    layers: int
+    experts: int
+    ranks: int
+    ranks_per_node: int
+    replica_slots: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """Memory for one purpose on one rank.
+
+    Args:
+        what: the purpose; ``key`` names it in JSON.
+        where: ``"device"``, ``"host"`` (the CPU's memory, which all ranks of a node share), either, or ``"disk"``.
+        when: ``"always"``, or what asks for it.
+        nbytes: bytes.
+    """
+
+    key: str
+    what: str
+    where: str
+    when: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Something that this package can use, and whether it can here."""
+
+    name: str
+    usable: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    shape: Shape | None
+    memory: tuple[Item, ...]
+    versions: dict[str, str]
+    backends: tuple[Backend, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; memory by key, in bytes a rank."""
+        return {
+            "shape": asdict(self.shape) if self.shape is not None else None,
+            "memory_bytes": {item.key: item.nbytes for item in self.memory},
+            "versions": self.versions,
+            "backends": [asdict(backend) for backend in self.backends],
+        }
+
+
+def diagnose(
+    model_config: str | Path | None = None,
+    *,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+    replica_slots: int = 0,
+    dtype: str = "bfloat16",
+    optimizer: str = "adamw",
+    staging_bytes: int | None = None,
+) -> Diagnosis:
+    """Look at this machine and, if one is given, at a model.
+
+    Args:
+        model_config: a folder with ``config.json``, or that file; None: no model.
+        ranks: R of the EP group.
+        ranks_per_node: that share a host's memory; None: 8, or all.
+        replica_slots: k.
+        dtype: of weights, gradients and optimizer state, one of DTYPES.
+        optimizer: one of STATE_TENSORS.
+        staging_bytes: as in `BalancerConfig`; None: its default.
+
+    Raises:
+        DoctorError, ModelError, PlacementError, AttachError: this model cannot be spread so.
+    """
+    if model_config is None:
+        return Diagnosis(None, (), versions(), backends())
+    from .hosts.transformers.describe import describe
+    from .hosts.transformers.models import meta_model, read_config
+
+    model = meta_model(read_config(model_config), DTYPES[dtype])
+    layers = describe(model).layers
+    if not layers:
+        raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
+    experts = {layer.num_experts for layer in layers}
+    if len(experts) > 1:
+        raise DoctorError(f"{model_config}: its MoE layers have {sorted(experts)} experts: all must have as many")
+    (num_experts,) = experts
+    Placement.initial(len(layers), num_experts, ranks, replica_slots)  # says what cannot be spread
+    homes = [
+        [_first_rows(getattr(layer.experts, name), num_experts // ranks) for name in layer.parameters]
+        for layer in layers
+    ]
+    spread = {id(getattr(layer.experts, name)) for layer in layers for name in layer.parameters}
+    config = BalancerConfig() if staging_bytes is None else BalancerConfig(staging_bytes=staging_bytes)
+    node = min(ranks, 8) if ranks_per_node is None else ranks_per_node
+    if ranks % node:
+        raise DoctorError(f"{ranks} ranks do not fill nodes of {node}: give --ranks-per-node")
+    shape = Shape(
+        type(model).__name__,
+        dtype,
+        optimizer,
+        len(layers),
+        num_experts,
+        ranks,
+        node,
+        replica_slots,
+        sum(parameter.numel() for parameter in model.parameters()),
+    )
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
+    buffers = [
+        tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, nn.Parameter)
+    ]
+    return Diagnosis(shape, tuple(_memory(shape, homes, dense, buffers, config)), versions(), backends())
+
+
+def _first_rows(stack: nn.Parameter, rows: int) -> nn.Parameter:
+    return nn.Parameter(stack.detach()[:rows], requires_grad=stack.requires_grad)
+
+
+def _memory(
+    shape: Shape,
+    homes: Sequence[Sequence[Tensor]],
+    dense: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    config: BalancerConfig,
+) -> list[Item]:
+    states = STATE_TENSORS[shape.optimizer]
+    own = sum(parameter.nbytes for layer in homes for parameter in layer)
+    rest = sum(parameter.nbytes for parameter in dense)
+    copies = replica_memory(homes, shape.replica_slots, gradients=True)
+    record = max(_record_bytes(layer, states) for layer in homes)
+    staging = max(config.staging_bytes, record)
+    row = max(rows_at_once(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
+    largest = max((parameter.nbytes for parameter in dense), default=0)
+    whole = (own * shape.ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers)
+    lent = max(sum(p[0].numel() * accumulation_dtype(p).itemsize for p in layer) for layer in homes)
+    trained = (own + rest) * (2 + states)
+    always, training, either = "always", "training", "device, host"
+    kept, shared = "copies kept", "copies shared between layers"
+    items = [
+        Item("homes_weights", "experts at home: weights", "device", always, own),
+        Item("homes_gradients", "experts at home: gradients", "device", training, own),
+        Item("homes_optimizer_state", f"experts at home: {shape.optimizer} state", "device", training, own * states),
+        Item("dense_weights", "the rest of the model, not sharded: weights", "device", always, rest),
+        Item("dense_gradients", "the rest: gradients", "device", training, rest),
+        Item("dense_optimizer_state", f"the rest: {shape.optimizer} state", "device", training, rest * states),
+        Item("training", "all of this", "device", training, trained),
+    ]
+    if shape.replica_slots:
+        items += [
+            Item("copies_kept", "copies: weights, gradients", "device", kept, copies.kept),
+            Item("copies_kept_no_sync", "gradients held back", "device", f"{kept}, no_sync", copies.held_back),
+            Item("copies_shared", "copies: weights, gradients", "device", shared, copies.shared),
+            Item("copies_arriving", "gradients that arrive, for each copy lent", "device", training, lent),
+        ]
+    node = f"the same on a node of {shape.ranks_per_node} ranks"
+    return [
+        *items,
+        Item("migration_staging", "experts on their way in", "device", "a migration", staging),
+        Item("migration_peak", "experts on their way in and out, at most", "device", "a migration", 2 * staging),
+        Item(
+            "export_peak", "an expert, its conversion, a dense tensor", either, "export_pretrained", 2 * row + largest
+        ),
+        Item("export_written", "what it writes, on average", "disk", "export_pretrained", own + rest // shape.ranks),
+        Item("logical_state_dict", "the whole state", "host", "logical_state_dict", whole + row),
+        Item("logical_state_dict_node", node, "host", "logical_state_dict", (whole + row) * shape.ranks_per_node),
+    ]
+
+
+def _record_bytes(layer: Sequence[Tensor], states: int) -> int:
+    """One expert on the wire: its rows and the optimizer's."""
+    tensors = [
+        ExpertTensor(f"{position}/{number}", parameter, "parameter" if number == 0 else "optimizer_state")
+        for position, parameter in enumerate(layer)
+        for number in range(1 + states)
+    ]
+    return RecordFormat.of(tensors).nbytes
+
+
+# -- this machine ----------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("eplb-runtime", *PACKAGES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def backends() -> tuple[Backend, ...]:
+    """What carries tokens and experts, and what optional parts need."""
+    gloo = dist.is_available() and dist.is_gloo_available()
+    return (
+        Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
+        _nccl(),
+        _extra("transformers", "Hugging Face models"),
+        _extra("matplotlib", "simulate --plot"),
+        _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),
+    )
+
+
+def _nccl() -> Backend:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Backend("nccl", False, "torch was built without it")
+    if not torch.cuda.is_available():
+        return Backend("nccl", False, "torch sees no CUDA device")
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return Backend("nccl", True, f"version {version}, {torch.cuda.device_count()} devices")
+
+
+def _extra(module: str, purpose: str, package: str | None = None) -> Backend:
+    if util.find_spec(module) is not None:
+        return Backend(module, True, purpose)
+    return Backend(module, False, f"{purpose}: pip install {package or module}")
