@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...experts.gathering import rows_at_once
+from ...ranks import Job
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
 SHARD_SIZE = "5GB"
@@ -85,11 +86,12 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     files.trying(files.finish)
     files.agree("written")
     # The files have their names only when all of them are whole; in between there is no index, so nothing loads.
-    files.trying(lambda: _renew_folder(view, folder, variant, options), rank=0)
+    first = _job(view).ranks[0]
+    files.trying(lambda: _renew_folder(view, folder, variant, options), rank=first)
     files.agree("made")
     files.trying(files.publish)
     files.agree("published")
-    files.trying(lambda: _write_index(view, plan, folder, variant), rank=0)
+    files.trying(lambda: _write_index(view, plan, folder, variant), rank=first)
     files.agree("indexed")
 
 
@@ -103,6 +105,13 @@ def _refuse(view: LogicalView) -> None:
         raise CheckpointError(
             "the model has adapters, which are whole on every rank: save_pretrained on one rank writes them"
         )
+    if len(_job(view).stage_sets) > 1 or len(_job(view).stages) > 1:
+        raise CheckpointError("a pipeline stage is no whole model: use checkpoint.save")
+
+
+def _job(view: LogicalView) -> Job:
+    assert view.balancer is not None
+    return view.balancer._job
 
 
 # -- who writes what -------------------------------------------------------------------------------------------------
@@ -113,12 +122,13 @@ def _plan(
 ) -> _Plan:
     made = {key: spec for piece in pieces for key, spec in piece.made.items()}
     at_once = not _shards(made, shard_size)[1:]
-    load = [0] * dist.get_world_size()
+    job = _job(view)
+    load = dict.fromkeys(job.data_ranks, 0)
     writer_of: dict[str, int] = {}
     steps: list[_Rows | _Whole] = []
 
     def least_busy(piece: Piece) -> int:
-        rank = 0 if at_once else load.index(min(load))
+        rank = job.ranks[0] if at_once else min(load, key=lambda rank: load[rank])
         load[rank] += sum(spec.nbytes for spec in piece.made.values())
         writer_of.update(dict.fromkeys(piece.made, rank))
         return rank
@@ -140,7 +150,7 @@ def _plan(
             steps.extend(_rows_of(view, entries[piece.names[0]], piece, least_busy(piece)))
     shards = [
         (rank, shard)
-        for rank in range(len(load))
+        for rank in load
         for shard in _shards({key: made[key] for key in made if writer_of[key] == rank}, shard_size)
     ]
     names = [f"model{variant}.safetensors"]
@@ -151,8 +161,7 @@ def _plan(
 
 def _rows_of(view: LogicalView, entry: Entry, piece: Piece, destination: int | None = None) -> Iterator[_Rows]:
     """Every expert once; without a destination each goes to a rank that has it, the EP groups in turn."""
-    assert view.balancer is not None
-    ep_sets = view.balancer.ep_sets
+    ep_sets = _job(view).ep_sets
     homes, step = entry.tensor.shape[0], rows_at_once(entry.tensor)
     for source in range(len(ep_sets[0])):
         for number, first in enumerate(range(0, homes, step)):
@@ -248,7 +257,7 @@ def _write(
         files.trying(lambda: files.write_whole(piece, values, convert), rank=step.destination)
         return
     (name,) = piece.names
-    rows = view.balancer.bring_rows(entries[name].tensor, step.first, step.last, step.source, step.destination)
+    rows = view.balancer._bring_rows(entries[name].tensor, step.first, step.last, step.source, step.destination)
     if rows is not None:
         files.trying(lambda: files.write_experts(piece, rows, _experts(view, entries, step), convert))
 
@@ -273,7 +282,7 @@ def _renew_folder(view: LogicalView, folder: Path, variant: str | None, options:
 def _write_index(view: LogicalView, plan: _Plan, folder: Path, variant: str | None) -> None:
     unseen = [name for name in plan.files if not (folder / name).exists()]
     if unseen:
-        raise CheckpointError(f"rank 0 does not see {unseen[0]} in {folder}: give a folder that all ranks see")
+        raise CheckpointError(f"the first rank does not see {unseen[0]} in {folder}: give a folder that all ranks see")
     if len(plan.files) == 1:
         return
     sizes = [spec.nbytes for _, tensors in plan.files.values() for spec in tensors.values()]
