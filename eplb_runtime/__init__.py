@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .gradients.scaler import GradScaler
     from .hosts import attach, shard_experts
     from .placement import Placement
-    from .planner import Plan, plan
+    from .planner import Plan, plan, rebalance_experts
     from .topology import Topology
     from .verification import verify
 
@@ -31,6 +31,7 @@ __all__ = [
     "load_logical_state_dict",
     "logical_state_dict",
     "plan",
+    "rebalance_experts",
     "shard_experts",
     "verify",
 ]
@@ -46,6 +47,7 @@ _ROOM_OF = {
     "load_logical_state_dict": "checkpoint",
     "logical_state_dict": "checkpoint",
     "plan": "planner",
+    "rebalance_experts": "planner",
     "shard_experts": "hosts",
     "verify": "verification",
 }

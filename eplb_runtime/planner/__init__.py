@@ -1,7 +1,8 @@
 """Decide which expert stands where: pure functions of (load, topology, current placement, budgets) to a ``Plan``."""
 
 from .cost import CostModel
+from .drop_in import rebalance_experts
 from .planning import plan
 from .types import Plan, PlanError, PlanRequest
 
-__all__ = ["CostModel", "Plan", "PlanError", "PlanRequest", "plan"]
+__all__ = ["CostModel", "Plan", "PlanError", "PlanRequest", "plan", "rebalance_experts"]

@@ -1,0 +1,85 @@
+"""Our policies under the call that serving engines already make: DeepSeek EPLB's ``rebalance_experts``.
+
+Nothing is planned here. DeepSeek's, SGLang's and vLLM's planners differ in how they are registered, not in what they
+are asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..placement import Placement
+from ..topology import Topology
+from .planning import plan
+from .policies.hierarchical import has_rule
+from .types import PlanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rebalance_experts(
+    weight: Tensor,
+    num_replicas: int,
+    num_groups: int | None,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    policy: str | None = None,
+    current: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plan all layers anew; the arguments and the results of deepseek-ai/EPLB's function of this name.
+
+    Args:
+        weight: ``[L, E]``, tokens of each logical expert, on any device; ``[T, L, E]``: of successive windows.
+        num_replicas: P, all slots of a layer; a multiple of ``num_gpus``.
+        num_groups: expert groups; where ``num_nodes`` divides them, each group stays on one node. None or 1: none.
+        num_nodes: nodes; divides ``num_gpus``.
+        num_gpus: R.
+        policy: a policy of the free layout; None: ``"hierarchical"`` where there are groups to keep together, else
+            ``"free"``. ``"deepseek"`` gives the very plan of deepseek-ai/EPLB.
+        current: integer ``[L, P]``, the expert in each slot now: the plan stays near it, and layers that would gain
+            nothing stay as they are. None: plan anew.
+
+    Returns:
+        int64 on the CPU: ``physical_to_logical`` ``[L, P]``; ``logical_to_physical`` ``[L, E, C]``, padded with -1, C
+        the largest copy count; ``copy_count`` ``[L, E]``. A token may go to any copy of its expert: they are planned
+        for an even split.
+
+    Raises:
+        PlanError: sizes that do not fit, a load that is not usable, or a policy of another layout.
+        PlacementError: ``current`` is no placement of these sizes.
+    """
+    import torch
+
+    if num_gpus < 1 or num_nodes < 1 or num_gpus % num_nodes:
+        raise PlanError(f"{num_gpus} ranks cannot be spread evenly over {num_nodes} nodes")
+    if num_replicas % num_gpus:
+        raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
+    groups = num_groups if num_groups is not None and has_rule(num_groups, num_nodes) else 1
+    if policy is None:
+        policy = "hierarchical" if groups > 1 else "free"
+    load = torch.as_tensor(weight).detach().to("cpu", torch.float64).numpy()
+    standing = None
+    if current is not None:
+        standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
+    made = plan(
+        load,
+        Topology(num_gpus, num_gpus // num_nodes),
+        slots_per_rank=num_replicas // num_gpus,
+        current=standing,
+        policy=policy,
+        layout="free",
+        groups=groups,
+    )
+    return _tensors(made.placement)
+
+
+def _tensors(placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    maps = (placement.physical_to_logical, placement.logical_to_physical, placement.copy_count)
+    by_slot, by_expert, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in maps)
+    return by_slot, by_expert, count

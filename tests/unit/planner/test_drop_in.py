@@ -1,0 +1,63 @@
+"""The call that serving engines make: DeepSeek EPLB's arguments, its three tensors, a better plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import eplb_runtime
+from eplb_runtime.planner import PlanError
+from eplb_runtime.planner.policies.deepseek import balance
+
+WEIGHT = torch.from_numpy(np.random.default_rng(0).lognormal(0, 0.8, (3, 64)) * 1000).float()
+
+
+def hottest(by_slot: torch.Tensor, count: torch.Tensor, ranks: int) -> np.ndarray:
+    """Tokens of each layer's busiest rank by even split."""
+    tokens = (WEIGHT / count).gather(1, by_slot)
+    return tokens.reshape(len(WEIGHT), ranks, -1).sum(2).amax(1).numpy()
+
+
+@pytest.mark.parametrize(("groups", "nodes"), [(1, 1), (8, 2), (3, 2)])
+def test_three_tensors_that_agree_and_a_plan_no_worse_than_eplb(groups: int, nodes: int) -> None:
+    by_slot, by_expert, count = eplb_runtime.rebalance_experts(WEIGHT, 80, groups, nodes, 8)
+    assert by_slot.shape == (3, 80) and count.shape == (3, 64) and by_expert.shape == (3, 64, int(count.max()))
+    assert {tensor.dtype for tensor in (by_slot, by_expert, count)} == {torch.int64}
+    for layer, expert in np.ndindex(3, 64):
+        slots = torch.nonzero(by_slot[layer] == expert)[:, 0]
+        assert by_expert[layer, expert].tolist()[: len(slots)] == slots.tolist()
+        assert (by_expert[layer, expert, len(slots) :] == -1).all() and count[layer, expert] == len(slots)
+    theirs, _, their_count = (torch.from_numpy(map_.astype(np.int64)) for map_ in balance(WEIGHT, 80, groups, nodes, 8))
+    assert (hottest(by_slot, count, 8) <= hottest(theirs, their_count, 8) * (1 + 1e-6)).all()
+
+
+def test_groups_stay_on_their_node() -> None:
+    by_slot, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, 8, 2, 8)
+    node_of_group = [
+        [set((by_slot[layer, half] // 8).tolist()) for half in (slice(0, 40), slice(40, 80))] for layer in range(3)
+    ]
+    assert all(not first & second for first, second in node_of_group)
+
+
+def test_the_policy_can_be_chosen() -> None:
+    by_slot, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, 1, 1, 8, policy="deepseek")
+    assert np.array_equal(by_slot.numpy(), balance(WEIGHT, 80, 1, 1, 8)[0])
+
+
+def test_a_plan_near_the_current_one_moves_less() -> None:
+    current = torch.arange(80).remainder(64).repeat(3, 1)
+    anew, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, None, 1, 8)
+    near, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, None, 1, 8, current=current)
+    assert (near != current).sum() < (anew != current).sum()
+    again, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, None, 1, 8, current=near)
+    assert torch.equal(again, near), "nothing to gain, nothing moved"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [((81, 1, 1, 8), "81 slots"), ((80, 1, 3, 8), "8 ranks"), ((56, 1, 1, 8), "56 of 64 experts")],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int, int], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        eplb_runtime.rebalance_experts(WEIGHT, *sizes)
