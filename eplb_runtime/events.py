@@ -67,11 +67,17 @@ class RebalanceCommitted(Event):
 
 @dataclass(frozen=True)
 class RebalanceAborted(Event):
-    """A rebalance was dropped before agreement: the old placement is whole. ``phase`` names where it broke."""
+    """A rebalance was dropped before agreement: the placement that stood is whole. ``phase`` names where it broke.
+
+    ``committed_layers``: the layers it had changed by then, round by round: partly committed, valid all the same.
+    ``left_layers``: those that are not where the plan wanted them; a layer of several rounds may be among both.
+    """
 
     epoch: int
     phase: str
     cause: str
+    committed_layers: tuple[int, ...] = ()
+    left_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

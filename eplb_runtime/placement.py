@@ -204,6 +204,18 @@ class Placement:
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 
+    def stepped(self, physical_to_logical: IntArray, home: IntArray, epoch: int) -> Placement:
+        """A placement on the way from this one to another, taken unchecked: only for steps that are valid by how they
+        were made (a migration's rounds). The arrays, ``[L, P]`` and ``[L, E]``, are its own from now on.
+        """
+        step = object.__new__(Placement)
+        fields = (physical_to_logical, self.num_experts, self.num_ranks, home, epoch)
+        names = ("physical_to_logical", "num_experts", "num_ranks", "home", "epoch")
+        step.__dict__.update(zip(names, fields, strict=True))
+        physical_to_logical.setflags(write=False)
+        home.setflags(write=False)
+        return step
+
     def without_replicas(self) -> Placement:
         """The same homes, every replica slot empty (``home`` layout)."""
         self.require_homes()

@@ -8,7 +8,7 @@ with the old placement.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,8 +25,9 @@ from .load.clock import StepClock
 from .load.counter import LoadCounter
 from .migration.agreement import Agreement
 from .migration.engine import MigrationEngine, Outcome
+from .migration.schedule import warm_up as compile_schedules
+from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
-from .migration.transports.torch_p2p import TorchPointToPoint
 from .placement import Placement
 from .ranks import ProcessGroups
 from .replicas.sync import ReplicaSync
@@ -53,12 +54,18 @@ class Maps:
     splitter: BatchSplitter | None
     replicas: ReplicaSync | None
 
-    def follow(self, placement: Placement) -> None:
-        """Take over a committed placement."""
-        self.table.update(placement)
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
+        it."""
+        ready = [self.table.prepare(placement, layers)]
         if self.splitter is not None and self.replicas is not None:
-            self.splitter.follow(placement)
-            self.replicas.follow(placement)
+            ready += [self.splitter.prepare(placement, layers), self.replicas.prepare(placement, layers)]
+
+        def follow() -> None:
+            for take_over in ready:
+                take_over()
+
+        return follow
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ class Rebalancer:
             placement.slots_per_rank,
             groups.job.ep_rank,
             config.staging_bytes,
+            config.timeout_seconds,
         )
         self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket, guard)
         self._worker = ThreadPoolExecutor(
@@ -134,6 +142,7 @@ class Rebalancer:
         )
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
         self._compiler.submit(self.decisions.warm_up)
+        self._compiler.submit(compile_schedules)
         if maps.splitter is not None:
             self._compiler.submit(maps.splitter.warm_up)
 
@@ -207,7 +216,7 @@ class Rebalancer:
         self._worker.shutdown()
         self._compiler.shutdown()
         if self._maps.replicas is not None:
-            self._take_over(self.placement.without_replicas())
+            self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -257,7 +266,7 @@ class Rebalancer:
         before = self.placement
         # Restoring may set the step back: without their number, an old decision would be taken for the new one.
         key = f"restored/{self._restores}/step/{self.step}"
-        outcome = self._engine.migrate(self.placement, target, key, self._take_over)
+        outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
         self._clock.exclude(outcome.pause_seconds)
         if self.placement is not before:
             self.events.emit(
@@ -271,24 +280,31 @@ class Rebalancer:
                 )
             )
         if outcome.failed_phase is not None:
-            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken)
+            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, outcome)
         return outcome
 
-    def _take_over(self, placement: Placement) -> None:
-        """A round is committed: maps change in place, before anybody routes again."""
-        self._earlier.append((self._counter.buckets, self.placement))
-        self.placement = placement
-        self._maps.follow(placement)
+    def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Before a vote: make ready what follows a placement. What is returned takes it over, before anybody routes."""
+        follow = self._maps.prepare(placement, layers)
 
-    def _drop(self, phase: str, cause: str, connections_broken: bool) -> None:
+        def take_over() -> None:
+            self._earlier.append((self._counter.buckets, self.placement))
+            self.placement = placement
+            follow()
+
+        return take_over
+
+    def _drop(self, phase: str, cause: str, connections_broken: bool, outcome: Outcome | None = None) -> None:
+        committed, left = (outcome.committed_layers, outcome.left_layers) if outcome is not None else ((), ())
         logger.warning(
-            "step %d: rebalance dropped (%s): %s; training goes on with placement epoch %d",
+            "step %d: rebalance %s (%s): %s; training goes on with placement epoch %d",
             self.step,
+            f"partly committed, in layers {list(committed)} but not all of {list(left)}" if committed else "dropped",
             phase,
             cause,
             self.placement.epoch,
         )
-        self.events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause))
+        self.events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause, committed, left))
         if connections_broken:
             self._reconnect()
 
@@ -307,7 +323,7 @@ class Rebalancer:
 
 def new_transport(config: BalancerConfig, groups: ProcessGroups, device: torch.device) -> Transport:
     """The carrier of experts that the config names, on the migration group that stands, not yet warmed up."""
-    return TorchPointToPoint(groups.migration, groups.backend, device, config.timeout_seconds)
+    return TRANSPORTS[config.transport](groups.migration, groups.backend, device, config.timeout_seconds)
 
 
 def use_device(device: torch.device) -> None:

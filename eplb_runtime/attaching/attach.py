@@ -7,6 +7,7 @@ all that can fail: connections, measurements, checks. Then the model is cut.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,10 +67,10 @@ def attach_stages(
         raise AttachError(str(error)) from None
     try:
         transport = new_transport(config, groups, on)
-        transport.warm_up()
+        transport.warm_up(time.monotonic() + config.timeout_seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
-        topology = measure(topology, transport, job.ep_rank, groups.control)
+        topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds)
         placement = check(stages, optimizers, config, groups, on)
         for stage in stages:
             make_buffers(stage.model, on, stage.host.remake_buffers)

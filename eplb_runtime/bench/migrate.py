@@ -76,7 +76,9 @@ def _row(
     for index, parameter in enumerate(parameters):
         registry.add(0, f"weight{index}", parameter)
     transport = TorchPointToPoint(groups.migration, groups.backend, device, 60.0)
-    engine = MigrationEngine(registry, transport, Agreement(groups.control), homes, groups.job.ep_rank, staging_bytes)
+    engine = MigrationEngine(
+        registry, transport, Agreement(groups.control), homes, groups.job.ep_rank, staging_bytes, 60.0
+    )
     placement = Placement.initial(1, homes * ranks, ranks, 0)
     record_format = RecordFormat.of(registry.of_home(0))
     payload = record_format.payload_bytes
@@ -94,7 +96,7 @@ def _row(
     for repeat in range(-1, repeats):  # the first one warms up
         target = _next_rank(placement)
         dist.barrier(group=groups.control)
-        outcome = engine.migrate(placement, target, f"bench/{hidden}x{width}/{repeat}", lambda _: None)
+        outcome = engine.migrate(placement, target, f"bench/{hidden}x{width}/{repeat}", lambda *_: lambda: None)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement

@@ -30,10 +30,13 @@ class RowField:
         """The row itself, in the live tensor."""
         return self.source.tensor[local_slot]
 
+    def in_bytes(self, raw: Tensor) -> Tensor:
+        """``nbytes`` of uint8, in the row's dtype and shape."""
+        return raw.view(self.source.tensor.dtype).view(self.source.row_shape)
+
     def view_in(self, record: Tensor) -> Tensor:
         """The row's place in a uint8 record, in the row's dtype and shape."""
-        raw = record[self.offset : self.offset + self.nbytes]
-        return raw.view(self.source.tensor.dtype).view(self.source.row_shape)
+        return self.in_bytes(record[self.offset : self.offset + self.nbytes])
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class RecordFormat:
         ]
         return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
 
+    @torch.no_grad()
     def pack(self, local_slot: int, record: Tensor) -> None:
         """Copy the live rows of a slot into a uint8 record (on any device)."""
         for field in self.fields:

@@ -106,7 +106,9 @@ class ExpertTensors:
             return
         for entry in self._layers[layer]:
             if entry.kind == "parameter" and entry.tensor.grad is not None:
-                local(entry.tensor.grad)[list(local_slots)] = 0
+                gradient = local(entry.tensor.grad)
+                for slot in local_slots:  # row by row: nothing is allocated during a commit
+                    gradient[slot].zero_()
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
         layers = self._layers if layer is None else [self._layers[layer]]

@@ -1,7 +1,9 @@
 """How ranks agree: compare what each will do, vote, and record one decision that nobody can see differently.
 
-A vote by all-reduce alone is not enough: a rank may time out in it while the others finish. So the outcome is a record
-in the launcher's store, written by compare-and-set: the first word stands, and who timed out writes "abort".
+Words of all ranks are joined by messages between pairs, in a number of steps that grows with the logarithm of the
+number of ranks; only when something is wrong does every rank say what it has. A vote alone is not enough: a rank may
+time out in it while the others finish. So the outcome is a record in the launcher's store, written by compare-and-set:
+the first word stands, and who timed out writes "abort".
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 logger = logging.getLogger("eplb_runtime")
 
 COMMIT = "commit"
 _CAUSE_BYTES = 240
+_LARGEST_WORD = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -28,29 +33,95 @@ class Verdict:
 
 
 class Agreement:
-    """Comparisons and votes among the ranks of the control group."""
+    """Comparisons and votes among the ranks of the control group. Each call is collective over it."""
 
     def __init__(self, control: dist.ProcessGroup) -> None:
         self._control = control
-        self._size = control.size()
+        self._rank = control.rank()
+        self._ranks = dist.get_process_group_ranks(control)
         # A clone has its own connection: a slow store call elsewhere in the process cannot hold ours up.
         self._store = control.get_group_store().clone()  # type: ignore[attr-defined]
 
-    def same_on_all(self, digest: bytes, what: str) -> Verdict:
-        """Whether every rank came with the same 16 bytes. A rank that has a problem comes with zeros."""
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        all_ = [torch.empty_like(mine) for _ in range(self._size)]
+    @property
+    def turn(self) -> int:
+        """A positive number that is the higher, the lower the rank: the highest over ranks names the lowest rank."""
+        return len(self._ranks) - self._rank
+
+    def highest(self, words: Tensor) -> Tensor:
+        """The element-wise maximum of int64 words over all ranks; every rank learns it after ``ceil(log2 R)`` steps.
+
+        In step ``i`` each rank hands what it knows to the rank ``2^i`` places further on.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        known, arrived, distance = words.clone(), torch.empty_like(words), 1
+        while distance < len(self._ranks):
+            to = self._ranks[(self._rank + distance) % len(self._ranks)]
+            source = self._ranks[(self._rank - distance) % len(self._ranks)]
+            sent = known.clone()
+            works = [dist.isend(sent, to, group=self._control), dist.irecv(arrived, source, group=self._control)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            torch.maximum(known, arrived, out=known)
+            distance *= 2
+        return known
+
+    def same_on_all(self, digest: bytes, what: str, problem: str = "") -> Verdict:
+        """Whether every rank came with the same 16 bytes.
+
+        Args:
+            digest: zeros: this rank has no ``what``.
+            problem: why this rank cannot go on, whatever the digests; empty: it can. Every rank learns it.
+        """
+        own = torch.tensor([not any(digest), self.turn if problem else 0])
         try:
-            dist.all_gather(all_, mine, group=self._control)
+            highest = self.highest(torch.cat([two_sided(digest), own]))
+            if highest[-1]:
+                return Verdict(False, self.problem_of(int(highest[-1]), problem))
+            if is_one_value(highest[:4]) and not highest[4]:
+                return Verdict(True)
+            return self.who_differs(digest, what)
         except RuntimeError as error:
-            return Verdict(False, f"the ranks could not compare their {what}: {_one_line(error)}", True)
-        odd = [rank for rank, theirs in enumerate(all_) if not torch.equal(theirs, all_[0])]
-        none = [rank for rank, theirs in enumerate(all_) if not theirs.any()]
+            return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
+
+    def who_differs(self, digest: bytes | None, what: str) -> Verdict:
+        """The verdict that names the ranks whose 16 bytes are zeros, or others than the first rank's.
+
+        Args:
+            digest: None: this rank has nothing to compare, and that is as it should be.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        mine = torch.zeros(17, dtype=torch.uint8)
+        if digest is not None:
+            mine[0] = 1
+            mine[1:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        all_ = [torch.empty_like(mine) for _ in self._ranks]
+        dist.all_gather(all_, mine, group=self._control)
+        said = {rank: bytes(row[1:].tolist()) for rank, row in zip(self._ranks, all_, strict=True) if row[0]}
+        none = [rank for rank, theirs in said.items() if not any(theirs)]
+        first = next(iter(said), 0)
+        odd = [rank for rank, theirs in said.items() if theirs != said[first]]
         if none:
             return Verdict(False, f"no {what} on rank {', '.join(map(str, none))}")
-        if odd:
-            return Verdict(False, f"rank {', '.join(map(str, odd))} has another {what} than rank 0")
-        return Verdict(True)
+        return Verdict(False, f"rank {', '.join(map(str, odd))} has another {what} than rank {first}")
+
+    def problem_of(self, turn: int, problem: str) -> str:
+        """What is wrong on the rank that has this `turn`, in its own words.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        rank = self._ranks[len(self._ranks) - turn]
+        text = torch.zeros(_CAUSE_BYTES, dtype=torch.uint8)
+        if turn == self.turn:
+            said = problem.encode()[:_CAUSE_BYTES]
+            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        dist.broadcast(text, src=rank, group=self._control)
+        return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
 
     def decide(self, key: str, problem: str, timed_out: bool) -> Verdict:
         """Vote, then record and return the one decision.
@@ -68,19 +139,11 @@ class Agreement:
         return Verdict(False, cause, state == "broken")
 
     def _vote(self, problem: str) -> str:
-        mine = torch.zeros(_CAUSE_BYTES, dtype=torch.uint8)
-        text = problem.encode()[:_CAUSE_BYTES]
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-        all_ = [torch.empty_like(mine) for _ in range(self._size)]
         try:
-            dist.all_gather(all_, mine, group=self._control)
+            worst = int(self.highest(torch.tensor([self.turn if problem else 0])))
+            return self._abort("whole", self.problem_of(worst, problem)) if worst else COMMIT
         except RuntimeError as error:
-            return self._abort("broken", f"the vote did not finish: {_one_line(error)}")
-        for rank, theirs in enumerate(all_):
-            if theirs.any():
-                cause = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
-                return self._abort("whole", f"rank {rank}: {cause}")
-        return COMMIT
+            return self._abort("broken", f"the vote did not finish: {one_line(error)}")
 
     @staticmethod
     def _abort(state: str, cause: str) -> str:
@@ -91,10 +154,24 @@ class Agreement:
             return str(self._store.compare_set(key, "", word).decode())
         except RuntimeError as error:
             # Without the store nobody can record anything; the vote, where there was one, is the best that is known.
-            logger.error("the launcher's store does not answer (%s); following the vote", _one_line(error))
+            logger.error("the launcher's store does not answer (%s); following the vote", one_line(error))
             return word
 
 
-def _one_line(error: BaseException) -> str:
+def two_sided(digest: bytes) -> Tensor:
+    """int64 ``[4]``: two words of 16 bytes, each followed by what it lacks to the largest word, so that the highest
+    over ranks tells the lowest too. None is negative: zeros, for a rank that has nothing to compare, never win."""
+    words = torch.from_numpy(np.frombuffer(digest, dtype="<i8").copy()) & _LARGEST_WORD
+    return torch.stack([words, _LARGEST_WORD - words], dim=1).flatten()
+
+
+def is_one_value(highest: Tensor) -> Tensor:
+    """bool ``[...]``: whether the highest of `two_sided` words ``[..., 4]`` over ranks came from one digest alone, or
+    from none."""
+    word, lacks = highest[..., 0::2], highest[..., 1::2]
+    return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)
+
+
+def one_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

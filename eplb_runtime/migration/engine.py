@@ -1,31 +1,33 @@
 """Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
 
-Who owns what: until a round is committed, live rows belong to training and are only read; staging belongs to the
-engine. In ``_commit`` live rows belong to the engine, between two steps, on every rank. Nothing here waits for ever.
+The protocol is `prepare`, then for each round `post`, `settle`, `commit` and `finish`; `migrate` runs them in a row.
+Until a round is committed, live rows belong to training and are only read; what was posted is valid until the next
+optimizer step. In ``commit`` live rows belong to the engine, between two steps, on every rank. Nothing here waits for
+ever. After an agreement nothing may fail; if something does all the same, the engine is broken on this rank and says so
+at every call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..checksum import CHECKSUM_BYTES, as_bytes, checksum
-from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..placement import Placement
 from .agreement import Agreement, Verdict
-from .schedule import Round, Transfer, TransferSchedule, make_schedule
-from .staging import Arena, runs_of
-from .transports.base import Message, Transport, TransportError
+from .exchange import Exchange, Exchanger
+from .records import Records, agree_on_records
+from .schedule import Round, TransferSchedule, make_schedule
+from .transports.base import Transport, TransportError
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -33,7 +35,6 @@ logger = logging.getLogger("eplb_runtime")
 class Phase(Enum):
     """The points of the protocol where something can go wrong; tests inject failures at these."""
 
-    PLANNED = "planned"
     PREPARED = "prepared"
     STAGED = "staged"
     VERIFIED = "verified"
@@ -44,39 +45,105 @@ class Phase(Enum):
 Probe = Callable[[Phase, Any], None]
 """Called at each phase with what it works on. One that raises makes this rank fail there."""
 
+GetReady = Callable[[Placement, Sequence[int]], Callable[[], None]]
+"""Called before a vote with the placement that will stand after it, and the layers that differ: makes ready what
+follows a placement, all memory included. What it returns is called after the commit and cannot fail."""
+
+
+class MigrationBroken(RuntimeError):
+    """This rank failed after all ranks had agreed to commit: where its experts stand is not known.
+
+    Training cannot go on from here; go back to a checkpoint.
+    """
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a migration. ``placement`` is the one that stands now, on every rank."""
+    """What became of a migration.
+
+    Args:
+        placement: the one that stands now, on every rank.
+        moved_experts: that changed their rank, over all ranks.
+        received_bytes: of experts, by this rank.
+        pause_seconds: all of it, without what the device still had to do before.
+        seconds: what this rank spent in each part: ``prepare post transfer verify maps vote commit``.
+        rounds: that were committed.
+        committed_layers, left_layers: which layers changed, and which are not where they should be; a layer of several
+            rounds may be among both.
+    """
 
     placement: Placement
     moved_experts: int
     received_bytes: int
     pause_seconds: float
+    seconds: dict[str, float]
+    rounds: int
+    committed_layers: tuple[int, ...]
+    left_layers: tuple[int, ...]
     failed_phase: Phase | None = None
     cause: str = ""
     connections_broken: bool = False
 
+    @property
+    def partly_committed(self) -> bool:
+        """Whether it broke off between two rounds."""
+        return self.failed_phase is not None and self.rounds > 0
 
-@dataclass(frozen=True)
-class _Staged:
-    """A record that arrived (or was copied, on its own rank) and waits for the commit."""
 
-    transfer: Transfer
-    record_format: RecordFormat
-    record: Tensor
+@dataclass
+class Migration:
+    """A migration that all ranks have agreed on.
+
+    Args:
+        standing: the placement after the rounds committed so far.
+        committed: how many they are.
+        received_bytes: of experts, in them, by this rank.
+    """
+
+    key: str
+    schedule: TransferSchedule
+    records: Records
+    standing: Placement
+    committed: int = 0
+    received_bytes: int = 0
+
+
+@dataclass
+class Posted:
+    """A round on its way.
+
+    Args:
+        deadline: of its transfers, a time of `time.monotonic`.
+        problem: why this rank cannot commit it; empty: it can.
+        timed_out: whether the problem broke the groups' connections.
+        after: the placement that stands after it.
+        take_over: lets everything follow that placement.
+    """
+
+    migration: Migration
+    round_: Round
+    deadline: float
+    exchange: Exchange = field(default_factory=Exchange)
+    problem: str = ""
+    timed_out: bool = False
+    after: Placement | None = None
+    take_over: Callable[[], None] = lambda: None
 
 
 class MigrationEngine:
     """Takes one rank through migrations; all ranks of the job call it at the same step.
 
     Args:
-        registry: the live tensors.
-        transport: carries the bytes.
-        agreement: compares and votes over all ranks.
+        registry: the live tensors; with pipelines, of the layers that this rank holds.
+        transport: carries the bytes, among the ranks of the EP group.
+        agreement: compares and votes over all ranks of the job.
         slots_per_rank: S.
         ep_rank: this rank within its EP group.
-        staging_bytes: bytes of received experts held at once.
+        staging_bytes: bytes of received experts held at once; never less than one expert.
+        timeout_seconds: for the transfers of one round.
+
+    Attributes:
+        broken: why this rank cannot go on; empty: it can.
     """
 
     def __init__(
@@ -87,203 +154,233 @@ class MigrationEngine:
         slots_per_rank: int,
         ep_rank: int,
         staging_bytes: int,
+        timeout_seconds: float,
     ) -> None:
         self._registry = registry
-        self._transport = transport
         self._agreement = agreement
-        self._slots_per_rank = slots_per_rank
-        self._ep_rank = ep_rank
         self._budget = staging_bytes
-        self._arrivals = Arena(transport, min(staging_bytes, self._largest_layer_bytes()))
-        self._departures = Arena(transport, 0)
+        self._timeout = timeout_seconds
+        self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
+        nbytes = min(staging_bytes, _largest_layer_bytes(registry))
+        self._exchanger = Exchanger(transport, slots_per_rank, ep_rank, self._device, nbytes)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self.broken = ""
         self.probe: Probe = lambda phase, subject: None
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Go on with new connections after a failure broke the old ones."""
-        self._transport, self._agreement = transport, agreement
+        self._exchanger.reconnect(transport)
+        self._agreement = agreement
 
-    def migrate(
-        self, current: Placement, target: Placement, key: str, on_commit: Callable[[Placement], None]
-    ) -> Outcome:
+    def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> Outcome:
         """Take the experts from ``current`` to ``target``; both are the same on every rank.
 
         Args:
             key: names this migration's decisions; new for each, equal on every rank.
-            on_commit: called after each committed round with the placement that stands now.
+            get_ready: called for each round, before its vote.
+
+        Raises:
+            MigrationBroken: now or earlier, this rank failed after an agreement.
         """
+        self._wait_for_device()  # what is queued already is no part of the pause
         started = time.perf_counter()
-        standing, moved, received = current, 0, 0
-
-        def outcome(phase: Phase | None = None, verdict: Verdict | None = None) -> Outcome:
-            cause, broken = (verdict.cause, verdict.connections_broken) if verdict else ("", False)
-            return Outcome(standing, moved, received, time.perf_counter() - started, phase, cause, broken)
-
-        schedule, formats, digest = self._prepare(current, target)
-        agreed = self._agreement.same_on_all(digest, "transfer schedule")
-        if not agreed.commit or schedule is None:
-            return outcome(Phase.PREPARED, agreed)
-        for number, round_ in enumerate(schedule.rounds):
-            staged, problem, timed_out = self._stage_and_verify(round_, formats)
-            decided = self._agreement.decide(f"{key}/{number}", problem, timed_out)
-            self.probe(Phase.DECIDED, decided)
-            if not decided.commit:
-                return outcome(Phase.STAGED, decided)
-            self._commit(round_, staged)
-            standing = _placement_after(standing, round_, target.epoch)
-            on_commit(standing)
-            moved += len(round_.transfers)
-            received += sum(s.record_format.payload_bytes for s in staged if not self._is_local(s.transfer))
-            self.probe(Phase.COMMITTED, round_)
-        return outcome()
+        self._seconds.clear()
+        migration, verdict = self.prepare(current, target, key)
+        if migration is None:
+            left = tuple(_layers_that_differ(current, target))
+            return self._outcome(current, (), left, started, verdict, Phase.PREPARED)
+        for round_ in migration.schedule.rounds:
+            posted = self.post(migration, round_)
+            verdict = self.settle(posted, get_ready)
+            if not verdict.commit:
+                break
+            for layer in round_.layers:
+                self.commit(posted, layer)
+            self.finish(posted)
+        self._wait_for_device()
+        done = migration.schedule.rounds[: migration.committed]
+        left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
+        return self._outcome(migration.standing, done, left, started, verdict, Phase.STAGED, migration.received_bytes)
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
-    def _prepare(
-        self, current: Placement, target: Placement
-    ) -> tuple[TransferSchedule | None, list[RecordFormat], bytes]:
-        """The schedule, the record_format of each record, memory for the largest round, and the digest of all that.
+    def prepare(self, current: Placement, target: Placement, key: str) -> tuple[Migration | None, Verdict]:
+        """Rounds that all ranks agree on, and memory for them; or why there are none. Collective.
 
-        What can fail on one rank alone fails here, before anybody waits for its bytes: then the digest is zeros.
+        What can fail on one rank alone fails here, before anybody waits for its bytes.
         """
-        formats: list[RecordFormat] = []
-        try:
-            formats = [RecordFormat.of(self._registry.of_home(layer)) for layer in range(self._registry.num_layers)]
-            schedule = make_schedule(current, target, [record_format.nbytes for record_format in formats], self._budget)
-            for round_ in schedule.rounds:
-                arriving = [t.nbytes for t in round_.transfers if self._rank_of(t.destination_slot) == self._ep_rank]
-                leaving = [t.nbytes for t in round_.transfers if self._leaves(t)]
-                self._arrivals.reserve(sum(arriving))
-                self._departures.reserve(sum(leaving))
-            self.probe(Phase.PREPARED, schedule)
-        except Exception:
-            logger.warning("this rank cannot prepare the migration", exc_info=True)
-            return None, formats, bytes(16)
-        digest = np.frombuffer(schedule.digest(), dtype=np.uint8)
-        for record_format in formats:
-            digest = digest ^ np.frombuffer(record_format.digest(), dtype=np.uint8)
-        return schedule, formats, digest.tobytes()
+        self._refuse_if_broken()
+        with self._timed("prepare"):
+            layers = _layers_that_differ(current, target)
+            records, verdict = agree_on_records(self._registry, layers, self._agreement, self._exchanger.device)
+            if records is None:
+                return None, verdict
+            schedule, problem = None, ""
+            try:
+                schedule = make_schedule(current, target, records.nbytes, self._budget, records.holders)
+                self._exchanger.reserve(schedule, records)
+                self.probe(Phase.PREPARED, schedule)
+            except Exception as error:
+                logger.warning("this rank cannot prepare the migration", exc_info=True)
+                problem = f"{type(error).__name__}: {error}"
+            digest = schedule.digest() if schedule is not None else bytes(16)
+            verdict = self._agreement.same_on_all(digest, "transfer schedule", problem)
+        if schedule is None or not verdict.commit:
+            return None, verdict
+        return Migration(key, schedule, records, current), verdict
 
-    def _stage_and_verify(self, round_: Round, formats: list[RecordFormat]) -> tuple[list[_Staged], str, bool]:
-        """Bring this rank's part of a round into staging. Returns it, what is wrong with it, and whether by timeout."""
-        try:
-            staged, expected = self._stage(round_, formats)
-            self.probe(Phase.STAGED, staged)
-            problem = self._verify(staged, expected)
-            self.probe(Phase.VERIFIED, staged)
-            return staged, problem, False
-        except TransportError as error:
-            return [], str(error), True
-        except Exception as error:
-            return [], f"{type(error).__name__}: {error}", False
+    def post(self, migration: Migration, round_: Round) -> Posted:
+        """Begin to exchange the experts of a round; live rows are read until it is settled.
 
-    def _stage(self, round_: Round, formats: list[RecordFormat]) -> tuple[list[_Staged], dict[int, Tensor]]:
-        """Exchange records and their checksums. Pairs of ranks send in the order of the schedule."""
-        self._arrivals.restart()
-        self._departures.restart()
-        staged: list[_Staged] = []
-        sends: list[Message] = []
-        receives: list[Message] = []
-        sent_checksums: dict[int, list[bytes]] = defaultdict(list)
-        expected_count: dict[int, int] = defaultdict(int)
-        for transfer in round_.transfers:
-            record_format = formats[transfer.layer]
-            source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
-            if destination == self._ep_rank:
-                record = self._arrivals.take(record_format.nbytes)
-                staged.append(_Staged(transfer, record_format, record))
-                if source == self._ep_rank:
-                    record_format.pack(self._local(transfer.source_slot), record)
-                else:
-                    runs = runs_of(record_format, self._transport.device)
-                    receives.extend(Message(source, record[first:end]) for first, end, _ in runs)
-                    expected_count[source] += 1
-            elif source == self._ep_rank:
-                messages, rows = self._departing(transfer, record_format, destination)
-                sends.extend(messages)
-                sent_checksums[destination].append(checksum(rows))
-        expected = {}
-        for peer, digests in sorted(sent_checksums.items()):
-            sums = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(self._transport.device)
-            sends.append(Message(peer, sums))
-        for peer, count in sorted(expected_count.items()):
-            expected[peer] = torch.empty(count * CHECKSUM_BYTES, dtype=torch.uint8, device=self._transport.device)
-            receives.append(Message(peer, expected[peer]))
-        self._transport.exchange(sends, receives)
-        return staged, expected
+        A rank that cannot says so in `settle`: if it stayed away, the others would wait for it.
+        """
+        self._refuse_if_broken()
+        posted = Posted(migration, round_, time.monotonic() + self._timeout)
+        with self._timed("post"), _noting_problems(posted):
+            self._exchanger.post(round_, migration.records, posted.exchange)
+        return posted
 
-    def _departing(
-        self, transfer: Transfer, record_format: RecordFormat, destination: int
-    ) -> tuple[list[Message], list[Tensor]]:
-        """Messages that carry one expert away, and its rows as bytes, in field order, for the checksum."""
-        slot = self._local(transfer.source_slot)
-        record = self._departures.take(record_format.nbytes)
-        messages, rows = [], {}
-        for first, end, direct in runs_of(record_format, self._transport.device):
-            if direct is not None:
-                row = as_bytes(direct.live_row(slot))
-                messages.append(Message(destination, row))
-                rows[direct.offset] = row
-                continue
-            for field in record_format.fields:
-                if first <= field.offset < end:
-                    field.view_in(record).copy_(field.live_row(slot).detach())
-                    rows[field.offset] = record[field.offset : field.offset + field.nbytes]
-            messages.append(Message(destination, record[first:end]))
-        return messages, [rows[field.offset] for field in record_format.fields]
+    def settle(self, posted: Posted, get_ready: GetReady) -> Verdict:
+        """Wait for a round, verify it, get ready for its placement, vote. On any thread; collective."""
+        self._refuse_if_broken()
+        migration, exchange = posted.migration, posted.exchange
+        with self._on_device():
+            if not posted.problem:
+                with _noting_problems(posted):
+                    self._receive(posted)
+                    self.probe(Phase.STAGED, exchange.staged)
+                    with self._timed("verify"):
+                        posted.problem = self._exchanger.difference(exchange)
+                    self.probe(Phase.VERIFIED, exchange.staged)
+                    with self._timed("maps"):
+                        posted.after = migration.schedule.after(migration.standing, posted.round_)
+                        posted.take_over = get_ready(posted.after, posted.round_.layers)
+            if posted.problem and not posted.timed_out and exchange.pending is not None:
+                with _noting_problems(posted):
+                    exchange.pending.wait(posted.deadline)  # its memory will be used again
+            with self._timed("vote"):
+                key = f"{migration.key}/{posted.round_.number}"
+                verdict = self._agreement.decide(key, posted.problem, posted.timed_out)
+        with self._unfailing() if verdict.commit else contextlib.nullcontext():
+            self.probe(Phase.DECIDED, verdict)
+        return verdict
 
-    def _verify(self, staged: list[_Staged], expected: dict[int, Tensor]) -> str:
-        """Compare checksums of what arrived with those of what left; returns the first difference, or nothing."""
-        digests = {peer: bytes(sums.cpu().numpy()) for peer, sums in expected.items()}
-        position: dict[int, int] = defaultdict(int)
-        for s in staged:
-            if self._is_local(s.transfer):
-                continue
-            source = self._rank_of(s.transfer.source_slot)
-            at = position[source]
-            position[source] += CHECKSUM_BYTES
-            arrived = checksum([s.record[f.offset : f.offset + f.nbytes] for f in s.record_format.fields])
-            if arrived != digests[source][at : at + CHECKSUM_BYTES]:
-                return (
-                    f"layer {s.transfer.layer}: expert {s.transfer.expert} from EP rank {source} arrived with another "
-                    "checksum than it left with"
-                )
-        return ""
+    def commit(self, posted: Posted, layer: int) -> None:
+        """Copy what a round brings to a layer into its live slots, in place; only after all ranks agreed.
 
-    def _commit(self, round_: Round, staged: list[_Staged]) -> None:
-        """Copy staged rows into the live slots, in place, and tell caches about it."""
-        changed: dict[int, list[int]] = defaultdict(list)
-        for s in staged:
-            slot = self._local(s.transfer.destination_slot)
-            s.record_format.unpack(s.record, slot)
-            changed[s.transfer.layer].append(slot)
-        for layer, slots in changed.items():
-            self._registry.settle_gradients(layer, slots)
+        Raises:
+            MigrationBroken: it failed.
+        """
+        with self._unfailing(), self._timed("commit"):
+            record_format = posted.migration.records.formats.get(layer)
+            if record_format is not None:
+                slots = self._exchanger.commit(posted.exchange, layer, record_format)
+                self._registry.settle_gradients(layer, slots)
+
+    def finish(self, posted: Posted) -> None:
+        """Let everything else follow the placement that stands after a round; all its layers are committed.
+
+        Raises:
+            MigrationBroken: it failed.
+        """
+        migration = posted.migration
+        with self._unfailing():
+            assert posted.after is not None
+            with self._timed("maps"):
+                posted.take_over()
+            migration.standing = posted.after
+            migration.committed += 1
+            migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
+            self.probe(Phase.COMMITTED, posted.round_)
 
     # -- small words ---------------------------------------------------------------------------------------------
 
-    def _rank_of(self, slot: int) -> int:
-        return slot // self._slots_per_rank
+    def _receive(self, posted: Posted) -> None:
+        with self._timed("verify"):
+            checksums = self._exchanger.say_checksums(posted.exchange)
+        with self._timed("transfer"):
+            for pending in (posted.exchange.pending, checksums):
+                assert pending is not None
+                pending.wait(posted.deadline)
 
-    def _local(self, slot: int) -> int:
-        return slot % self._slots_per_rank
+    def _outcome(
+        self,
+        standing: Placement,
+        done: Sequence[Round],
+        left: tuple[int, ...],
+        started: float,
+        verdict: Verdict,
+        phase: Phase,
+        received_bytes: int = 0,
+    ) -> Outcome:
+        slots = standing.slots_per_rank
+        return Outcome(
+            standing,
+            moved_experts=sum(int(np.not_equal(*(r.transfers[:, 2:] // slots).T).sum()) for r in done),
+            received_bytes=received_bytes,
+            pause_seconds=time.perf_counter() - started,
+            seconds=dict(self._seconds),
+            rounds=len(done),
+            committed_layers=tuple(sorted({layer for round_ in done for layer in round_.layers})),
+            left_layers=left,
+            failed_phase=None if verdict.commit else phase,
+            cause=verdict.cause,
+            connections_broken=verdict.connections_broken,
+        )
 
-    def _is_local(self, transfer: Transfer) -> bool:
-        return self._rank_of(transfer.source_slot) == self._rank_of(transfer.destination_slot)
+    def _refuse_if_broken(self) -> None:
+        if self.broken:
+            raise MigrationBroken(self.broken)
 
-    def _leaves(self, transfer: Transfer) -> bool:
-        return self._rank_of(transfer.source_slot) == self._ep_rank and not self._is_local(transfer)
+    @contextlib.contextmanager
+    def _unfailing(self) -> Iterator[None]:
+        """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good."""
+        self._refuse_if_broken()
+        try:
+            yield
+        except BaseException as error:
+            self.broken = (
+                "experts on this rank are not where the other ranks believe them to be: a migration failed here after "
+                f"all had agreed to it ({type(error).__name__}: {error}); go back to a checkpoint"
+            )
+            logger.critical("%s", self.broken)
+            if not isinstance(error, Exception):
+                raise
+            raise MigrationBroken(self.broken) from error
 
-    def _largest_layer_bytes(self) -> int:
-        """Parameters of one layer's homes with room for two more tensors of their size (Adam's), on this rank."""
-        sizes = [
-            sum(p.numel() * p.element_size() for p in self._registry.parameters(layer))
-            for layer in range(self._registry.num_layers)
-        ]
-        return 3 * max(sizes)
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with torch.profiler.record_function(f"eplb_runtime migration: {part}"):
+            yield
+        self._seconds[part] += time.perf_counter() - began
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """A thread of its own would work on GPU 0."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
-def _placement_after(placement: Placement, round_: Round, epoch: int) -> Placement:
-    map_, home = placement.physical_to_logical.copy(), np.array(placement.home)
-    for layer, change in round_.after.items():
-        map_[layer], home[layer] = change.physical_to_logical, change.home
-    return Placement(map_, placement.num_experts, placement.num_ranks, home, epoch)
+@contextlib.contextmanager
+def _noting_problems(posted: Posted) -> Iterator[None]:
+    """What goes wrong inside is no error yet, but this rank's vote against the round."""
+    try:
+        yield
+    except TransportError as error:
+        posted.problem, posted.timed_out = posted.problem or str(error), True
+    except Exception as error:
+        posted.problem = posted.problem or f"{type(error).__name__}: {error}"
+
+
+def _layers_that_differ(current: Placement, target: Placement) -> list[int]:
+    layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
+    return layers
+
+
+def _largest_layer_bytes(registry: ExpertTensors) -> int:
+    """Parameters of one layer's homes with room for two more tensors of their size (Adam's), on this rank."""
+    sizes = [sum(p.numel() * p.element_size() for p in registry.parameters(layer)) for layer in registry.layers]
+    return 3 * max(sizes, default=0)

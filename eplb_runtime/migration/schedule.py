@@ -7,66 +7,131 @@ stands a valid placement, so a rebalance that breaks off between rounds leaves a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
+from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
-IntArray = NDArray[np.int32]
+ENOUGH = 1.02
+"""Rounds whose busiest ranks carry no more than so many times what the busiest rank carries are not improved on."""
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Transfer:
     """One expert's way, with its whole state, from its home slot to its next one (physical slots).
 
-    On equal ranks the transfer is a local copy.
+    On equal ranks it is a copy within the rank, made when the round is committed.
     """
 
     layer: int
     expert: int
     source_slot: int
     destination_slot: int
-    nbytes: int
 
 
-@dataclass(frozen=True)
-class LayerChange:
-    """The rows of the placement that a round gives a layer: ``physical_to_logical[P]`` and ``home[E]``."""
-
-    physical_to_logical: IntArray
-    home: IntArray
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Round:
-    """Transfers that are staged together and committed together."""
+    """Transfers that are staged together and committed together.
 
-    transfers: list[Transfer] = field(default_factory=list)
-    after: dict[int, LayerChange] = field(default_factory=dict)
+    Args:
+        number: of the round, from 0.
+        transfers: int64 ``[T, 4]``, rows as `Transfer`, sorted by layer and expert. All read what stands before the
+            round.
+        layers: whose maps this round changes.
+        finished: those of them that reach the target in it.
+    """
+
+    number: int
+    transfers: Ints
+    layers: tuple[int, ...]
+    finished: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TransferSchedule:
-    """All rounds from one placement to another."""
+    """All rounds from one placement to another.
 
-    rounds: tuple[Round, ...]
+    Args:
+        current, target: home layout.
+        transfers: int64 ``[T, 5]``: the round, then as `Round.transfers`; sorted.
+        last_round: int64 ``[L]``, in which each layer reaches the target; -1: it stands there already.
+        load: int64 ``[rounds, R']``, bytes that each rank receives from others in each round; ``R'`` is R times the
+            groups of ranks that hold different layers.
+    """
+
+    current: Placement
     target: Placement
+    transfers: Ints
+    last_round: Ints
+    load: Ints
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        numbers = np.arange(self.num_rounds + 1)
+        first = np.searchsorted(self.transfers[:, 0], numbers).tolist()
+        num_layers = self.current.num_layers
+        of_layers = np.arange(num_layers) + np.maximum(self.last_round, 0) * num_layers
+        changes = np.unique(
+            np.concatenate([self.transfers[:, 0] * num_layers + self.transfers[:, 1], of_layers[self.last_round >= 0]])
+        )
+        layers, first_layer = (changes % num_layers).tolist(), np.searchsorted(changes // num_layers, numbers).tolist()
+        last = self.last_round.tolist()
+        rounds = []
+        for number in range(self.num_rounds):
+            changed = layers[first_layer[number] : first_layer[number + 1]]
+            finished = tuple(layer for layer in changed if last[layer] == number)
+            rows = self.transfers[first[number] : first[number + 1], 1:]
+            rounds.append(Round(number, rows, tuple(changed), finished))
+        return tuple(rounds)
 
     @property
-    def transfers(self) -> list[Transfer]:
-        return [transfer for round_ in self.rounds for transfer in round_.transfers]
+    def num_rounds(self) -> int:
+        return int(self.last_round.max(initial=-1)) + 1
+
+    def after(self, standing: Placement, round_: Round) -> Placement:
+        """The placement that stands after a round, one epoch further: an epoch names one placement.
+
+        Args:
+            standing: the one before it.
+        """
+        map_LP, home_LE = standing.physical_to_logical.copy(), standing.require_homes().copy()
+        layer, expert, _, slot = round_.transfers.T
+        map_LP[layer, slot] = expert
+        home_LE[layer, expert] = slot
+        if self.current.replica_slots:
+            self._clear_copies_beside_homes(map_LP, layer, expert, slot)
+            finished = list(round_.finished)
+            map_LP[finished] = self.target.physical_to_logical[finished]
+        epoch = standing.epoch + 1
+        if round_.number == self.num_rounds - 1:
+            epoch = max(epoch, self.target.epoch)
+        return standing.stepped(map_LP, home_LE, epoch)
+
+    def _clear_copies_beside_homes(self, map_LP: NDArray[np.int32], layer: Ints, expert: Ints, slot: Ints) -> None:
+        """A replica slot does not keep a copy of an expert that has come home to its rank."""
+        placement = self.current
+        first = slot // placement.slots_per_rank * placement.slots_per_rank + placement.homes_per_rank
+        slots = first[:, None] + np.arange(placement.replica_slots)
+        transfer, replica = np.nonzero(map_LP[layer[:, None], slots] == expert[:, None])
+        map_LP[layer[transfer], slots[transfer, replica]] = EMPTY
+
+    def bytes_of_busiest(self) -> tuple[int, int]:
+        """What the busiest rank of each round receives, summed over rounds; and the least that this could be: what
+        the rank receives that receives most of all."""
+        return int(self.load.max(axis=1, initial=0).sum()), int(self.load.sum(axis=0).max(initial=0))
 
     def digest(self) -> bytes:
-        """Equal on two ranks when they would send and expect the same bytes in the same order."""
+        """16 bytes, equal on two ranks when they would send and expect the same experts in the same order."""
         hasher = hashlib.blake2b(self.target.digest().encode(), digest_size=16)
-        for round_ in self.rounds:
-            hasher.update(b"round")
-            for t in round_.transfers:
-                row = (t.layer, t.expert, t.source_slot, t.destination_slot, t.nbytes)
-                hasher.update(np.array(row, dtype="<i8").tobytes())
+        for array in (self.transfers, self.last_round, self.load):
+            hasher.update(array.astype("<i8").tobytes())
         return hasher.digest()
 
 
@@ -75,134 +140,83 @@ def make_schedule(
     target: Placement,
     expert_bytes: Sequence[int],
     budget_bytes: int,
+    holders: Sequence[int] | None = None,
 ) -> TransferSchedule:
     """Rounds that lead from ``current`` to ``target``, both in the home layout.
 
     Homes travel; replica slots only change their map, since copies are refreshed from their homes anyway (after every
-    optimizer step, and after a commit). In a round no rank receives or sends more than ``budget_bytes``, unless a
-    single cycle of experts needs more: the least that can be committed is one expert per rank.
+    optimizer step, and after a commit). In a round no rank receives more than the budget: ``budget_bytes``, or the
+    largest expert where that is more. An expert may change its slot on a rank on the way.
 
     Args:
         expert_bytes: per layer, bytes of an expert with its whole state.
-        budget_bytes: bytes per rank and round.
+        budget_bytes: bytes of experts from other ranks that a rank can stage.
+        holders: per layer, a number that names the ranks that hold it: layers of different ranks (pipeline stages)
+            do not share a budget. None: the same ranks hold all of them.
     """
-    rounds: list[Round] = []
-    open_round = _OpenRound(current, expert_bytes, budget_bytes)
-    changed = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1))
-    for layer in changed.tolist():
-        before = _layer_of(current, layer)
-        whole = _layer_of(target, layer)
-        if not open_round.try_extend(layer, before, whole):
-            if open_round.round.after:
-                rounds.append(open_round.close())
-            if not open_round.try_extend(layer, before, whole):
-                reached = before
-                for step in _intermediate(before, whole, current.slots_per_rank, current.homes_per_rank):
-                    if not open_round.try_extend(layer, before, step):
-                        if open_round.round.after:
-                            rounds.append(open_round.close())
-                            before = reached
-                        open_round.extend(layer, before, step)
-                    reached = step
-    if open_round.round.after:
-        rounds.append(open_round.close())
-    return TransferSchedule(tuple(rounds), target)
+    size_L = np.asarray(expert_bytes, dtype=np.int64)
+    home_LE, target_LE = (placement.require_homes().astype(np.int64) for placement in (current, target))
+    source_LE, destination_LE = (
+        placement.rank_of(home) for placement, home in ((current, home_LE), (target, target_LE))
+    )
+    layer_M, expert_M = np.nonzero(source_LE != destination_LE)
+    source_M = np.ascontiguousarray(source_LE[layer_M, expert_M])
+    destination_M = np.ascontiguousarray(destination_LE[layer_M, expert_M])
+    first_L = np.searchsorted(layer_M, np.arange(current.num_layers + 1))
+    group_L = np.zeros_like(size_L) if holders is None else np.unique(holders, return_inverse=True)[1].astype(np.int64)
+    num_ranks = int(group_L.max(initial=0) + 1) * current.num_ranks
+
+    def packed(cycle_M: Ints) -> tuple[Ints, Ints]:
+        return _pack(cycle_M, layer_M, source_M + group_L[layer_M] * current.num_ranks, size_L, num_ranks, budget_bytes)
+
+    round_M, load = packed(cut_into_permutations(first_L, source_M, destination_M, current.num_ranks))
+    if _share_of_bound(load) > ENOUGH:
+        other_M, other = packed(cut_into_short_cycles(first_L, source_M, destination_M, current.num_ranks))
+        if _share_of_bound(other) < _share_of_bound(load):
+            round_M, load = other_M, other
+    order = _in_order(round_M)
+    order = order[_in_order(layer_M[order])]
+    rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, current.slots_per_rank)
+    changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
+    last_round = np.where(changes, 0, -1)
+    np.maximum.at(last_round, layer_M, round_M)
+    return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
 
 
-class _OpenRound:
-    """The round being filled, with the bytes that each rank sends and receives in it."""
-
-    def __init__(self, current: Placement, expert_bytes: Sequence[int], budget_bytes: int) -> None:
-        self._slots_per_rank = current.slots_per_rank
-        self._num_ranks = current.num_ranks
-        self._expert_bytes = expert_bytes
-        self._budget = budget_bytes
-        self._open()
-
-    def _open(self) -> None:
-        self.round = Round()
-        self._by_layer: dict[int, list[Transfer]] = {}
-
-    def try_extend(self, layer: int, before: LayerChange, after: LayerChange) -> bool:
-        """Take the layer to ``after`` within this round, if every rank stays in its budget."""
-        transfers = self._transfers(layer, before, after)
-        others = [t for key, kept in self._by_layer.items() if key != layer for t in kept]
-        sent, received = self._bytes_per_rank([*others, *transfers])
-        if max(sent.max(), received.max()) > self._budget:
-            return False
-        self._put(layer, transfers, after)
-        return True
-
-    def extend(self, layer: int, before: LayerChange, after: LayerChange) -> None:
-        """The same without asking for the budget: for the least step that can be committed."""
-        self._put(layer, self._transfers(layer, before, after), after)
-
-    def close(self) -> Round:
-        done = self.round
-        self._open()
-        return done
-
-    def _put(self, layer: int, transfers: list[Transfer], after: LayerChange) -> None:
-        self._by_layer[layer] = transfers
-        self.round.transfers = [t for kept in self._by_layer.values() for t in kept]
-        self.round.after[layer] = after
-
-    def _bytes_per_rank(self, transfers: Sequence[Transfer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        sent, received = np.zeros((2, self._num_ranks), dtype=np.int64)
-        for t in transfers:
-            source, destination = t.source_slot // self._slots_per_rank, t.destination_slot // self._slots_per_rank
-            received[destination] += t.nbytes  # a local move is staged too
-            if source != destination:
-                sent[source] += t.nbytes
-        return sent, received
-
-    def _transfers(self, layer: int, before: LayerChange, after: LayerChange) -> list[Transfer]:
-        """The homes that ``after`` puts elsewhere, read from where they stand in ``before``; by destination slot."""
-        moved = np.flatnonzero(before.home != after.home)
-        moved = moved[np.argsort(after.home[moved])]
-        return [
-            Transfer(layer, expert, int(before.home[expert]), int(after.home[expert]), self._expert_bytes[layer])
-            for expert in moved.tolist()
-        ]
+def warm_up() -> None:
+    """Compile what a schedule needs, so that no rebalance has to wait for it."""
+    current = Placement.initial(1, 4, 2)
+    home = np.array([[2, 0, 3, 1]])
+    target = Placement(home.argsort(axis=1), 4, 2, home)
+    make_schedule(current, target, [1], 1)
+    first, ranks = np.array([0, 2]), np.array([0, 1])
+    cut_into_short_cycles(first, ranks, ranks[::-1].copy(), 2)
 
 
-def _layer_of(placement: Placement, layer: int) -> LayerChange:
-    assert placement.home is not None
-    return LayerChange(placement.physical_to_logical[layer], placement.home[layer])
+def _pack(
+    cycle_M: Ints, layer_M: Ints, rank_M: Ints, size_L: Ints, num_ranks: int, budget_bytes: int
+) -> tuple[Ints, Ints]:
+    """The round of each move and the bytes of each rank in each round, given which moves make a cycle.
 
-
-def _intermediate(
-    before: LayerChange, after: LayerChange, slots_per_rank: int, homes_per_rank: int
-) -> Iterator[LayerChange]:
-    """Valid placements from ``before`` to ``after``: the homes cycle by cycle, then the replica slots.
-
-    A cycle of slots that exchange their experts can be committed alone: afterwards every expert has one home again.
+    Cycles of the largest experts come first, and of those the longest: the shorter ones fill what they leave free.
     """
-    map_, home = before.physical_to_logical.copy(), before.home.copy()
-    is_home_slot = np.arange(len(map_)) % slots_per_rank < homes_per_rank
-    for cycle in _cycles(before, after, is_home_slot):
-        for slot in cycle:
-            expert = after.physical_to_logical[slot]
-            rank = slot // slots_per_rank
-            replicas = slice(rank * slots_per_rank + homes_per_rank, (rank + 1) * slots_per_rank)
-            map_[replicas][map_[replicas] == expert] = EMPTY
-            map_[slot] = expert
-            home[expert] = slot
-        yield LayerChange(map_.copy(), home.copy())
-    if (map_ != after.physical_to_logical).any():
-        yield after
+    length_N = np.bincount(cycle_M)
+    first_N = np.concatenate([[0], np.cumsum(length_N)])
+    by_cycle = np.argsort(cycle_M, kind="stable")
+    bytes_N = size_L[layer_M[by_cycle[first_N[:-1]]]]
+    order_N = np.lexsort((-length_N, -bytes_N))
+    budget = max(budget_bytes, int(size_L.max(initial=1)))
+    round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
+    return round_N[cycle_M], load
 
 
-def _cycles(before: LayerChange, after: LayerChange, is_home_slot: NDArray[np.bool_]) -> Iterator[list[int]]:
-    """Home slots that exchange experts among themselves, one group at a time, lowest slot first."""
-    pending = np.flatnonzero(is_home_slot & (before.physical_to_logical != after.physical_to_logical)).tolist()
-    seen: set[int] = set()
-    for start in pending:
-        if start in seen:
-            continue
-        cycle, slot = [], start
-        while slot not in seen:
-            seen.add(slot)
-            cycle.append(slot)
-            slot = int(after.home[before.physical_to_logical[slot]])
-        yield cycle
+def _in_order(keys: Ints) -> Ints:
+    """Where the keys stand in ascending order, equal ones as they come; counts of layers and rounds are mostly small
+    enough for a radix sort."""
+    small = keys.max(initial=0) <= np.iinfo(np.uint16).max
+    return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")
+
+
+def _share_of_bound(load: Ints) -> float:
+    """How many times the bytes of the busiest rank the rounds take."""
+    return float(load.max(axis=1, initial=0).sum()) / max(int(load.sum(axis=0).max(initial=0)), 1)

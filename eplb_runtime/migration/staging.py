@@ -1,53 +1,58 @@
-"""Preallocated memory for experts on their way, and the messages that a record travels in."""
+"""Preallocated memory for experts on their way, the messages that a record travels in, and moves within a rank."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..experts.record import RecordFormat, RowField
-from .transports.base import Transport
 
 DIRECT_BYTES = 1 << 20
 """A row of at least so many bytes is sent from where it lives; smaller ones are packed (measured on gloo: packing
 loses from 1 MiB on)."""
 
+Run = tuple[int, int, RowField | None]
+"""One message of a record: first byte, end, and the field of a row that is sent from its place (None: packed)."""
+
 
 class Arena:
-    """One growing uint8 buffer on the transport's device, cut into pieces anew for each round."""
+    """One growing uint8 buffer, cut into pieces anew for each round.
 
-    def __init__(self, transport: Transport, nbytes: int) -> None:
-        self._transport = transport
-        self._memory = transport.empty(nbytes)
+    Args:
+        empty: allocates so many bytes.
+    """
+
+    def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
+        self._empty = empty
+        self.memory = empty(nbytes)
         self._used = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.shape[0]
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that a round of so many bytes fits; allocates only when it does not fit yet."""
-        if nbytes > self.nbytes:
-            self._memory = self._transport.empty(nbytes)
+        if nbytes > self.memory.shape[0]:
+            self.memory = self.memory[:0]  # not the old and the new at once
+            self.memory = self._empty(nbytes)
 
     def restart(self) -> None:
         self._used = 0
 
     def take(self, nbytes: int) -> Tensor:
-        piece = self._memory[self._used : self._used + nbytes]
+        piece = self.memory[self._used : self._used + nbytes]
         if piece.shape[0] != nbytes:
-            raise RuntimeError(f"the staging buffer of {self.nbytes} bytes is too small for this round")
+            raise RuntimeError(f"the staging buffer of {self.memory.shape[0]} bytes is too small for this round")
         self._used += nbytes
         return piece
 
 
-def runs_of(record_format: RecordFormat, device: torch.device) -> list[tuple[int, int, RowField | None]]:
-    """The messages that carry one record: ``(first byte, end, field)``; ``field`` names a row sent from its place."""
-    runs: list[tuple[int, int, RowField | None]] = []
+def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
+    """The messages that carry one record, in the order of its bytes."""
+    runs: list[Run] = []
     packed_from = None
     for field in record_format.fields:
         tensor = field.source.tensor
-        if field.nbytes >= DIRECT_BYTES and tensor.device == device and field.live_row(0).is_contiguous():
+        if field.nbytes >= DIRECT_BYTES and tensor.device == device and tensor[:1].is_contiguous():
             if packed_from is not None:
                 runs.append((packed_from, field.offset, None))
                 packed_from = None
@@ -57,3 +62,32 @@ def runs_of(record_format: RecordFormat, device: torch.device) -> list[tuple[int
     if packed_from is not None:
         runs.append((packed_from, record_format.nbytes, None))
     return runs
+
+
+def packed_bytes(runs: Sequence[Run]) -> int:
+    """Bytes of a record that are copied before they are sent."""
+    return sum(end - first for first, end, field in runs if field is None)
+
+
+def in_turn(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Moves ``(from, to)`` between slots of one rank, as chains in which nothing is overwritten before it is read.
+
+    Args:
+        moves: each slot at most once on either side. A slot that is written and not read is free: what stood there has
+            left the rank.
+
+    Returns:
+        Chains to be carried out front to back. One whose last move ends where its first began is a ring: what stands
+        where the first move ends must be put aside before, and is what the last move brings.
+    """
+    source_of = {to: source for source, to in moves}
+    read = {source for source, _ in moves}
+    chains = []
+    for start in (*(to for _, to in moves if to not in read), *(to for _, to in moves if to in read)):
+        chain, slot = [], start
+        while slot in source_of:
+            chain.append((source_of.pop(slot), slot))
+            slot = chain[-1][0]
+        if chain:
+            chains.append(chain)
+    return chains

@@ -9,7 +9,7 @@ is on its way, beside the backward of the layers before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -77,7 +77,7 @@ class ReplicaSync:
         self._shared = shared
         self._links = {layer: _Links([], [], [], [], False) for layer in banks}
         self._addresses = {layer: [p.data_ptr() for p in bank.parameters] for layer, bank in banks.items()}
-        self._followed: np.ndarray | None = None
+        self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._fetched: int | None = None
         self._sent: tuple[int, list[dist.Work]] | None = None
@@ -85,20 +85,30 @@ class ReplicaSync:
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
-        """Take over a committed placement: which copies this rank holds, and which of its homes are copied where."""
-        home = placement.require_homes()
+        """Take over a placement: which copies this rank holds, and which of its homes are copied where."""
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready to take over a placement that differs in these layers; what is returned does it, and needs no more
+        memory. Copies on their way arrive first, so that homes may be written."""
         self.wait_all()
-        self._fetched = None
-        slots, replicas_LRK = placement.slots_per_rank, placement.replicas_LRK
-        home_LRK = np.take_along_axis(
-            home, np.maximum(replicas_LRK, 0).reshape(placement.num_layers, -1), axis=1
-        ).reshape(replicas_LRK.shape)
-        home_LRK = np.where(replicas_LRK == EMPTY, EMPTY, home_LRK)
-        for layer in self._banks:
-            home_RK = home_LRK[layer]
-            if self._followed is None or not np.array_equal(self._followed[layer], home_RK):
-                self._links[layer] = self._link(layer, home_RK, slots)
-        self._followed = home_LRK
+        slots, here = placement.slots_per_rank, [layer for layer in layers if layer in self._banks]
+        replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
+        home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(len(here), -1), axis=1)
+        home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
+        followed = dict(zip(here, home_NRK, strict=True))
+        links = {
+            layer: self._link(layer, home_RK, slots)
+            for layer, home_RK in followed.items()
+            if layer not in self._followed or not np.array_equal(self._followed[layer], home_RK)
+        }
+
+        def take_over() -> None:
+            self._fetched = None
+            self._followed.update(followed)
+            self._links.update(links)
+
+        return take_over
 
     def _link(self, layer: int, home_RK: np.ndarray, slots: int) -> _Links:
         """``home_RK``: the home slot of what stands in each replica slot, or `EMPTY`."""

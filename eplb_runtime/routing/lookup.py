@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,16 +15,30 @@ class SlotTable:
     """int64 ``[L, E]`` on the device: the home slot of each logical expert, under the active placement."""
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
-        self._home_LE = torch.empty(placement.num_layers, placement.num_experts, dtype=torch.int64, device=device)
-        self._logical_LRH = torch.empty(
-            placement.num_layers, placement.num_ranks, placement.homes_per_rank, dtype=torch.int64, device=device
-        )
+        layers, experts = placement.num_layers, placement.num_experts
+        # Both maps in one piece: a commit copies both to the device at once.
+        self._both_L2E = torch.empty(layers, 2 * experts, dtype=torch.int64, device=device)
+        self._home_LE = self._both_L2E[:, :experts]
+        self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
         self.update(placement)
 
     def update(self, placement: Placement) -> None:
-        """Take over a committed placement; the table keeps its memory."""
-        self._home_LE.copy_(torch.from_numpy(placement.require_homes().astype("int64")))
-        self._logical_LRH.copy_(torch.from_numpy(placement.homes_LRH.astype("int64")))
+        """Take over a placement; the table keeps its memory."""
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready to take over a placement that differs in these layers; what is returned does it, in place, and
+        needs no more memory."""
+        rows = np.asarray(layers, dtype=np.int64)
+        homes = placement.homes_LRH[rows].reshape(len(rows), -1)
+        new = torch.from_numpy(np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64))
+        device = self._both_L2E.device
+        new, index = new.to(device), torch.from_numpy(rows).to(device)
+
+        def take_over() -> None:
+            self._both_L2E.index_copy_(0, index, new)
+
+        return take_over
 
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
         """Physical slot of each choice, int64 ``[T, K]``."""

@@ -7,6 +7,7 @@ and the device only deals its choices out by the result. No torch.distributed he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,24 +84,32 @@ class BatchSplitter:
         self._mode: Mode = mode
         self._locality = locality
         self._least_tokens = least_tokens
-        self._followed: Placement | None = None
+        self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
         self.at_home = False
         self.follow(placement)
 
     def follow(self, placement: Placement) -> None:
-        """Take over a committed placement: the layers that changed, with one copy to the device."""
-        changed = _changed_layers(self._followed, placement)
-        self._followed = placement
-        if not changed.size:
-            return
+        """Take over a placement."""
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready to take over a placement that differs in these layers, with one copy to the device; what is
+        returned does it, and needs no more memory."""
+        changed = list(layers)
         home = None if placement.home is None else placement.home[changed]
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
         tables = SplitTables.of(part)
         slots_LN = torch.from_numpy(tables.copy_slot_LEC.reshape(len(changed), -1).astype(np.int64)).to(self._device)
-        for index, layer in enumerate(changed.tolist()):
+        new = {}
+        for index, layer in enumerate(changed):
             several = bool(part.copy_count[index].max() > 1)
-            self._layers[layer] = _Layer(tables, index, slots_LN[index], _copies_of_slots(part, tables, index), several)
+            new[layer] = _Layer(tables, index, slots_LN[index], _copies_of_slots(part, tables, index), several)
+
+        def take_over() -> None:
+            self._layers.update(new)
+
+        return take_over
 
     def splits(self, layer: int) -> bool:
         """Whether any expert of the layer has copies; if not, every token goes home."""
@@ -114,9 +123,8 @@ class BatchSplitter:
 
     def counts(self, topk_ids_TK: Tensor) -> Tensor:
         """int64 ``[E]``: this rank's choices of each expert, padding included: what will really travel."""
-        assert self._followed is not None
         ids = topk_ids_TK.reshape(-1)
-        return torch.zeros(self._followed.num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
+        return torch.zeros(self._num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
             0, ids, torch.ones_like(ids)
         )
 
@@ -156,15 +164,6 @@ class BatchSplitter:
         sent_EC = np.zeros(here.tables.copy_slot_LEC.shape[1:], dtype=np.int64)
         sent_EC[:, 0] = counts_RE[self._ep_rank]
         return sent_EC, counts_RE[:, expert_S] * (listed_S * (copy_S == 0))
-
-
-def _changed_layers(before: Placement | None, placement: Placement) -> NDArray[np.int64]:
-    if before is None or before.physical_to_logical.shape != placement.physical_to_logical.shape:
-        return np.arange(placement.num_layers)
-    differs = (before.physical_to_logical != placement.physical_to_logical).any(axis=1)
-    if before.home is not None and placement.home is not None:
-        differs |= (before.home != placement.home).any(axis=1)
-    return np.flatnonzero(differs)
 
 
 def _assign(topk_ids_TK: Tensor, sent_EC: NDArray[np.int64], copy_slot_N: Tensor) -> Tensor:

@@ -71,8 +71,7 @@ class Once:
 
 def corrupt_a_staged_byte(rank: int, balancer: eplb.Balancer) -> None:
     def flip(staged: list) -> None:
-        remote = next(s for s in staged if not balancer._rebalancer._engine._is_local(s.transfer))
-        remote.record[3] ^= 1
+        staged[0].record[3] ^= 1
 
     if rank == 1:
         balancer._rebalancer._engine.probe = Once(Phase.STAGED, flip)
@@ -153,7 +152,7 @@ def undisturbed() -> list[dict]:
         (corrupt_a_staged_byte, "staged", "checksum"),
         (alter_the_plan_on_the_way, "planned", "rank 2 has another plan"),
         (garble_the_plan, "planned", "no plan on rank 3"),
-        (fail_to_prepare, "prepared", "no transfer schedule on rank 3"),
+        (fail_to_prepare, "prepared", "rank 3: MemoryError: no memory for staging"),
         (fail_after_staging, "staged", "the device went away"),
         (fail_to_plan, "planned", "a planner's bug"),
     ],

@@ -1,1 +1,17 @@
-"""Carriers of expert bytes; one file each, all behind `base.Transport`."""
+"""Carriers of expert bytes by the name that users give; one file each, all behind `base.Transport`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .base import Transport
+from .torch_p2p import TorchPointToPoint
+
+TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
+    "torch": TorchPointToPoint,
+}
+"""``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
+and the most seconds that anything is waited for."""

@@ -1,7 +1,8 @@
-"""What the engine asks of a carrier of bytes."""
+"""What the engine asks of a carrier of bytes: it posts messages and returns a `Pending` to poll, wait for or abort."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 class TransportError(RuntimeError):
-    """Bytes did not arrive: a peer is gone or too slow. The groups behind the transport may be unusable now."""
+    """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
 
 
 @dataclass(frozen=True)
@@ -19,32 +20,88 @@ class Message:
     """Bytes to or from a peer. Messages between two ranks are matched in order; both sides know the sizes.
 
     Args:
-        peer: rank within the EP group.
-        data: contiguous uint8, on the transport's ``device``; a message received is written into it.
+        peer: rank within the EP group; this rank's own number is allowed.
+        data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
     """
 
     peer: int
     data: Tensor
 
 
+class Pending(ABC):
+    """Messages on their way. Until it is done or aborted, their memory belongs to the transport: sent rows are not
+    written, rows to come are neither read nor written."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Whether all of it is done; does not wait.
+
+        Raises:
+            TransportError: it has failed.
+        """
+
+    @abstractmethod
+    def wait(self, deadline: float) -> None:
+        """Until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
+
+        Args:
+            deadline: a time of `time.monotonic`, in seconds.
+
+        Raises:
+            TransportError: it has failed, or the deadline passed and it was aborted.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
+
+
 class Transport(ABC):
-    """One way to move bytes between the ranks of an EP group."""
+    """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
+
+    After a `TransportError` or an abort the owner makes a new one; the owner also destroys the groups it was made on.
+    """
 
     device: torch.device
     """Where messages have to be: the model's device, or the CPU when the carrier needs host memory."""
 
-    @abstractmethod
-    def warm_up(self) -> None:
-        """Open the connections now, so that the first rebalance does not pay for them."""
+    def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most carriers have nothing to do)
+        """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing.
+
+        Args:
+            regions: contiguous uint8 tensors that stay where they are.
+        """
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive everything; returns when all of it is done, on every backend.
+    def warm_up(self, deadline: float) -> None:
+        """Open the connections to all peers now, so that the first rebalance does not pay for them; collective.
 
         Raises:
-            TransportError: it did not finish within the timeout.
+            TransportError: a peer did not come before the deadline (of `time.monotonic`).
+        """
+
+    @abstractmethod
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here.
+
+        Raises:
+            TransportError: a connection is closed already.
         """
 
     @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
+
+    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
+        """How long these messages take, by the device's own clock where there is one. Waits for the end.
+
+        Raises:
+            TransportError: as `Pending.wait`.
+        """
+        began = time.perf_counter()
+        self.post(sends, receives).wait(deadline)
+        return time.perf_counter() - began
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is the transport's own; nothing may be pending."""

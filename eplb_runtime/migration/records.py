@@ -1,0 +1,72 @@
+"""What an expert of each layer looks like on its way, as all ranks of a job know it.
+
+With pipelines a rank holds some of the layers, yet every rank has to compute the same rounds; so the ranks tell each
+other, in one exchange of a few words a layer, how many bytes a record has and who holds the layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..experts.record import RecordFormat
+from ..experts.registry import ExpertTensors
+from .agreement import Agreement, Verdict, is_one_value, one_line, two_sided
+from .staging import runs_of
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a job.
+
+    Args:
+        formats: of the layers that are to change and that this rank holds.
+        nbytes: per layer; 0 for layers that do not change.
+        holders: per layer, a number that is equal for layers held by the same ranks.
+    """
+
+    formats: Mapping[int, RecordFormat]
+    nbytes: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+def agree_on_records(
+    registry: ExpertTensors, layers: Sequence[int], agreement: Agreement, device: torch.device
+) -> tuple[Records | None, Verdict]:
+    """The records of the layers that are to change, or why there are none. Collective over the job; never raises.
+
+    Args:
+        layers: the same on every rank; a rank may hold none of them.
+        device: of the transport.
+    """
+    formats, problem = {}, ""
+    try:
+        held = set(registry.layers)
+        formats = {layer: RecordFormat.of(registry.of_home(layer)) for layer in layers if layer in held}
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
+    # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
+    words = torch.zeros(registry.num_layers + 1, 6, dtype=torch.int64)
+    for layer, record_format in formats.items():
+        words[layer] = torch.cat([two_sided(digests[layer]), torch.tensor([record_format.nbytes, agreement.turn])])
+    words[-1, 0] = agreement.turn if problem else 0
+    try:
+        highest = agreement.highest(words)
+        if highest[-1, 0]:
+            return None, Verdict(False, agreement.problem_of(int(highest[-1, 0]), problem))
+        for layer in (~is_one_value(highest[:-1, :4])).nonzero().flatten().tolist()[:1]:
+            return None, agreement.who_differs(digests.get(layer), f"record of layer {layer}")
+    except RuntimeError as error:
+        return None, Verdict(False, f"the ranks could not compare their records: {one_line(error)}", True)
+    nbytes, holders = highest[:-1, 4:].T.tolist()
+    return Records(formats, tuple(nbytes), tuple(holders)), Verdict(True)
+
+
+def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
+    """Equal on two ranks when their records look the same and travel in the same messages."""
+    ends = [end for _, end, _ in runs_of(record_format, device)]
+    return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
