@@ -71,6 +71,8 @@ def _bandwidth(
         out, arrived = transport.empty(nbytes).zero_(), transport.empty(nbytes)
         seconds = []
         for _ in range(REPEATS):
+            if transport.device.type == "cuda":
+                torch.cuda.synchronize(transport.device)  # what is queued is no part of it, on no rank
             dist.barrier(group=control)
             seconds.append(transport.seconds([Message(destination, out)], [Message(source, arrived)], deadline))
         del out, arrived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -144,7 +145,7 @@ def carry(rank: int, sizes: list[int]) -> bool:
     use(device)
     group = dist.new_group([0, 1], backend=backend_for(device))
     transport = TorchPointToPoint(group, backend_for(device), device, 30.0)
-    transport.warm_up()
+    transport.warm_up(time.monotonic() + 30)
 
     def message(sender: int, size: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sender * 1000 + size)
@@ -156,7 +157,7 @@ def carry(rank: int, sizes: list[int]) -> bool:
         out.copy_(message(rank, size))
         sends.append(Message(1 - rank, out))
         receives.append(Message(1 - rank, transport.empty(size)))
-    transport.exchange(sends, receives)
+    transport.post(sends, receives).wait(time.monotonic() + 30)
     return all(torch.equal(r.data.cpu(), message(1 - rank, s)) for r, s in zip(receives, sizes, strict=True))
 
 
@@ -166,11 +167,11 @@ def wait_in_vain(rank: int) -> tuple[str, bool]:
     use(device)
     groups = ProcessGroups(Ranks(), [1], device, timeout_seconds=3.0)
     transport = TorchPointToPoint(groups.migration, groups.backend, device, 3.0)
-    transport.warm_up()
+    transport.warm_up(time.monotonic() + 30)
     said = ""
     if rank == 0:
         try:
-            transport.exchange([], [Message(1, transport.empty(1024))])
+            transport.post([], [Message(1, transport.empty(1024))]).wait(time.monotonic() + 3)
         except TransportError as error:
             said = str(error)
     dist.barrier(group=dist.new_group([0, 1], backend="gloo"))  # rank 1 waits here meanwhile

@@ -1,0 +1,62 @@
+"""Every transport keeps its contract with the memory of a GPU; see `transport_contract` for the cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import NCCL, device_of, use
+from ranks import run_ranks
+from transport_contract import CASES, RANKS, Case, run_cases, soon
+
+from eplb_runtime.migration.bandwidth import measure
+from eplb_runtime.migration.transports import TRANSPORTS
+from eplb_runtime.topology import Topology
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"])
+def said(request: pytest.FixtureRequest, transport_name: str) -> list[dict]:
+    job = (transport_name, request.param, device_of, CASES)
+    try:
+        return run_ranks(RANKS, run_cases, *job, backend=NCCL, start_method="spawn")
+    except AssertionError as error:
+        if torch.cuda.device_count() < RANKS and ("NCCL" in str(error) or "nccl" in str(error)):
+            pytest.skip(f"NCCL does not take {RANKS} ranks on {torch.cuda.device_count()} GPUs")
+        raise
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_contract(said: list[dict], case: Case) -> None:
+    wrong = "".join(of_rank[case.__name__] for of_rank in said)
+    assert not wrong, wrong
+
+
+def probe_behind_queued_work(rank: int) -> tuple[float, float]:
+    """Bandwidth measured with an idle device, and again while kernels are queued on it."""
+    device = device_of(rank)
+    use(device)
+    group, control = dist.new_group([0, 1], backend="nccl"), dist.new_group([0, 1], backend="gloo")
+    transport = TRANSPORTS["torch"](group, "nccl", device, 60.0)
+    transport.warm_up(soon())
+    measured = []
+    for queued in (0, 400):
+        a = torch.randn(4096, 4096, device=device)
+        for _ in range(queued):
+            a = a @ a.T / 4096
+        measured.append(measure(Topology(2), transport, rank, control, 60.0).intra_node_bandwidth)
+    torch.cuda.synchronize(device)
+    return measured[0], measured[1]
+
+
+def test_bandwidth_is_measured_apart_from_what_the_device_still_has_to_do() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two ranks on one GPU tell nothing about a link")
+    for idle, busy in run_ranks(2, probe_behind_queued_work, backend=NCCL, start_method="spawn"):
+        assert busy > 0.5 * idle
