@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from eplb_runtime.formats.errors import LoadFileError
 from eplb_runtime.formats.loads import layers_without_tokens, read_load, write_load
@@ -32,6 +35,23 @@ def test_counts_up_to_a_trillion_survive(tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("load") / "load.npz"
     write_load(path, np.array(counts).reshape(2, 3))
     assert read_load(path)[0].ravel().tolist() == counts
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8", "<i4", ">i2", "u1", "<f2", "g"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npz_arrays_of_every_number_type_and_order_are_read(
+    tmp_path: Path, dtype: str, save: Callable[..., None], order: Literal["C", "F"]
+) -> None:
+    save(tmp_path / "load.npz", load=np.array(LOAD, dtype=dtype, order=order), other=np.arange(3))
+    assert np.array_equal(read_load(tmp_path / "load.npz"), LOAD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint16])
+def test_safetensors_of_every_number_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    small = torch.from_numpy(LOAD % 8)
+    save_torch({"load": small.to(dtype)}, tmp_path / "load.safetensors")
+    assert np.array_equal(read_load(tmp_path / "load.safetensors"), small)
 
 
 def test_one_window_gets_a_time_axis(tmp_path: Path) -> None:
