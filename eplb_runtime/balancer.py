@@ -26,7 +26,8 @@ from .load.counter import LoadCounter
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
 from .planner import Plan
-from .ranks import Job, ProcessGroups
+from .process_groups import ProcessGroups
+from .ranks import Job
 from .rebalancing import Maps, Rebalancer
 from .topology import Topology
 

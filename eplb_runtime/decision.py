@@ -25,7 +25,7 @@ from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.warmup import compile_kernels
-from .ranks import ProcessGroups
+from .process_groups import ProcessGroups
 from .topology import Topology
 
 logger = logging.getLogger("eplb_runtime")

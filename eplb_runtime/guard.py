@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .load.aggregate import HostCopy
-from .ranks import ProcessGroups, gather_rows
+from .process_groups import ProcessGroups
+from .ranks import gather_rows
 
 logger = logging.getLogger("eplb_runtime")
 

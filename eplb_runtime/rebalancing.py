@@ -29,7 +29,7 @@ from .migration.schedule import warm_up as compile_schedules
 from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
 from .placement import Placement
-from .ranks import ProcessGroups
+from .process_groups import ProcessGroups
 from .replicas.sync import ReplicaSync
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter

@@ -28,7 +28,8 @@ from ..load.counter import LoadCounter
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
 from ..placement import Placement
-from ..ranks import GroupError, Job, ProcessGroups, Ranks
+from ..process_groups import ProcessGroups
+from ..ranks import GroupError, Job, Ranks
 from ..rebalancing import Maps, new_transport
 from ..replicas.bank import ReplicaBank, ReplicaPool, replica_memory
 from ..replicas.kept import KeptReplicas

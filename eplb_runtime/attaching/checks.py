@@ -17,7 +17,8 @@ from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import why_not_slices
 from ..placement import Placement, PlacementError
-from ..ranks import Job, ProcessGroups, gather_rows
+from ..process_groups import ProcessGroups
+from ..ranks import Job, gather_rows
 from .description import AttachError, HostModel, MoELayer, Stage, spread_of
 from .meta import has_meta
 

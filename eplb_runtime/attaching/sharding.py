@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..config import BalancerConfig
 from ..experts.optimizer_state import replace_parameter
 from ..placement import Placement
-from ..ranks import GroupError, ProcessGroups, Ranks
+from ..process_groups import ProcessGroups
+from ..ranks import GroupError, Ranks
 from .checks import check, device_of
 from .description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread, spread_of
 from .meta import blank

@@ -16,7 +16,8 @@ from ..migration.agreement import Agreement
 from ..migration.engine import MigrationEngine
 from ..migration.transports.torch_p2p import TorchPointToPoint
 from ..placement import Placement
-from ..ranks import ProcessGroups, Ranks
+from ..process_groups import ProcessGroups
+from ..ranks import Ranks
 
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checksum import as_bytes
-from ..ranks import ProcessGroups
+from ..process_groups import ProcessGroups
 from .slices import is_sliced, local
 
 BLOCK_BYTES = 1 << 20

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..ranks import ProcessGroups
+from ..process_groups import ProcessGroups
 
 
 def squares_of_experts(

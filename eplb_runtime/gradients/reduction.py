@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..experts.registry import ExpertTensors
 from ..experts.slices import is_sliced, local
-from ..ranks import ProcessGroups
+from ..process_groups import ProcessGroups
 from ..replicas.sync import ReplicaSync
 from .averaging import average_gradients
 from .norm import squares_of_dense, squares_of_experts, sum_over_stages

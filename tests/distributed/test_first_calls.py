@@ -20,7 +20,8 @@ from recording import first_calls_not_made_by_all, record
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.ranks import ProcessGroups, Ranks
+from eplb_runtime.process_groups import ProcessGroups
+from eplb_runtime.ranks import Ranks
 
 EXPERTS, RANKS = 6, 3
 

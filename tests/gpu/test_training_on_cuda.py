@@ -18,7 +18,8 @@ from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.ranks import ProcessGroups, Ranks, backend_for
+from eplb_runtime.process_groups import ProcessGroups, backend_for
+from eplb_runtime.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 EXPERTS, LAYERS = 8, 2

@@ -12,7 +12,18 @@ import pytest
 import eplb_runtime
 
 PACKAGE = Path(eplb_runtime.__file__).parent
-GROUND = {"topology", "placement", "config", "events", "ranks", "checksum", "files", "launching", "placement_file"}
+GROUND = {
+    "checksum",
+    "config",
+    "events",
+    "files",
+    "launching",
+    "placement",
+    "placement_file",
+    "process_groups",
+    "ranks",
+    "topology",
+}
 STOREYS: tuple[set[str], ...] = (
     GROUND,
     {"formats"},
