@@ -30,6 +30,7 @@ from ..search.packing import (
 )
 from ..search.pairing import search_counts
 from ..search.settle import settle
+from ..search.threads import in_threads
 from ..types import PlanError
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
 
-PAIRING_WORK = 750_000
-"""Copies looked at in the search over counts."""
+PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 750_000, 50_000, 1024
+"""Copies looked at in the search over counts; fewer with more slots than ``LARGE``, where the gain is small."""
+LAYERS_AT_ONCE = 8
 
 WANDER = 1.01
 """A kicked layer goes on from where it is until it is this much worse than the best."""
@@ -75,7 +77,12 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
         raise PlanError(f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {experts} experts")
     if slots_per_rank > experts:
         raise PlanError(f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice")
-    return _balance(weight, num_ranks, slots_per_rank)
+    starts = range(0, len(weight), LAYERS_AT_ONCE)
+    parts = in_threads(
+        lambda part: _balance(weight[starts[part] : starts[part] + LAYERS_AT_ONCE], num_ranks, slots_per_rank),
+        len(starts),
+    )
+    return np.concatenate(parts)
 
 
 @njit(nogil=True, cache=True)
@@ -100,7 +107,8 @@ def plan_layer(layer: Layer, lowest: float) -> None:
     enough = lowest * (1.0 + TOLERANCE)
     spread_copies(layer)
     if slots_per_rank == 2:
-        search_counts(layer, enough, PAIRING_WORK // (2 * layer.load.size))
+        pairing_work = PAIRING_WORK if layer.expert.size <= LARGE else PAIRING_WORK_LARGE
+        search_counts(layer, enough, pairing_work // layer.expert.size)
     place_heaviest_first(layer)
     work = descend(layer, enough, WORK)
     if slots_per_rank > 2:
@@ -128,8 +136,8 @@ def descend(layer: Layer, enough: float, work: int) -> int:
         work -= num_ranks * slots * slots * (slots - 1) * (slots - 1) // 32
         if improve_by_two_swaps(layer, rank):
             continue
-        work -= num_ranks * slots * slots
-        if not improve_by_another_copy(layer, rank):
+        work -= max(num_ranks * slots * slots, num_ranks * layer.weight.size // 2)
+        if work <= 0 or not improve_by_another_copy(layer, rank):
             return work
 
 

@@ -6,11 +6,7 @@ far along its track it goes. A layer whose gain is within what the scenarios dif
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +14,13 @@ from numpy.typing import NDArray
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..evaluate import imbalance_by_scenario, in_units
-from ..search.align import align
+from ..search.align import align, placed_anew
+from ..search.bounds import lower_bound
 from ..search.budget import share_out
 from ..search.descent import Question
 from ..search.explore import Found, Limits, Starts, make_starts, search_layer
 from ..search.starts import strides
+from ..search.threads import in_threads
 from ..types import PlanRequest
 
 LEAST_GAIN = 0.005
@@ -37,8 +35,6 @@ FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 SPARE_COPIES = 4
 """Copies an expert may have beyond those its load needs."""
-MOST_THREADS = 8
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,10 @@ def incremental(request: PlanRequest) -> Placement:
     steps = _within_budget(trajectories, farthest, request)
     for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
         trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
-    placement = _at_the_end(start, [one.found for one in trajectories], steps > 0)
-    return placement if request.current is None else _where_it_pays(request, start, placement)
+    ends = [one.found for one in trajectories]
+    if request.current is None:
+        return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
+    return _where_it_pays(request, start, _at_the_end(start, ends, steps > 0))
 
 
 class _Search:
@@ -87,6 +85,10 @@ class _Search:
             in_units(np.concatenate([request.scenarios, request.mixes])).transpose(1, 0, 2)
         )
         self._led_by = len(request.scenarios)
+        bounds = lower_bound(
+            request.scenarios.reshape(-1, request.num_experts), topology.num_ranks, request.slots_per_rank
+        )
+        self._lowest_L = bounds.reshape(self._led_by, -1).mean(axis=0)
         self._home_LE = start.home_rank.copy()  # writable: one compiled version for all
         self._replica_LRK = start.replicas_LRK.copy()
         self._most_L = start.copy_count.max(axis=1)
@@ -130,7 +132,7 @@ class _Search:
         value = one.imbalance + self._seconds_price * one.seconds + one.moved @ self._prices(layer)
         value = value[least:]
         if self._request.current is None:
-            return least + int(np.argmin(value))
+            return one.steps
         if least == 0 and value[0] - value.min() < LEAST_GAIN:
             return 0
         return least + int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
@@ -153,7 +155,7 @@ class _Search:
         slots = self._replica_LRK.shape[2]
         max_copies = min(ranks, most, 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
-        return Limits(max_copies, max_steps, self._led_by, self._stride_K)
+        return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
 
 
 def _stray(request: PlanRequest) -> NDArray[np.float64]:
@@ -161,16 +163,6 @@ def _stray(request: PlanRequest) -> NDArray[np.float64]:
     expected = request.forecast / np.maximum(request.forecast.sum(axis=1, keepdims=True), 1e-300)
     come = request.scenarios / np.maximum(request.scenarios.sum(axis=2, keepdims=True), 1e-300)
     return np.asarray(0.5 * np.abs(come - expected).sum(axis=2).mean(axis=0))
-
-
-def in_threads(work: Callable[[int], T], count: int) -> list[T]:
-    """``work`` of 0, 1, ... count - 1, in as many threads as cores are free; compiled code lets the others run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, min(MOST_THREADS, count, round(cores - os.getloadavg()[0]))) if cores > 1 else 1
-    if threads == 1:
-        return [work(index) for index in range(count)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, range(count)))
 
 
 def _within_budget(trajectories: list[Trajectory], farthest: list[int], request: PlanRequest) -> NDArray[np.int64]:

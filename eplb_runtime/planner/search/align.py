@@ -39,6 +39,18 @@ def align(
     )
 
 
+def placed_anew(home_rank_LE: NDArray[np.int32], replicas_LRK: NDArray[np.int32]) -> Placement:
+    """The placement of these homes, by expert on each rank, and replicas, where nothing stands yet."""
+    layers, experts = home_rank_LE.shape
+    ranks, slots = replicas_LRK.shape[1:]
+    expert_LRH = np.argsort(home_rank_LE, axis=1, kind="stable").reshape(layers, ranks, -1)
+    homes = expert_LRH.shape[2]
+    slot_RH = np.arange(ranks)[:, None] * (homes + slots) + np.arange(homes)
+    home_LE = np.empty_like(home_rank_LE)
+    np.put_along_axis(home_LE, expert_LRH.reshape(layers, -1), slot_RH.reshape(1, -1).astype(np.int32), axis=1)
+    return Placement(np.concatenate([expert_LRH, replicas_LRK], axis=2).reshape(layers, -1), experts, ranks, home_LE)
+
+
 def _align_homes(start: Placement, layer: int, home_rank: NDArray[np.integer]) -> NDArray[np.int32]:
     if start.home is None:
         raise PlanError("the current placement is in the free layout: give one in the home layout")

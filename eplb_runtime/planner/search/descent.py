@@ -77,8 +77,11 @@ class Best(NamedTuple):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track) -> int:
+def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track, enough: float) -> int:
     """Take improving steps from where ``layer`` stands, in place; ``spare`` and ``other`` are room to work in.
+
+    Args:
+        enough: a mean imbalance with which it stops.
 
     Returns:
         steps taken, at most one less than ``track`` has room for.
@@ -94,7 +97,7 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
     goal += price_of_moves(layer, question)
     copy_state(layer, spare)
     stuck, step = 0, 0
-    while step + 1 < track.value_N.size and stuck < STUCK_RANKS:
+    while step + 1 < track.value_N.size and stuck < STUCK_RANKS and value > enough:
         _excess(layer, excess_R)
         busiest = -1
         for rank in range(ranks):

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
-from .descent import LEAST_FALL, Question, Track, descend, judge, price_of_moves, record
+from .descent import GOOD_ENOUGH, LEAST_FALL, Question, Track, descend, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
 from .settle import match_ranks
 from .starts import add_chords, pack
@@ -21,6 +21,8 @@ from .starts import add_chords, pack
 SEARCHED = 2
 """Starts that are searched from, of those tried: the best by what they are and cost."""
 NUM_STARTS = 8
+LITTLE = 0.005
+"""With one scenario, what is so near to the bound is not searched for again."""
 
 
 class Limits(NamedTuple):
@@ -30,12 +32,14 @@ class Limits(NamedTuple):
         max_copies: of one expert, home included.
         max_steps: of one search.
         led_by: the first so many scenarios lead a search; all judge where it ends.
+        lowest: the mean imbalance that no placement gets below.
         stride_K: int64, of the chords.
     """
 
     max_copies: int
     max_steps: int
     led_by: int
+    lowest: float
     stride_K: NDArray[np.int64]
 
 
@@ -86,7 +90,10 @@ def search_layer(
     for index in range(count if count > 1 else 0):
         price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
     least = np.inf
+    enough = limits.lowest * (1.0 + GOOD_ENOUGH)
     for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
+        if len(load_WE) == 1 and least <= enough + LITTLE:
+            break
         tried = _search_from(layer, spare, other, question, limits, starts, index)
         price = _price(every, tried.home_E, tried.replica_RK, question, seconds_price) if count > 1 else 0.0
         if price < least - LEAST_FALL:
@@ -105,7 +112,7 @@ def _search_from(
     steps, filled = 0, 0
     for _ in range(2):
         rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
-        steps = filled + descend(layer, spare, other, question, rest)
+        steps = filled + descend(layer, spare, other, question, rest, limits.lowest * (1.0 + GOOD_ENOUGH))
         filled = _fill(layer, spare, question, limits.stride_K, track, steps)
         if filled == steps:
             break
