@@ -44,7 +44,7 @@ KICK_SWAPS = 3
 WORK = 400_000
 """Slot comparisons after which a layer is not kicked again: keeps plans of large shapes short."""
 
-PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 750_000, 50_000, 1024
+PAIRING_WORK, PAIRING_WORK_LARGE, LARGE = 640_000, 50_000, 1024
 """Copies looked at in the search over counts; fewer with more slots than ``LARGE``, where the gain is small."""
 LAYERS_AT_ONCE = 8
 

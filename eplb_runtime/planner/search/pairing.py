@@ -169,26 +169,65 @@ def _excess(copies: FloatArray, target: float, limit: float) -> float:
     return total
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _exchange(
     copies: FloatArray, trial: FloatArray, weight: FloatArray, count: NDArray[np.int32], giver: int, taker: int
 ) -> None:
-    """Into ``trial``: the sorted copies after ``giver`` lost one and ``taker`` got one more."""
-    trial[: copies.size] = copies
-    _move(trial, copies.size, weight[giver] / count[giver], count[giver], weight[giver] / (count[giver] - 1), -1)
-    _move(trial, copies.size - 1, weight[taker] / count[taker], count[taker], weight[taker] / (count[taker] + 1), 1)
+    """Into ``trial``: the sorted copies after ``giver`` lost one and ``taker`` got one more.
+
+    Both experts' old copies leave the list and their new ones, heavier and lighter, come in; what lies between is
+    carried over piece by piece.
+    """
+    given, taken = count[giver], count[taker]
+    heavier, lighter = weight[giver] / (given - 1), weight[taker] / (taken + 1)
+    giver_out, giver_in = _place(copies, weight[giver] / given), _place(copies, heavier)
+    taker_out, taker_in = _place(copies, weight[taker] / taken), _place(copies, lighter)
+    read = written = 0
+    # in order of place; at one place what comes in goes before what leaves
+    giver_done = taker_done = giver_came = taker_came = False
+    for _ in range(4):
+        place, event = copies.size + 1, -1
+        if not taker_came:
+            place, event = taker_in, 0
+        if not giver_came and (giver_in < place or (giver_in == place and heavier < lighter)):
+            place, event = giver_in, 1
+        if not giver_done and giver_out < place:
+            place, event = giver_out, 2
+        if not taker_done and taker_out < place:
+            place, event = taker_out, 3
+        for index in range(read, place):
+            trial[written] = copies[index]
+            written += 1
+        read = max(read, place)
+        if event == 0:
+            taker_came = True
+            for _copy in range(taken + 1):
+                trial[written] = lighter
+                written += 1
+        elif event == 1:
+            giver_came = True
+            for _copy in range(given - 1):
+                trial[written] = heavier
+                written += 1
+        elif event == 2:
+            giver_done = True
+            read += given
+        else:
+            taker_done = True
+            read += taken
+    for index in range(read, copies.size):
+        trial[written] = copies[index]
+        written += 1
 
 
-@njit(nogil=True, cache=True)
-def _move(values: FloatArray, size: int, old: float, old_count: int, new: float, more: int) -> None:
-    """In sorted ``values[:size]`` replace ``old_count`` times ``old`` by ``old_count + more`` times ``new``."""
-    first = np.searchsorted(values[:size], old)
-    for index in range(first, size - old_count):
-        values[index] = values[index + old_count]
-    size -= old_count
-    first = np.searchsorted(values[:size], new)
-    new_count = old_count + more
-    for index in range(size - 1, first - 1, -1):
-        values[index + new_count] = values[index]
-    for index in range(first, first + new_count):
-        values[index] = new
+@njit(nogil=True, cache=True, error_model="numpy")
+def _place(values: FloatArray, wanted: float) -> int:
+    """The first place in sorted ``values`` that is not below ``wanted``."""
+    low, high = 0, values.size
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
