@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .dispatch.base import CountExchange, Dispatcher
+from .dispatch.in_flight import InFlight
 from .experts.compute import LocalExperts
 from .load.counter import LoadCounter, in_recompute
 from .routing.lookup import SlotTable
@@ -53,19 +55,37 @@ class ExpertParallelLayer:
         self._exchange_counts = exchange_counts
         self._counts_in_evaluation = counts_in_evaluation
         self._real_tokens = real_tokens
+        self._in_flight = InFlight()
         self.calls = 0
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
-        self.calls += torch.is_grad_enabled() and not in_recompute()
-        if (self._module.training or self._counts_in_evaluation) and not in_recompute():
+        if in_recompute():
+            return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
+        self.calls += torch.is_grad_enabled()
+        if self._module.training or self._counts_in_evaluation:
             self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
-        slots_TK, counts = self._route(topk_ids_TK)
+        self._in_flight.begin(self._counter.closed_steps)
+        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None)
+        return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
+
+    def _repeat(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """Activation checkpointing repeats a forward: nothing counts again, and what is known is used again."""
+        manifest = self._in_flight.repeated(topk_ids_TK)
+        combined_TD, _ = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, manifest)
+        return self._in_flight.again(combined_TD)
+
+    def _run(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, manifest: Any
+    ) -> tuple[Tensor, Any]:
+        """The layer's output, and the manifest of its dispatch."""
+        slots_TK, counts = (None, None) if manifest is not None else self._route(topk_ids_TK)
         self._experts.ahead_of_forward()
-        dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts)
-        out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S)
-        return self._experts.ahead_of_backward(self._dispatcher.combine(out_MD, dispatched.handle))
+        dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest)
+        out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+        combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
+        return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
 
     def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, RowCounts | None]:
         """Slots of this batch, and how many rows go where if the split has told that already."""

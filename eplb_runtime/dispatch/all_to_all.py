@@ -11,6 +11,7 @@ do not enter the exchange. (N = T * K choices; the suffixes of `base.py` besides
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +57,13 @@ class _Manifest:
     counts_S: SlotCounts
 
 
+@dataclass(frozen=True, eq=False)
+class _Handle(Handle):
+    """``weighed_by_experts``: gradients go back unweighted."""
+
+    weighed_by_experts: bool
+
+
 class AllToAll(Dispatcher):
     """Dispatch and combine for one EP group.
 
@@ -76,50 +84,57 @@ class AllToAll(Dispatcher):
     def dispatch(
         self,
         hidden_TD: Tensor,
-        slots_TK: Tensor,
+        slots_TK: Tensor | None,
         weights_TK: Tensor,
         *,
         counts: RowCounts | None = None,
         manifest: _Manifest | None = None,
     ) -> Dispatched:
         if manifest is None:
+            assert slots_TK is not None
             manifest = self._manifest(slots_TK, counts)
-        rows_MD = _Dispatch.apply(hidden_TD, manifest, self)
-        return Dispatched(rows_MD, manifest.counts_S, None, Handle(weights_TK, hidden_TD.dtype, manifest), None)
+        weights_M: Tensor | None = None
+        if torch.is_grad_enabled() and weights_TK.requires_grad:
+            rows_MD, weights_M = _Dispatch.apply(hidden_TD, weights_TK, manifest, self)
+            weights_TK = weights_TK.detach()
+        else:
+            rows_MD, _ = _Dispatch.apply(hidden_TD, None, manifest, self)
+        handle = _Handle(weights_TK, hidden_TD.dtype, manifest, weights_M is not None)
+        return Dispatched(rows_MD, manifest.counts_S, weights_M, handle, None)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
-        combined_TD: Tensor = _Combine.apply(out_MD, handle.weights_TK, handle.manifest, handle.dtype, self)
+        combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
         return combined_TD
 
     # -- the two ways --------------------------------------------------------------------------------------------
 
-    def to_experts(
-        self, source_TD: Tensor, manifest: _Manifest, dtype: torch.dtype, weights_TK: Tensor | None = None
-    ) -> Tensor:
-        """A row for each choice of each rank's tokens, times its weight, ``[M, D]`` in ``dtype``, by slot."""
-        source_TD = source_TD.contiguous()
-        weights_N = None if weights_TK is None else weights_TK.reshape(-1).index_select(0, manifest.choice_N)
-        own, token_N = manifest.own, manifest.token_N
-        there_MD = self._memory.like(source_TD, own + sum(manifest.received), dtype)
-        sent = self._memory.like(source_TD, token_N.shape[0] - own, dtype)
+    def to_experts(self, rows: _Rows, manifest: _Manifest) -> Callable[[], Tensor]:
+        """Send a row for each choice of this rank's tokens.
 
-        def fill(out: Tensor, part: slice) -> None:
-            if weights_N is None:
-                permute.gather(source_TD, token_N[part], out)
-            else:
-                permute.gather_weighted(source_TD, token_N[part], weights_N[part], out, self._memory)
-
-        fill(sent, slice(own, None))
+        Returns:
+            A function that waits for them and gives ``[M, D]``, by slot.
+        """
+        own = manifest.own
+        there_MD = self._memory.like(rows.source, own + sum(manifest.received), rows.dtype)
+        sent = self._memory.like(rows.source, rows.index_N.shape[0] - own, rows.dtype)
+        rows.fill(sent, slice(own, None), self._memory)
         work = self._exchange(there_MD[own:], sent, manifest.received, manifest.sent)
-        fill(there_MD[:own], slice(own))
-        if work is not None:
-            work.wait()
-        rows_MD = self._memory.like(there_MD, there_MD.shape[0])
-        permute.gather(there_MD, manifest.arrived_M, rows_MD)
-        return rows_MD
+        rows.fill(there_MD[:own], slice(own), self._memory)
 
-    def to_tokens(self, rows_MD: Tensor, manifest: _Manifest) -> Tensor:
-        """The row of each choice of this rank's tokens, ``[N, D]``; ``place_KT`` says which lies where."""
+        def arrived() -> Tensor:
+            _wait(work, sent)
+            by_slot_MD = self._memory.like(there_MD, there_MD.shape[0])
+            permute.gather(there_MD, manifest.arrived_M, by_slot_MD)
+            return by_slot_MD
+
+        return arrived
+
+    def to_tokens(self, rows_MD: Tensor, manifest: _Manifest) -> Callable[[], Tensor]:
+        """Send rows back to where their tokens are.
+
+        Returns:
+            A function that waits for them and gives ``[N, D]``; ``place_KT`` says which choice lies where.
+        """
         rows_MD = rows_MD.contiguous()
         own, slot_place_M = manifest.own, manifest.slot_place_M
         back_ND = self._memory.like(rows_MD, own + sum(manifest.sent))
@@ -127,15 +142,15 @@ class AllToAll(Dispatcher):
         permute.gather(rows_MD, slot_place_M[own:], sent)
         work = self._exchange(back_ND[own:], sent, manifest.sent, manifest.received)
         permute.gather(rows_MD, slot_place_M[:own], back_ND[:own])
-        if work is not None:
-            work.wait()
-        return back_ND
+
+        def arrived() -> Tensor:
+            _wait(work, sent)
+            return back_ND
+
+        return arrived
 
     def sum_choices(self, rows_ND: Tensor, manifest: _Manifest, weights_TK: Tensor | None = None) -> Tensor:
         return permute.sum_choices(rows_ND, manifest.place_KT, self._memory, weights_TK)
-
-    def dot_choices(self, rows_ND: Tensor, manifest: _Manifest, other_TD: Tensor) -> Tensor:
-        return permute.dot_choices(rows_ND, manifest.place_KT, other_TD, self._memory)
 
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
@@ -176,40 +191,75 @@ class AllToAll(Dispatcher):
         return RowCounts(both[0], both[1].reshape(self._num_ranks, self._slots_per_rank))
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A row of ``source`` ``[*, D]`` for each choice, times its weight if there are any, in ``dtype``."""
+
+    source: Tensor
+    index_N: Tensor
+    dtype: torch.dtype
+    weights_N: Tensor | None = None
+
+    def fill(self, out: Tensor, part: slice, memory: RowMemory) -> None:
+        if self.weights_N is None:
+            permute.gather(self.source, self.index_N[part], out)
+        else:
+            permute.gather_weighted(self.source, self.index_N[part], self.weights_N[part], out, memory)
+
+
+def _wait(work: dist.Work | None, sent: Tensor) -> None:
+    """``sent`` is named so that it stays while it is read."""
+    if work is not None:
+        work.wait()
+
+
 class _Dispatch(torch.autograd.Function):
-    """Backward sums the gradients of a token's choices in the router's order."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, manifest: _Manifest, wire: AllToAll) -> Tensor:
-        ctx.manifest, ctx.wire, ctx.dtype = manifest, wire, hidden_TD.dtype
-        return wire.to_experts(hidden_TD, manifest, hidden_TD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        grad_ND = ctx.wire.to_tokens(grad_MD, ctx.manifest)
-        return ctx.wire.sum_choices(grad_ND, ctx.manifest).to(ctx.dtype), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The weighted sum of a token's results. They are kept for the gradient of the weights, and only for it."""
+    """Hidden states, and router weights if they travel. Backward sums the gradients of a token's choices in the
+    router's order."""
 
     @staticmethod
     def forward(
-        ctx: Any, out_MD: Tensor, weights_TK: Tensor, manifest: _Manifest, dtype: torch.dtype, wire: AllToAll
-    ) -> Tensor:
-        out_ND = wire.to_tokens(out_MD, manifest)
+        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: _Manifest, wire: AllToAll
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.manifest, ctx.wire = manifest, wire
-        ctx.save_for_backward(weights_TK, out_ND if ctx.needs_input_grad[1] else None)
-        ctx.out_dtype = out_MD.dtype
-        return wire.sum_choices(out_ND, manifest, weights_TK).to(dtype)
+        rows = wire.to_experts(_Rows(hidden_TD.contiguous(), manifest.token_N, hidden_TD.dtype), manifest)
+        if weights_TK is None:
+            return rows(), None
+        weights = wire.to_experts(_Rows(weights_TK.reshape(-1, 1), manifest.choice_N, weights_TK.dtype), manifest)
+        rows_MD, weights_M1 = rows(), weights()
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(rows_MD)
+        return rows_MD, weights_M1.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        weights_TK, out_ND = ctx.saved_tensors
-        grad_TD = grad_TD.to(torch.promote_types(ctx.out_dtype, weights_TK.dtype))
-        grad_out_MD = grad_weights_TK = None
-        if ctx.needs_input_grad[1]:
-            grad_weights_TK = ctx.wire.dot_choices(out_ND, ctx.manifest, grad_TD).to(weights_TK.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_out_MD = ctx.wire.to_experts(grad_TD, ctx.manifest, ctx.out_dtype, weights_TK)
-        return grad_out_MD, grad_weights_TK, None, None, None
+    def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None) -> tuple[Tensor | None, ...]:
+        manifest, wire = ctx.manifest, ctx.wire
+        hidden_need, weights_need, *_ = ctx.needs_input_grad
+        rows = wire.to_tokens(grad_MD, manifest) if hidden_need else None
+        weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
+        return (
+            None if rows is None else wire.sum_choices(rows(), manifest),
+            None if weights is None else weights().squeeze(1)[manifest.place_KT].t(),
+            None,
+            None,
+        )
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum of a token's results, none of which is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, out_MD: Tensor, handle: _Handle, wire: AllToAll) -> Tensor:
+        ctx.handle, ctx.wire, ctx.dtype = handle, wire, out_MD.dtype
+        out_ND = wire.to_tokens(out_MD, handle.manifest)()
+        return wire.sum_choices(out_ND, handle.manifest, handle.weights).to(handle.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        handle = ctx.handle
+        weights_N, dtype = None, ctx.dtype
+        if not handle.weighed_by_experts:
+            weights_N = handle.weights.reshape(-1).index_select(0, handle.manifest.choice_N)
+            dtype = torch.promote_types(dtype, weights_N.dtype)
+        rows = _Rows(grad_TD.to(dtype).contiguous(), handle.manifest.token_N, ctx.dtype, weights_N)
+        return ctx.wire.to_experts(rows, handle.manifest)(), None, None

@@ -28,13 +28,14 @@ class Handle:
     """What ``combine`` must know of the ``dispatch`` before it.
 
     Args:
-        weights_TK: the router weights, for a combine that multiplies them where the tokens came from.
+        weights: the router weights as combine multiplies them: ``[T, K]`` where the tokens came from, or ``[M]`` where
+            they went.
         dtype: of the hidden states, and so of what combine gives.
         manifest: which row goes where; the dispatcher's own. It holds no value of this batch: the same choices of all
             ranks can be dispatched again with it (activation recompute).
     """
 
-    weights_TK: Tensor
+    weights: Tensor
     dtype: torch.dtype
     manifest: Any
 
@@ -46,7 +47,9 @@ class Dispatched:
     Args:
         rows_MD: ordered by local slot; a slot's rows by source rank and position there.
         counts_S: how many rows each slot has: offsets on the device, numbers on the host if the dispatcher knows them.
-        weights_M: the router weight of each row, if they travel with the rows; None: they stay with the tokens.
+        weights_M: the router weight of each row, if the weights' gradient is found where the experts are, so that no
+            result is kept for it where the tokens came from. Whoever computes the rows then gets unweighted gradients
+            and weighs them (`experts.compute.weigh_gradients`). None: combine sees to it all.
         handle: for ``combine``.
         event: when the rows are there, if that is later than the current stream; None: it is not.
     """
@@ -72,7 +75,7 @@ class Dispatcher(ABC):
     def dispatch(
         self,
         hidden_TD: Tensor,
-        slots_TK: Tensor,
+        slots_TK: Tensor | None,
         weights_TK: Tensor,
         *,
         counts: RowCounts | None = None,
@@ -82,7 +85,7 @@ class Dispatcher(ABC):
 
         Args:
             hidden_TD: ``[T, D]``; T may differ between ranks and may be 0.
-            slots_TK: int64 ``[T, K]``, physical slots.
+            slots_TK: int64 ``[T, K]``, physical slots; None with a manifest, which knows them.
             weights_TK: ``[T, K]``, router weights.
             counts: what goes where, if it is known already: by it, a dispatcher need not exchange counts.
             manifest: of an earlier dispatch with these very slots, on every rank; nothing is worked out again then.
@@ -96,7 +99,8 @@ class Dispatcher(ABC):
             out_MD: ``[M, D]``, in the order of ``rows_MD``; of any floating dtype.
 
         Returns:
-            ``[T, D]`` in the dtype of the hidden states.
+            ``[T, D]`` in the dtype of the hidden states. Its gradient for ``out_MD`` is unweighted if ``weights_M`` was
+            handed out.
         """
 
 

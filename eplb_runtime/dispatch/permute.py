@@ -4,8 +4,8 @@ in, and the sums that bring a token's choices together again. No communication h
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
-What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `gather`, `sum_choices`,
-`dot_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's order.
+What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `gather`, `gather_weighted`,
+`sum_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's order.
 """
 
 from __future__ import annotations
@@ -114,14 +114,3 @@ def sum_choices(rows_ND: Tensor, place_KT: Tensor, memory: RowMemory, weights_TK
         elif row_TD is not total_TD:
             total_TD.copy_(row_TD)
     return total_TD.to(dtype)
-
-
-def dot_choices(rows_ND: Tensor, place_KT: Tensor, other_TD: Tensor, memory: RowMemory) -> Tensor:
-    """``[T, K]``: the scalar product of each choice's row with its token's row of ``other_TD``."""
-    one_TD = memory.like(rows_ND, place_KT.shape[1])
-    dots = []
-    for place_T in place_KT:
-        gather(rows_ND, place_T, one_TD)
-        product_TD = one_TD.mul_(other_TD) if one_TD.dtype == other_TD.dtype else one_TD * other_TD
-        dots.append(product_TD.sum(dim=1))
-    return torch.stack(dots, dim=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -48,9 +48,25 @@ class SlotCounts:
         return torch.searchsorted(self.offsets_S, place_M, right=True).clamp_(max=self.offsets_S.shape[0] - 1)
 
 
-Compute = Callable[[Tensor, SlotCounts, Sequence[Tensor]], Tensor]
-"""(rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots) -> ``[M, D]``. Router weights are
-multiplied elsewhere, where rows are combined."""
+class Compute(Protocol):
+    """The host's way to run rows through slots."""
+
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor:
+        """Rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots -> ``[M, D]``. Router weights
+        are multiplied elsewhere, where rows are combined."""
+
+
+@runtime_checkable
+class WeighingCompute(Protocol):
+    """A `Compute` that gives router weights their gradient without keeping its results for it."""
+
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor: ...
+
+    def weighing(
+        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor, /
+    ) -> Tensor:
+        """What the call itself gives, unweighted. Backward is given unweighted gradients, and is that of the results
+        times ``weights_M``: as `weigh_gradients`, which keeps the results."""
 
 
 class LocalExperts:
@@ -72,22 +88,54 @@ class LocalExperts:
         """The layer's output as it is; in the backward pass, gradients are about to travel. On every rank."""
         return combined_TD
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.
 
         Args:
             rows_MD: ``[M, D]``, ordered by local slot.
             counts_S: how many rows each local slot has.
+            weights_M: router weights of the rows, if gradients will come unweighted; they get theirs here then.
 
         Returns:
-            ``[M, D]``.
+            ``[M, D]``, unweighted.
         """
-        return run_rows(self._compute, rows_MD, counts_S, self._parameters())
+        return run_rows(self._compute, rows_MD, counts_S, self._parameters(), weights_M)
 
 
-def run_rows(compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, weights: Sequence[Tensor]) -> Tensor:
+def run_rows(
+    compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
+) -> Tensor:
     """``compute``, or without rows a stand-in that keeps the graph whole."""
-    return compute(rows_MD, counts_S, weights) if rows_MD.shape[0] else _Idle.apply(rows_MD, *weights)
+    if not rows_MD.shape[0]:
+        out_MD: Tensor = _Idle.apply(rows_MD, *parameters)
+    elif weights_M is not None and isinstance(compute, WeighingCompute):
+        return compute.weighing(rows_MD, counts_S, parameters, weights_M)
+    else:
+        out_MD = compute(rows_MD, counts_S, parameters)
+    return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
+
+
+def weigh_gradients(out_MD: Tensor, weights_M: Tensor) -> Tensor:
+    """``out_MD`` as it is. Its gradient, which comes as that of a plain sum of rows, is weighted here, and the router
+    weights get theirs. The results are kept for that."""
+    weighed: Tensor = _WeighGradients.apply(out_MD, weights_M)
+    return weighed
+
+
+class _WeighGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_MD: Tensor, weights_M: Tensor) -> Tensor:
+        ctx.save_for_backward(out_MD if ctx.needs_input_grad[1] else None, weights_M)
+        ctx.dtype = out_MD.dtype
+        return out_MD.view_as(out_MD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        out_MD, weights_M = ctx.saved_tensors
+        grad_MD = grad_MD.to(torch.promote_types(ctx.dtype, weights_M.dtype))
+        grad_weights_M = (grad_MD * out_MD).sum(dim=1).to(weights_M.dtype) if ctx.needs_input_grad[1] else None
+        grad_out_MD = (grad_MD * weights_M.unsqueeze(1)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        return grad_out_MD, grad_weights_M
 
 
 class _Idle(torch.autograd.Function):

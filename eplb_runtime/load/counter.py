@@ -29,6 +29,9 @@ class LoadCounter:
         num_experts: E, logical experts of a layer.
         interval: steps between two ``take()`` calls; more steps than that restart the history.
         device: where the router's choices are.
+
+    Attributes:
+        closed_steps: how often ``advance`` was called.
     """
 
     def __init__(self, num_layers: int, num_experts: int, interval: int, device: torch.device) -> None:
@@ -42,6 +45,7 @@ class LoadCounter:
         self._masked_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._buckets = torch.zeros(buckets, num_layers, num_experts, dtype=torch.int64, device=device)
         self._steps = 0
+        self.closed_steps = 0
         self.counts = self._counts[:, :num_experts]
 
     def count(self, layer: int, topk_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
@@ -71,6 +75,7 @@ class LoadCounter:
             bucket.add_(self.counts)
         self._counts.zero_()
         self._steps += 1
+        self.closed_steps += 1
 
     @property
     def buckets(self) -> int:

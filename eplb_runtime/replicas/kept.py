@@ -29,10 +29,11 @@ class KeptReplicas(LocalExperts):
         self._bank = bank
         self._sync = sync
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_memory(self._layer)
         self._sync.wait(self._layer)
-        return run_rows(self._compute, rows_MD, counts_S, _AllSlots.apply(self, *self._bank.parameters))
+        slots = _AllSlots.apply(self, *self._bank.parameters)
+        return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def all_slots(self) -> list[Tensor]:
         """Home and replica rows ``[S, ...]`` per tensor."""

@@ -41,21 +41,24 @@ class SharedReplicas(LocalExperts):
         ahead: Tensor = _FetchAhead.apply(combined_TD, self)
         return ahead
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_memory(self._layer)
-        homes = self._bank.homes_per_rank
-        counts = counts_S.known()
+        homes, counts = self._bank.homes_per_rank, counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
         home_rows = sum(counts[:homes])
-        at_home = run_rows(self._compute, rows_MD[:home_rows], at_homes, self._bank.parameters)
+        here, copied = slice(home_rows), slice(home_rows, None)
+        home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
+        at_home = run_rows(self._compute, rows_MD[here], at_homes, self._bank.parameters, home_weights)
         if not self._sync.has_copies(self._layer):
             return at_home
-        copied = _OnReplicaRows.apply(rows_MD[home_rows:], at_copies, self, *self._bank.parameters)
-        return torch.cat([at_home, copied])
+        at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *self._bank.parameters)
+        return torch.cat([at_home, at_copy])
 
-    def compute_copies(self, rows_MD: Tensor, counts_S: SlotCounts, weights: Sequence[Tensor]) -> Tensor:
+    def compute_copies(
+        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
+    ) -> Tensor:
         """Rows through the copies that were fetched, slots counted from the first replica slot."""
-        return self._compute(rows_MD, counts_S, weights) if rows_MD.shape[0] else torch.zeros_like(rows_MD)
+        return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
     def fetched(self) -> list[Tensor]:
         """This layer's copies ``[k, ...]``, once they have arrived."""
@@ -77,36 +80,39 @@ class _OnReplicaRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_MD: Tensor, counts_S: SlotCounts, layer: SharedReplicas, *parameters: nn.Parameter
+        ctx: Any,
+        rows_MD: Tensor,
+        weights_M: Tensor | None,
+        counts_S: SlotCounts,
+        layer: SharedReplicas,
+        *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.layer, ctx.counts_S = layer, counts_S
-        ctx.save_for_backward(rows_MD)
+        ctx.save_for_backward(rows_MD, weights_M)
         device = rows_MD.device.type
         ctx.autocast = {
             "device_type": device,
             "enabled": torch.is_autocast_enabled(device),
             "dtype": torch.get_autocast_dtype(device),
         }
-        return layer.compute_copies(rows_MD, counts_S, layer.fetched())
+        return layer.compute_copies(rows_MD, counts_S, layer.fetched(), None)
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
-        (rows_MD,) = ctx.saved_tensors
-        trained = ctx.needs_input_grad[3:]
-        weights = [rows.detach().requires_grad_(need) for rows, need in zip(ctx.layer.fetched(), trained, strict=True)]
-        rows_MD = rows_MD.detach().requires_grad_(ctx.needs_input_grad[0])
-        wanted = [tensor for tensor in (rows_MD, *weights) if tensor.requires_grad]
-        found: list[Tensor | None] = [None] * len(wanted)
-        if rows_MD.shape[0]:
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                out_MD = ctx.layer.compute_copies(rows_MD, ctx.counts_S, weights)
-            found = list(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
-        elif rows_MD.requires_grad:
-            found[0] = grad_MD
-        gradients = iter(found)
-        grad_rows_MD = next(gradients) if rows_MD.requires_grad else None
-        ctx.layer.collect([next(gradients) if need else None for need in trained])
-        return grad_rows_MD, None, None, *(None for _ in trained)
+        rows_MD, weights_M = ctx.saved_tensors
+        rows_need, weights_need, _, _, *trained = ctx.needs_input_grad
+        rows_MD = rows_MD.detach().requires_grad_(rows_need)
+        if weights_M is not None:
+            weights_M = weights_M.detach().requires_grad_(weights_need)
+        copies = [rows.detach().requires_grad_(need) for rows, need in zip(ctx.layer.fetched(), trained, strict=True)]
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            out_MD = ctx.layer.compute_copies(rows_MD, ctx.counts_S, copies, weights_M)
+        inputs = [rows_MD, weights_M, *copies]
+        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+        found = iter(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
+        gradients = [next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+        ctx.layer.collect(gradients[2:])
+        return gradients[0], gradients[1], None, None, *(None for _ in trained)
 
 
 class _FetchAhead(torch.autograd.Function):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ...experts.compute import SlotCounts
+from ...experts.compute import SlotCounts, weigh_gradients
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -35,11 +37,25 @@ class RowCompute:
         self._own_forward = experts.forward
         self._same_unsorted: bool | None = None
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights: Sequence[Tensor]) -> Tensor:
-        with _reading(self._experts, self._names, weights):
-            if _is_grouped_mm(self._experts) and self._sorting_changes_nothing(rows_MD, counts_S):
-                return _grouped_mm(self._experts, rows_MD, counts_S)
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+        with _reading(self._experts, self._names, parameters):
+            if self._needs_no_sorting(rows_MD, counts_S):
+                return _grouped_mm(self._experts, rows_MD, counts_S, None)
             return self._sorted_again(rows_MD, counts_S)
+
+    def weighing(
+        self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor
+    ) -> Tensor:
+        """As `experts.compute.WeighingCompute` says; ``grouped_mm`` keeps no results for the weights' gradient."""
+        with _reading(self._experts, self._names, parameters):
+            if not self._needs_no_sorting(rows_MD, counts_S):
+                return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
+            if _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
+                return _grouped_mm(self._experts, rows_MD, counts_S, weights_M)
+            return weigh_gradients(_grouped_mm(self._experts, rows_MD, counts_S, None), weights_M)
+
+    def _needs_no_sorting(self, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
+        return _is_grouped_mm(self._experts) and self._sorting_changes_nothing(rows_MD, counts_S)
 
     def _sorted_again(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         """The module's own forward: each row a token with one choice, of weight 1."""
@@ -55,7 +71,7 @@ class RowCompute:
         if self._same_unsorted is None:
             own_MD = self._sorted_again(rows_MD, counts_S)
             try:
-                ours_MD = _grouped_mm(self._experts, rows_MD, counts_S)
+                ours_MD = _grouped_mm(self._experts, rows_MD, counts_S, None)
             except (AttributeError, ImportError, TypeError) as error:
                 ours_MD, why = None, f"{type(error).__name__}: {error}"
             else:
@@ -75,27 +91,107 @@ def _is_grouped_mm(experts: nn.Module) -> bool:
     return chosen == "grouped_mm" and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is moe.grouped_mm_experts_forward
 
 
-def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
-    """The steps of the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no weights."""
-    from transformers.integrations.moe import _grouped_linear
+def _ends_with_torchs_grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
+    """Whether the last step is a linear one, in a kernel whose backward is known."""
+    from transformers.integrations.moe import _can_use_grouped_mm
 
+    return not _norm_follows(experts) and _can_use_grouped_mm(rows_MD, experts.down_proj, counts_S.offsets_S)
+
+
+def _norm_follows(experts: nn.Module) -> bool:
+    return getattr(experts, "has_post_expert_norm", False)
+
+
+def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
+    """The steps of the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying.
+
+    With ``weights_M`` gradients come unweighted; see `_LastLinear`.
+    """
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
-
-    def linear(inner: Tensor, name: str) -> Tensor:
-        bias = None if slot_M is None else getattr(experts, f"{name}_bias")[slot_M]
-        out: Tensor = _grouped_linear(
-            inner, getattr(experts, name), counts_S.offsets_S, bias=bias, is_transposed=experts.is_transposed
-        )
-        return out
-
+    linear = partial(_linear, experts, counts_S.offsets_S, slot_M)
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows_MD, "gate_up_proj"))
     else:
         inner = experts.act_fn(linear(rows_MD, "up_proj"))
-    out_MD = linear(inner, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):
+    out_MD = linear(inner, "down_proj") if weights_M is None else linear(inner, "down_proj", weights_M)
+    if _norm_follows(experts):
         out_MD = experts.post_expert_norm(out_MD)
     return out_MD.to(rows_MD.dtype)
+
+
+def _linear(
+    experts: Any,
+    offsets_S: Tensor,
+    slot_M: Tensor | None,
+    rows_MI: Tensor,
+    name: str,
+    weights_M: Tensor | None = None,
+) -> Tensor:
+    from transformers.integrations.moe import _grouped_linear
+
+    matrix_SDI = getattr(experts, name)
+    bias_SD = None if slot_M is None else getattr(experts, f"{name}_bias")
+    bias_MD = None if bias_SD is None else bias_SD[slot_M]
+    if weights_M is None:
+        out_MD: Tensor = _grouped_linear(
+            rows_MI, matrix_SDI, offsets_S, bias=bias_MD, is_transposed=experts.is_transposed
+        )
+        return out_MD
+    rows_MI = rows_MI.to(matrix_SDI.dtype)
+    bias = None if bias_SD is None else (bias_SD.detach(), slot_M)
+    weighed: Tensor = _LastLinear.apply(rows_MI, matrix_SDI, bias_MD, weights_M, offsets_S, bias, experts.is_transposed)
+    return weighed
+
+
+class _LastLinear(torch.autograd.Function):
+    """The library's grouped linear as an experts module's last step, for gradients that come unweighted.
+
+    With g the gradient of the sum of rows, w a row's router weight, x the row that comes in and y = A x + b:
+    the weight's gradient is <g, y> = <A' g, x> + <g, b>, and A' g is wanted anyway. So y need not be kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MI: Tensor,
+        matrix: Tensor,
+        bias_MD: Tensor | None,
+        weights_M: Tensor,
+        offsets_S: Tensor,
+        bias: tuple[Tensor, Tensor] | None,
+        transposed: bool,
+    ) -> Tensor:
+        from transformers.integrations.moe import _grouped_linear
+
+        ctx.save_for_backward(rows_MI, matrix, weights_M)
+        ctx.offsets_S, ctx.bias, ctx.transposed = offsets_S, bias, transposed
+        out_MD: Tensor = _grouped_linear(rows_MI, matrix, offsets_S, bias=bias_MD, is_transposed=transposed)
+        return out_MD
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MI, matrix, weights_M = ctx.saved_tensors
+        rows_need, matrix_need, bias_need, weights_need, *_ = ctx.needs_input_grad
+        grad_MD = grad_MD.contiguous()
+        grad_rows = grad_matrix = grad_bias = grad_weights = None
+        if rows_need or weights_need:
+            back = matrix.transpose(-2, -1) if ctx.transposed else matrix
+            grad_rows = functional.grouped_mm(grad_MD, back, offs=ctx.offsets_S)
+        if weights_need:
+            dots = (grad_rows * rows_MI).sum(dim=1)
+            if ctx.bias is not None:
+                bias_SD, slot_M = ctx.bias
+                dots = dots + (grad_MD * bias_SD[slot_M]).sum(dim=1)
+            grad_weights = dots.to(weights_M.dtype)
+        weights_M1 = weights_M.unsqueeze(1)
+        if matrix_need or bias_need:
+            grad_bias = weighted_MD = (grad_MD * weights_M1).to(grad_MD.dtype)
+        if matrix_need:
+            pair = (rows_MI.t(), weighted_MD) if ctx.transposed else (weighted_MD.t(), rows_MI)
+            grad_matrix = functional.grouped_mm(*pair, offs=ctx.offsets_S)
+        if rows_need:
+            grad_rows = (grad_rows * weights_M1).to(rows_MI.dtype)
+        return grad_rows, grad_matrix, grad_bias if bias_need else None, grad_weights, None, None, None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from moe_models import FAMILIES, make_model
 from torch.overrides import TorchFunctionMode
 
-from eplb_runtime.experts.compute import SlotCounts
+from eplb_runtime.experts.compute import SlotCounts, weigh_gradients
 from eplb_runtime.hosts.transformers import compute as room
 from eplb_runtime.hosts.transformers.describe import describe
 
@@ -68,6 +68,60 @@ def test_grouped_mm_gives_the_bits_of_the_modules_own_forward_and_sorts_nothing(
         assert torch.equal(one, own)
         assert torch.equal(again, own)
         assert own.abs().max() > 0
+
+
+def run_weighing(call, weights: list[torch.Tensor], dtype: torch.dtype, router: torch.Tensor) -> list[torch.Tensor]:
+    """As `run`, with gradients that come unweighted; the gradient of the router's weights is the last."""
+    router = router.clone().requires_grad_()
+    return [*run(lambda rows, counts, own: call(rows, counts, own, router), weights, dtype), router.grad]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_weights_get_their_gradient_from_rows_that_are_not_kept(
+    family: str, dtype: torch.dtype, implementation: str
+) -> None:
+    compute, weights = compute_of(family, implementation, dtype)
+    router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)).to(dtype)
+    router[3] = 0.0
+
+    def kept(rows: torch.Tensor, counts: SlotCounts, own: list[torch.Tensor], router: torch.Tensor) -> torch.Tensor:
+        return weigh_gradients(compute(rows, counts, own), router)
+
+    found = run_weighing(compute.weighing, weights, dtype, router)
+    expected = run_weighing(kept, weights, dtype, router)
+    assert torch.equal(found[0], expected[0])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_unweighted_gradients_are_weighed() -> None:
+    """The protocol itself, against autograd's own product."""
+    out = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    router = torch.rand(9, dtype=torch.float64, requires_grad=True)
+    seed = torch.randn(9, 4, dtype=torch.float64)
+    expected = torch.autograd.grad((out * router[:, None]).mul(seed).sum(), [out, router])
+    found = torch.autograd.grad(weigh_gradients(out, router), [out, router], seed)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_result_of_the_experts_is_kept(family: str) -> None:
+    compute, weights = compute_of(family, "grouped_mm")
+    rows = torch.randn(sum(COUNTS), WIDTH, requires_grad=True)
+    router = torch.rand(sum(COUNTS), requires_grad=True)
+    counts, weights = SlotCounts.of(COUNTS, rows.device), [weight.requires_grad_() for weight in weights]
+    kept = []
+    for call in (compute.weighing, lambda *args: weigh_gradients(compute(*args[:3]), args[3])):
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):  # noqa: B023
+            out = call(rows, counts, weights, router)
+        kept.append(any(tensor.data_ptr() == out.data_ptr() for tensor in saved))
+    assert kept == [False, True]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])

@@ -1,0 +1,143 @@
+"""Forwards of one layer whose backward is still to come: what was worked out for them is used again when activation
+checkpointing repeats the forward.
+
+Which of them is being repeated? PyTorch does not say, and a rank cannot tell by its own tokens (it may have none), yet
+all ranks must choose alike: one that exchanges counts alone waits for ever. So the rule asks only for what is the same
+on every rank: a forward of this layer that is alone in flight is the one; with several (a pipeline, or losses added up
+before one backward) nothing is used again and the route is worked out anew - which gives the same one, being a
+function of the placement and of all ranks' counts. The choices of this rank are compared as a check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RecomputeError(RuntimeError):
+    """Activation recompute chose other experts than its forward did."""
+
+
+@dataclass(eq=False)
+class _Forward:
+    """What is known of one that is alone in flight: this rank's choices, int32 ``[T, K]``, and where they go."""
+
+    ids_TK: Tensor
+    manifest: Any
+
+
+class InFlight:
+    """The forwards of one layer in the running step."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._count = 0
+        self._alone: _Forward | None = None
+        self._differs: Tensor | None = None
+
+    def begin(self, step: int) -> None:
+        """A forward that repeats none, in a step that follows ``step`` closed ones. What an earlier step left behind is
+        not waited for.
+
+        Raises:
+            RecomputeError: a recompute has differed.
+        """
+        self._raise_if_it_differed()
+        if step != self._step:
+            self._step, self._count, self._alone = step, 0, None
+
+    def until_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, manifest: Any, training: bool) -> Tensor:
+        """The layer's output as it is. From here on until its backward runs, this forward is in flight.
+
+        Args:
+            training: a forward without gradients could be repeated too, by reentrant checkpointing, and its backward
+                would not be seen: in flight until the step ends. In evaluation it is taken for what it looks like.
+        """
+        if not combined_TD.requires_grad and not training:
+            return combined_TD
+        self._count += 1
+        self._alone = None
+        if not combined_TD.requires_grad:
+            return combined_TD
+        forward = None
+        if self._count == 1:
+            forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), manifest)
+        left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward))
+        return left
+
+    def again(self, combined_TD: Tensor) -> Tensor:
+        """`until_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
+        if not combined_TD.requires_grad:
+            return combined_TD
+        left: Tensor = _UntilBackward.apply(combined_TD, None)
+        return left
+
+    def repeated(self, topk_ids_TK: Tensor) -> Any:
+        """The manifest of the forward that is being repeated; None if it cannot be told: then on every rank.
+
+        Raises:
+            RecomputeError: this rank's choices are not that forward's. (On a device the next forward raises it: here
+                nothing waits for the device.)
+        """
+        if self._alone is None:
+            return None
+        if self._alone.ids_TK.shape != topk_ids_TK.shape:
+            raise RecomputeError(_DIFFERS)
+        self._differs = (self._alone.ids_TK != topk_ids_TK).any()
+        if self._differs.device.type == "cpu":
+            self._raise_if_it_differed()
+        else:
+            on_host = torch.empty_like(self._differs, device="cpu", pin_memory=True)
+            self._differs = on_host.copy_(self._differs, non_blocking=True)
+        return self._alone.manifest
+
+    def over(self, step: int, forward: _Forward | None) -> None:
+        """The backward of one is there: it will not be repeated any more."""
+        if step == self._step:
+            self._count -= 1
+        if forward is self._alone:
+            self._alone = None
+
+    def _raise_if_it_differed(self) -> None:
+        differs, self._differs = self._differs, None
+        if differs is not None and differs:
+            raise RecomputeError(_DIFFERS)
+
+
+_DIFFERS = (
+    "activation recompute chose other experts than its forward did: gradients would be those of another function. Make "
+    "the forward repeat itself (torch.use_deterministic_algorithms, dropout with its random state preserved)"
+)
+
+
+class _Landing:
+    """Tells once that a forward is over."""
+
+    def __init__(self, in_flight: InFlight, step: int, forward: _Forward | None) -> None:
+        self._in_flight: InFlight | None = in_flight
+        self._step = step
+        self._forward = forward
+
+    def __call__(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.over(self._step, self._forward)
+            self._in_flight = self._forward = None
+
+
+class _UntilBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, combined_TD: Tensor, landing: _Landing | None) -> Tensor:
+        ctx.landing = landing
+        # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
+        ctx.save_for_backward(combined_TD.new_empty(0))
+        return combined_TD.view_as(combined_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        if ctx.landing is not None:
+            ctx.landing()
+        return grad_TD, None
