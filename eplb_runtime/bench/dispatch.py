@@ -1,4 +1,7 @@
-"""Measure token dispatch between ranks, beside plain all-to-alls of the same bytes in the same run."""
+"""Measure token dispatch between ranks, beside plain all-to-alls of the same bytes in the same run.
+
+As in training, router weights want gradients, so they travel too and gradients leave unweighted.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _row(
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden_TD = torch.randn(tokens, hidden, generator=generator).to(device).requires_grad_(backward)
     slots_TK = torch.stack([torch.randperm(slots, generator=generator)[:top_k] for _ in range(tokens)]).to(device)
-    weights_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
+    weights_TK = torch.full((tokens, top_k), 1 / top_k, device=device).requires_grad_(backward)
     per_rank = torch.bincount(slots_TK.reshape(-1).cpu() // 4, minlength=group.size())
     sent = per_rank.tolist()
     received = torch.empty_like(per_rank).to(device)

@@ -38,7 +38,7 @@ class _Manifest:
     Args:
         choice_N: int64, the choice of each row on the tokens' side.
         token_N: int64, its token.
-        place_KT: int64 ``[K, T]``, where each choice lies on the tokens' side.
+        place_TK: int64 ``[T, K]``, where each choice lies on the tokens' side.
         arrived_M: int64, for each row by slot: where it arrives.
         slot_place_M: int64, for each row as it arrives: its place by slot.
         own: rows that stay on this rank.
@@ -48,7 +48,7 @@ class _Manifest:
 
     choice_N: Tensor
     token_N: Tensor
-    place_KT: Tensor
+    place_TK: Tensor
     arrived_M: Tensor
     slot_place_M: Tensor
     own: int
@@ -133,7 +133,7 @@ class AllToAll(Dispatcher):
         """Send rows back to where their tokens are.
 
         Returns:
-            A function that waits for them and gives ``[N, D]``; ``place_KT`` says which choice lies where.
+            A function that waits for them and gives ``[N, D]``; ``place_TK`` says which choice lies where.
         """
         rows_MD = rows_MD.contiguous()
         own, slot_place_M = manifest.own, manifest.slot_place_M
@@ -150,7 +150,7 @@ class AllToAll(Dispatcher):
         return arrived
 
     def sum_choices(self, rows_ND: Tensor, manifest: _Manifest, weights_TK: Tensor | None = None) -> Tensor:
-        return permute.sum_choices(rows_ND, manifest.place_KT, self._memory, weights_TK)
+        return permute.sum_choices(rows_ND, manifest.place_TK, self._memory, weights_TK)
 
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
@@ -173,7 +173,7 @@ class AllToAll(Dispatcher):
         return _Manifest(
             choice_N=choice_N,
             token_N=choice_N // slots_TK.shape[1],
-            place_KT=permute.inverse(choice_N).view(slots_TK.shape).t().contiguous(),
+            place_TK=permute.inverse(choice_N).view(slots_TK.shape),
             arrived_M=arrived_M,
             slot_place_M=slot_place_M,
             own=own,
@@ -239,7 +239,7 @@ class _Dispatch(torch.autograd.Function):
         weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
         return (
             None if rows is None else wire.sum_choices(rows(), manifest),
-            None if weights is None else weights().squeeze(1)[manifest.place_KT].t(),
+            None if weights is None else weights().squeeze(1)[manifest.place_TK],
             None,
             None,
         )

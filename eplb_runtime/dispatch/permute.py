@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from .memory import RowMemory
 
@@ -89,23 +90,27 @@ def gather_weighted(source: Tensor, index: Tensor, weights: Tensor, out: Tensor,
         torch.mul(rows, weights.unsqueeze(1), out=out)
 
 
-def sum_choices(rows_ND: Tensor, place_KT: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
+def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
     """Each token's choices, weighted, summed in the router's order.
 
     Args:
         rows_ND: ``[N, D]``.
-        place_KT: int64 ``[K, T]``: where each choice lies in ``rows_ND``.
+        place_TK: int64 ``[T, K]``: where each choice lies in ``rows_ND``.
         weights_TK: ``[T, K]``; None: ones.
 
     Returns:
-        ``[T, D]`` in the wider of both dtypes; products are rounded to it, and summed in float32 at least.
+        ``[T, D]`` in the wider of both dtypes; products are rounded to it (in float32 on a CPU they need not be), and
+        summed in float32 at least.
     """
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
-    total_TD = memory.like(rows_ND, place_KT.shape[1], torch.promote_types(dtype, torch.float32))
-    one_TD = memory.like(rows_ND, place_KT.shape[1])
-    for choice, place_T in enumerate(place_KT):
+    if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
+        return _sum_bags(rows_ND, place_TK, weights_TK)
+    tokens, top_k = place_TK.shape
+    total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
+    one_TD = memory.like(rows_ND, tokens)
+    for choice in range(top_k):
         row_TD = total_TD if choice == 0 and total_TD.dtype == rows_ND.dtype else one_TD
-        gather(rows_ND, place_T, row_TD)
+        gather(rows_ND, place_TK[:, choice], row_TD)
         if weights_TK is not None:
             weight_T1 = weights_TK[:, choice : choice + 1]
             row_TD = row_TD.mul_(weight_T1) if row_TD.dtype == dtype else row_TD * weight_T1
@@ -114,3 +119,9 @@ def sum_choices(rows_ND: Tensor, place_KT: Tensor, memory: RowMemory, weights_TK
         elif row_TD is not total_TD:
             total_TD.copy_(row_TD)
     return total_TD.to(dtype)
+
+
+def _sum_bags(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each."""
+    weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
+    return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)

@@ -16,6 +16,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.experts.compute import weigh_gradients
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.process_groups import ProcessGroups, backend_for
@@ -49,7 +50,7 @@ def dispatch_alone(rank: int) -> None:
             arrived = dispatcher.dispatch(x, slots, weight)
             slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
             out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
-            out = dispatcher.combine(out, arrived.handle)
+            out = dispatcher.combine(weigh_gradients(out, arrived.weights_M), arrived.handle)
         else:
             out = (torch.einsum("td,tkde->tke", x, matrices[slots]) * weight.unsqueeze(-1)).sum(1)
         out.square().sum().backward()
