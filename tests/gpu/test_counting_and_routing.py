@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
-from device import DEVICE
+from device import DEVICE, no_host_sync
 
 from eplb_runtime import Placement
 from eplb_runtime.load.aggregate import HostCopy
@@ -18,16 +15,6 @@ from eplb_runtime.routing.splitter import BatchSplitter
 
 pytestmark = pytest.mark.gpu
 LAYERS, EXPERTS, RANKS, TOKENS, TOP_K = 3, 16, 4, 512, 4
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def choices(seed: int, tokens: int = TOKENS) -> torch.Tensor:

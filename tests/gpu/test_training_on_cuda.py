@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, use
+from device import DEVICE, NCCL, device_of, no_host_sync, use
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
@@ -21,6 +21,7 @@ from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.process_groups import ProcessGroups, backend_for
 from eplb_runtime.ranks import Ranks
+from eplb_runtime.routing.splitter import RowCounts
 
 pytestmark = pytest.mark.gpu
 EXPERTS, LAYERS = 8, 2
@@ -59,8 +60,28 @@ def dispatch_alone(rank: int) -> None:
         torch.testing.assert_close(one, other)
 
 
+def dispatch_with_known_counts(rank: int) -> None:
+    use(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 64, generator=generator).to(DEVICE).requires_grad_()
+    slots = torch.randint(0, EXPERTS, (40, 3), generator=generator)
+    weight = torch.rand(40, 3, generator=generator).to(DEVICE).requires_grad_()
+    sent = np.bincount(slots.reshape(-1).numpy(), minlength=EXPERTS)
+    counts, slots = RowCounts(sent, sent.reshape(1, EXPERTS)), slots.to(DEVICE)
+    dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+    with no_host_sync():
+        arrived = dispatcher.dispatch(hidden, slots, weight, counts=counts)
+        slot_of_rows = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
+        out = weigh_gradients(arrived.rows_MD * slot_of_rows.unsqueeze(1), arrived.weights_M)
+        dispatcher.combine(out, arrived.handle).sum().backward()
+
+
 def test_dispatch_at_world_size_1() -> None:
     ranks_on_gpu(1, dispatch_alone)
+
+
+def test_dispatch_with_known_counts_never_waits_for_the_device() -> None:
+    ranks_on_gpu(1, dispatch_with_known_counts)
 
 
 def train_alone(rank: int, attached: bool, move_at: tuple[int, ...], steps: int) -> dict:
