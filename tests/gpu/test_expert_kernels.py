@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import DEVICE
 
-from eplb_runtime.experts.compute import SlotCounts
+from eplb_runtime.experts.compute import SlotCounts, run_rows
 from eplb_runtime.hosts.transformers.describe import describe
 
 pytestmark = pytest.mark.gpu
@@ -44,13 +44,16 @@ def run(layer, dtype: torch.dtype, order: list[int]) -> dict[str, torch.Tensor]:
     seeds = [torch.randn(n, WIDTH, generator=generator).to(DEVICE, dtype) for n in ROWS_OF_EXPERT]
     weights = [getattr(layer.experts, name).detach()[order].requires_grad_() for name in layer.parameters]
     rows_MD = torch.cat([rows[expert] for expert in order]).requires_grad_()
-    out_MD = layer.compute(rows_MD, SlotCounts.of([ROWS_OF_EXPERT[expert] for expert in order], DEVICE), weights)
-    out_MD.backward(torch.cat([seeds[expert] for expert in order]))
     sizes = [ROWS_OF_EXPERT[expert] for expert in order]
+    router = [torch.rand(n, generator=generator).to(DEVICE, dtype) for n in ROWS_OF_EXPERT]
+    router_M = torch.cat([router[expert] for expert in order]).requires_grad_()
+    out_MD = run_rows(layer.compute, rows_MD, SlotCounts.of(sizes, DEVICE), weights, router_M)
+    out_MD.backward(torch.cat([seeds[expert] for expert in order]))
     found = {}
     for slot, expert in enumerate(order):
         found[f"output of expert {expert}"] = out_MD.detach().split(sizes)[slot]
         found[f"input gradient of expert {expert}"] = rows_MD.grad.split(sizes)[slot]
+        found[f"router weights' gradient of expert {expert}"] = router_M.grad.split(sizes)[slot]
         for name, weight in zip(layer.parameters, weights, strict=True):
             found[f"{name} gradient of expert {expert}"] = weight.grad[slot]
     return found
