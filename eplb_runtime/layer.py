@@ -83,6 +83,8 @@ class ExpertParallelLayer:
         slots_TK, counts = (None, None) if manifest is not None else self._route(topk_ids_TK)
         self._experts.ahead_of_forward()
         dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest)
+        if dispatched.event is not None:
+            torch.accelerator.current_stream().wait_event(dispatched.event)
         out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
         combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest

@@ -51,7 +51,7 @@ class Dispatched:
             result is kept for it where the tokens came from. Whoever computes the rows then gets unweighted gradients
             and weighs them (`experts.compute.weigh_gradients`). None: combine sees to it all.
         handle: for ``combine``.
-        event: when the rows are there, if that is later than the current stream; None: it is not.
+        event: the current stream waits for it before it reads the rows; None: it need not.
     """
 
     rows_MD: Tensor

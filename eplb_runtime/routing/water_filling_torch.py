@@ -1,5 +1,6 @@
-"""The splitter on the device: the same integers as ``water_filling`` and ``sources``, in torch, without a host sync.
+"""The splitter in torch, on any device: a reference that gives the same integers as ``water_filling`` and ``sources``.
 
+No batch is split by it: counts are on the host anyway, where numba is faster than so many small operations on a device.
 Experts of one color share no rank, so a whole color is refilled at once; its result is that of the sweep in order.
 Number formats, stops and ties are those of the numba version: both give the same quotas to the last token.
 """
