@@ -29,7 +29,7 @@ class RowMemory:
         dtype = dtype or example.dtype
         shape = (rows, example.shape[1])
         size = rows * example.shape[1] * dtype.itemsize
-        if example.device.type != "cpu" or size < _SMALLEST_KEPT:
+        if example.device.type != "cpu" or size < _SMALLEST_KEPT or _holders is None:
             return torch.empty(shape, dtype=dtype, device=example.device)
         with self._lock:
             return torch.empty(0, dtype=dtype).set_(self._storage(size), 0, shape)  # type: ignore[call-overload]
@@ -47,6 +47,10 @@ class RowMemory:
         return self._kept[-1]
 
 
+# How many hold a storage. Without it (it is not public) nothing is kept.
+_holders = getattr(torch._C, "_storage_Use_Count", None)
+
+
 def _is_free(storage: torch.UntypedStorage) -> bool:
     """Whether the one that keeps it is the only one that holds it."""
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
+    return _holders is not None and bool(_holders(storage._cdata) == 1)
