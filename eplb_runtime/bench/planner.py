@@ -22,6 +22,7 @@ from ..planner.policies.free import balance as balance_free
 from ..planner.policies.hierarchical import balance as balance_hierarchical
 from ..planner.search.bounds import lower_bound
 from ..topology import Topology
+from . import next_windows
 from .peers import Peer, find_peer
 
 MAX_WINDOWS = 24
@@ -65,10 +66,12 @@ def run(
         on_progress: called with what is measured next.
 
     Returns:
-        JSON-able, ``{"planner": rows}``; a row has ``load``, ``layers``, ``experts``, ``ranks``, ``slots``, ``groups``,
-        ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows: even split in
-        the free layout, water-filling in the home layout; the bound is that of the free layout without the group rule),
-        ``ms`` (CPU time of one plan of all layers) and ``time_ratio`` (to our ``deepseek`` in the same shape).
+        JSON-able, ``{"planner": rows, "next_windows": rows}``; the latter, without load files, as
+        :func:`next_windows.run` says. A row of the former has ``load``, ``layers``, ``experts``, ``ranks``, ``slots``,
+        ``groups``, ``planner``, ``balancedness`` and ``bound`` (mean / max rank load, mean over layers and windows:
+        even split in the free layout, water-filling in the home layout; the bound is that of the free layout without
+        the group rule), ``ms`` (CPU time of one plan of all layers) and ``time_ratio`` (to our ``deepseek`` in the same
+        shape).
 
     Raises:
         PlanError, LoadFileError: a peer or a file cannot be used.
@@ -81,7 +84,7 @@ def run(
     for name, load in loads.items():
         for shape in shapes_for(load.shape[2]):
             rows += _rows(name, load, shape, others, repeats, on_progress)
-    return {"planner": rows}
+    return {"planner": rows} | ({} if load_files else {"next_windows": next_windows.run(others, on_progress)})
 
 
 def generated_loads(seed: int = 0) -> dict[str, FloatArray]:

@@ -16,6 +16,7 @@ from ..routing import water_filling, water_filling_torch
 from ..routing.sources import split_for_rank
 from ..routing.tables import SplitTables
 from ..topology import Topology
+from .exact import lowest_peaks
 
 TOKENS_PER_RANK = 8192
 LAYERS = 16
@@ -130,28 +131,6 @@ def _peaks(quota_LEC: NDArray[np.int64], tables: SplitTables) -> NDArray[np.int6
 def _gaps(totals_LE: NDArray[np.int64], peak_L: NDArray[np.int64], tables: SplitTables) -> NDArray[np.float64] | None:
     """float64 ``[L]``: how far the busiest rank is above the exact linear program (HiGHS), or None without scipy."""
     try:
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_matrix
+        return peak_L / lowest_peaks(totals_LE, tables) - 1.0
     except ImportError:
         return None
-    gaps = np.empty(len(totals_LE))
-    ranks = tables.num_ranks
-    for layer, totals_E in enumerate(totals_LE):
-        expert, copy = np.nonzero(tables.copy_slot_LEC[layer] >= 0)
-        rank = tables.copy_slot_LEC[layer, expert, copy] // tables.slots_per_rank
-        copies = np.arange(len(expert))
-        ones = np.ones(len(expert))
-        below_peak = coo_matrix(
-            (np.r_[ones, -np.ones(ranks)], (np.r_[rank, np.arange(ranks)], np.r_[copies, np.full(ranks, len(expert))]))
-        )
-        whole_expert = coo_matrix((ones, (expert, copies)), shape=(len(totals_E), len(expert) + 1))
-        solved = linprog(
-            np.r_[np.zeros(len(expert)), 1.0],
-            A_ub=below_peak,
-            b_ub=np.zeros(ranks),
-            A_eq=whole_expert,
-            b_eq=totals_E,
-            method="highs",
-        )
-        gaps[layer] = peak_L[layer] / solved.fun - 1.0
-    return gaps
