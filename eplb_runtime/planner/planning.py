@@ -75,6 +75,7 @@ def plan(
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
     if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
+    _check_sizes(windows.shape[1], windows.shape[2], topology.num_ranks, slots_per_rank, groups, layout, current)
     scenarios, mixes = _load_to_come(windows, forecast, declared, topology.num_ranks)
     request = PlanRequest(
         load=windows,
@@ -153,27 +154,33 @@ def _checked_layout(policy: str, layout: str | None) -> str:
     return layout
 
 
+def _check_sizes(
+    layers: int, experts: int, ranks: int, slots_per_rank: int, groups: int, layout: str, current: Placement | None
+) -> None:
+    """Before anything of that size is made."""
+    if slots_per_rank > experts and (current is None or layout == "free"):
+        # A home placement that stands may have replica slots that nothing can fill.
+        raise PlanError(
+            f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice; "
+            f"give at most {experts}"
+        )
+    if ranks * slots_per_rank * layers > MOST_SLOTS:
+        raise PlanError(
+            f"{ranks} ranks x {slots_per_rank} slots x {layers} layers are more than any cluster has: "
+            f"give at most {MOST_SLOTS:,} in all"
+        )
+    if groups < 1 or experts % groups:
+        raise PlanError(
+            f"{experts} experts cannot be divided into {groups} groups: give a number that divides {experts}"
+        )
+
+
 def _check_shapes(request: PlanRequest) -> None:
     ranks, experts, slots_per_rank = request.topology.num_ranks, request.num_experts, request.slots_per_rank
     if request.num_slots < experts:
         raise PlanError(
             f"{ranks} ranks x {slots_per_rank} slots hold {request.num_slots} of {experts} experts: "
             f"give at least {-(-experts // ranks)} slots per rank"
-        )
-    if slots_per_rank > experts and (request.current is None or request.layout == "free"):
-        # A home placement that stands may have replica slots that nothing can fill.
-        raise PlanError(
-            f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice; "
-            f"give at most {experts}"
-        )
-    if request.num_slots * request.num_layers > MOST_SLOTS:
-        raise PlanError(
-            f"{ranks} ranks x {slots_per_rank} slots x {request.num_layers} layers are more than any cluster has: "
-            f"give at most {MOST_SLOTS:,} in all"
-        )
-    if request.groups < 1 or experts % request.groups:
-        raise PlanError(
-            f"{experts} experts cannot be divided into {request.groups} groups: give a number that divides {experts}"
         )
     if request.layout == "home" and experts % ranks:
         raise PlanError(
