@@ -101,6 +101,7 @@ class Balancer:
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._closed = False
+        self._in_step = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._gradients = Gradients(
             parts.registry,
@@ -149,6 +150,7 @@ class Balancer:
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
         self._gradients.begin()
+        self._in_step = False
         self._guard.after_step()
         moved = self._rebalancer.at_boundary()
         if self._training or moved:
@@ -163,12 +165,22 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, or after rebalancing ended in this job.
+            RuntimeError: inside ``quiesce``, after rebalancing ended in this job, or between a backward pass and the
+                optimizer's step.
         """
+        self._refuse_inside_a_step("rebalance()")
         moved = self._rebalancer.now()
         if moved:
             self._refresh_copies()
         return moved
+
+    def _refuse_inside_a_step(self, what: str) -> None:
+        """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
+        if self._in_step and any(parameter.grad is not None for parameter in self._registry.parameters()):
+            raise RuntimeError(
+                f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
+                "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
+            )
 
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
@@ -359,6 +371,7 @@ class Balancer:
             problem = error
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
+        self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.restore(target, step, digest)
         if problem is not None:
             raise problem
@@ -367,6 +380,7 @@ class Balancer:
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         if torch.is_grad_enabled():
+            self._in_step = True
             self._gradients.forward_begins()
             self._guard.before_forward()
 

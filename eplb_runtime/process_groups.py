@@ -88,11 +88,8 @@ class ProcessGroups:
         """Make control and migration anew; all ranks of the job call it at the same step boundary.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout, or the job is a part of the world, whose groups'
-                names cannot be made anew.
+            RuntimeError: a rank did not come within the timeout.
         """
-        if not self._whole_world:
-            raise RuntimeError("connections of a job that is a part of the world are not made anew")
         self._retire(self.control, self.migration)
         self.control = self._new([self.job.ranks], "gloo", "control", self._timeout)
         self.migration = self._new_migration()
@@ -157,6 +154,10 @@ class ProcessGroups:
         wait_on_host([work], group, self._timeout.total_seconds(), on_device=backend != "gloo")
 
     def _retire(self, *groups: dist.ProcessGroup) -> None:
+        if not self._whole_world:
+            # torch names such groups by their ranks and the number of groups that there are: with one less, the next
+            # would take a name, and addresses in the store, that were used before. So they stay to the end.
+            return
         for group in groups:
             self._made = [other for other in self._made if other is not group]
             try:

@@ -123,6 +123,7 @@ class Rebalancer:
         self._device = device
         self._clock = StepClock()
         self._restores = 0
+        self._attempts = 0
         self._disabled = False
         self._pending: _Pending | None = None
         self._earlier: list[tuple[int, Placement]] = []
@@ -150,6 +151,7 @@ class Rebalancer:
         """A training step is over, on every rank: decide or migrate if it is time. Returns whether experts moved."""
         before = self.placement
         self.step += 1
+        self._attempts = 0
         self._clock.tick()
         self._counter.advance()
         if not self._disabled:
@@ -196,6 +198,7 @@ class Rebalancer:
             raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
         self.step = step
         self._restores += 1
+        self._attempts = 0
         outcome = self._migrate(target)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
@@ -264,8 +267,10 @@ class Rebalancer:
 
     def _migrate(self, target: Placement) -> Outcome:
         before = self.placement
-        # Restoring may set the step back: without their number, an old decision would be taken for the new one.
-        key = f"restored/{self._restores}/step/{self.step}"
+        # Restoring may set the step back, and a step may see several migrations: without their numbers, an old record
+        # would be taken for the new one's. The second number starts anew with each step, so ranks cannot drift apart.
+        self._attempts += 1
+        key = f"restored/{self._restores}/step/{self.step}/{self._attempts}"
         outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
         self._clock.exclude(outcome.pause_seconds)
         if self.placement is not before:

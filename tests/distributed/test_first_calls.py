@@ -116,7 +116,9 @@ def part_of_the_world(rank: int) -> dict | None:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
+    eplb.attach(make_model("olmoe", experts=EXPERTS), ranks=Ranks(job=(0, 1))).close()
     balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=(0, 1)))
+    balancer._rebalancer._reconnect()
     balancer._plan_with(plan_shuffle)
     model.train()
     losses = []
@@ -138,7 +140,7 @@ def whole_world(rank: int) -> dict:
     return result
 
 
-def test_a_job_may_be_a_part_of_the_world() -> None:
+def test_a_job_may_be_a_part_of_the_world_and_connect_again() -> None:
     *part, outsider = run_ranks(3, part_of_the_world)
     assert outsider is None
     assert all(result["committed"] == 2 for result in part)

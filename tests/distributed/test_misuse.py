@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from moe_models import batch_of, make_model
@@ -15,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 
 EXPERTS = 8
 
@@ -100,6 +101,45 @@ def test_a_copy_of_an_attached_model_is_refused_in_one_line() -> None:
     for said in run_ranks(2, copies):
         assert len(said) == 3
         assert all("cannot be copied or pickled" in line and "\n" not in line for line in said)
+
+
+def rebalances(rank: int) -> dict[str, object]:
+    model, optimizer, balancer = attached()
+    train(rank, model, optimizer)
+    rebalancer, engine = balancer._rebalancer, balancer._rebalancer._engine
+
+    def moves() -> bool:
+        before = balancer.placement
+        rebalancer._migrate(shuffled(before, np.ones((2, EXPERTS))).with_epoch(before.epoch + 1))
+        return balancer.placement is not before
+
+    def fail(phase: object, subject: object) -> None:
+        if rank == 1:
+            raise ValueError("made to fail")
+
+    engine.probe, probe = fail, engine.probe
+    moved = [moves()]
+    engine.probe = probe
+    moved += [moves(), moves()]
+    ids = batch_of(rank, 1)
+    model(input_ids=ids, labels=ids).loss.backward()
+    said = [
+        refusal(RuntimeError, balancer.rebalance),
+        refusal(RuntimeError, lambda: balancer.load_state_dict(balancer.state_dict())),
+    ]
+    optimizer.step()
+    balancer._plan_with(plan_shuffle)
+    moved.append(balancer.rebalance())
+    optimizer.zero_grad()
+    epoch = balancer.placement.epoch
+    balancer.close()
+    return {"moved": moved, "said": said, "epoch": epoch}
+
+
+def test_each_rebalance_is_decided_for_itself_and_none_happens_inside_a_step() -> None:
+    for result in run_ranks(2, rebalances):
+        assert result["moved"] == [False, True, True, True] and result["epoch"] == 3
+        assert all("between a backward pass and the optimizer's step" in line for line in result["said"])
 
 
 def states(rank: int, folder: str) -> list[str]:
