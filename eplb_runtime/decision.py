@@ -21,6 +21,7 @@ from .config import BalancerConfig
 from .guard import Guard, Look
 from .load.aggregate import HostCopy, aggregate
 from .migration.agreement import Agreement
+from .migration.difference import apply, difference
 from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
@@ -180,7 +181,7 @@ class DecisionMaker:
                 "plan_seconds": made.plan_seconds,
                 "epoch": target.epoch,
                 "digest": target.digest(),
-                "placement": target.to_json() if moves else None,
+                "placement": difference(measurement.placement, target) if moves else None,
             }
         ).encode()
 
@@ -224,7 +225,7 @@ class DecisionMaker:
                 return None, fields, b"f" * 16
             if fields["placement"] is None:
                 return None, fields, b"s" * 16
-            target = Placement.from_json(fields["placement"])
+            target = apply(current, fields["placement"])
             target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
             if (target.digest(), target.epoch) != (fields["digest"], fields["epoch"]):
                 raise ValueError("its digest is not the one it was sent with")

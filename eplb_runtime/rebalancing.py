@@ -121,7 +121,6 @@ class Rebalancer:
         self._registry = registry
         self._maps = maps
         self._device = device
-        self._clock = StepClock()
         self._restores = 0
         self._attempts = 0
         self._disabled = False
@@ -137,6 +136,7 @@ class Rebalancer:
             config.staging_bytes,
             config.timeout_seconds,
         )
+        self._clock = StepClock(self._engine.rehearse(placement))
         self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket, guard)
         self._worker = ThreadPoolExecutor(
             1, thread_name_prefix="eplb_runtime", initializer=use_device, initargs=(device,)
@@ -218,6 +218,7 @@ class Rebalancer:
         self.forget_pending()
         self._worker.shutdown()
         self._compiler.shutdown()
+        self._engine.close()
         if self._maps.replicas is not None:
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
 
@@ -273,6 +274,8 @@ class Rebalancer:
         key = f"restored/{self._restores}/step/{self.step}/{self._attempts}"
         outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
         self._clock.exclude(outcome.pause_seconds)
+        if outcome.rounds and outcome.failed_phase is None:
+            self._clock.stalled(outcome.stall_seconds)
         if self.placement is not before:
             self.events.emit(
                 RebalanceCommitted(

@@ -96,17 +96,18 @@ def generated_loads(seed: int = 0) -> dict[str, FloatArray]:
     mean, which a spread of .6 - .9 over 32 experts gives. The third is a large model of the future, spread .3 - .7.
     """
     generator = np.random.default_rng(seed)
-
-    def draw(layers: int, experts: int, low: float, high: float) -> FloatArray:
-        spread = generator.uniform(low, high, (layers, 1))
-        load = np.exp(spread * generator.standard_normal((layers, experts)))
-        return np.asarray(np.round(load / load.mean(axis=1, keepdims=True) * 100_000))[None]
-
     return {
-        "58 x 256, as DeepSeek-V3": draw(58, 256, 0.54, 0.91),
-        "24 x 32, as gpt-oss-20b": draw(24, 32, 0.6, 0.9),
-        "96 x 1024": draw(96, 1024, 0.3, 0.7),
+        "58 x 256, as DeepSeek-V3": draw_load(generator, 58, 256, 0.54, 0.91)[None],
+        "24 x 32, as gpt-oss-20b": draw_load(generator, 24, 32, 0.6, 0.9)[None],
+        "96 x 1024": draw_load(generator, 96, 1024, 0.3, 0.7)[None],
     }
+
+
+def draw_load(generator: np.random.Generator, layers: int, experts: int, low: float, high: float) -> FloatArray:
+    """``[L, E]``: lognormal shares, each layer with a spread between these; 100,000 tokens an expert on average."""
+    spread = generator.uniform(low, high, (layers, 1))
+    load = np.exp(spread * generator.standard_normal((layers, experts)))
+    return np.asarray(np.round(load / load.mean(axis=1, keepdims=True) * 100_000))
 
 
 def shapes_for(experts: int) -> list[Shape]:

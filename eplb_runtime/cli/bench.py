@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from .arguments import LOAD, add_command, adder, names, positive
+from .arguments import LOAD, add_command, adder, names, not_negative, positive
 from .inputs import require_extra
 from .printing import print_json, print_table, spinner
 
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     _add_planner(benches)
     _add_split(benches)
     _add_count(benches)
+    _add_scale(benches)
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
 
@@ -94,6 +95,22 @@ def _add_count(benches: Any) -> None:
     adder(command)("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
 
 
+def _add_scale(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "scale",
+        _scale,
+        "what a rebalance costs as ranks grow, without a network",
+        """
+  eplb-runtime bench scale
+  eplb-runtime bench scale --replica-slots 1 --json
+""",
+    )
+    add = adder(command)
+    add("--repeats", "N", positive, "timings taken, the least counts (default: 3)", default=3)
+    add("--replica-slots", "K", not_negative, "copies that a rank can hold (default: 0)", default=0)
+
+
 def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("loads", metavar="LOAD", nargs="*", help=f"{LOAD} (default: generated loads)")
     adder(command)("--repeats", "N", positive, "timings taken, the median counts (default: 5)", default=5)
@@ -121,6 +138,26 @@ def _count(arguments: argparse.Namespace) -> None:
     with spinner():
         result = run(arguments.repeats)
     _print(result, arguments.json)
+
+
+def _scale(arguments: argparse.Namespace) -> None:
+    from ..bench.scale import run
+
+    with spinner() as shown:
+        result = run(arguments.repeats, replica_slots=arguments.replica_slots, on_progress=shown.update)
+    if arguments.json:
+        print_json(result)
+        return
+    rows = [
+        {name: _with_growth(value, (row["growth"] or {}).get(name)) for name, value in row.items() if name != "growth"}
+        for row in result["scale"]
+    ]
+    print_table("scale; in brackets: how many times the row before, over how many times its R x L", rows)
+
+
+def _with_growth(value: float, growth: float | None) -> str:
+    shown = f"{value:.4g}"
+    return shown if growth is None else f"{shown} ({growth:.2f})"
 
 
 def _on_ranks(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How long a step takes, for the gate's prediction of what a better balance saves."""
+"""How long a step takes, and what a rebalance costs besides its bytes: for the gate's prediction of what pays."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import time
 
 
 class StepClock:
-    """Smoothed seconds of a step, without the pauses that rebalancing made itself."""
+    """Smoothed seconds of a step, without the pauses that rebalancing made itself, and of a rebalance's fixed part.
+
+    Args:
+        stall_seconds: measured before the first migration.
+
+    Attributes:
+        step_seconds: of a training step; 0 before the second one.
+        stall_seconds: what a migration takes besides carrying, checking and copying experts.
+    """
 
     WEIGHT = 0.2
-    DEFAULT_STALL_SECONDS = 0.01
+    STALL_WEIGHT = 0.5
 
-    def __init__(self) -> None:
+    def __init__(self, stall_seconds: float) -> None:
         self.step_seconds = 0.0
-        self.stall_seconds = self.DEFAULT_STALL_SECONDS
+        self.stall_seconds = stall_seconds
         self._last: float | None = None
         self._excluded = 0.0
 
@@ -25,4 +33,9 @@ class StepClock:
         self._last, self._excluded = now, 0.0
 
     def exclude(self, seconds: float) -> None:
+        """This pause since the last tick is no part of a step."""
         self._excluded += seconds
+
+    def stalled(self, seconds: float) -> None:
+        """A migration was carried out and took so long besides its bytes."""
+        self.stall_seconds += self.STALL_WEIGHT * (seconds - self.stall_seconds)

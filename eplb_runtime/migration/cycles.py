@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 @njit(nogil=True, cache=True)
 def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
-    """The cycle of each move, int64 ``[M]``, numbered over all layers; cycles as long as they come.
+    """The cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation.
 
     A layer's moves are coloured so that in one colour no rank sends or receives twice, with as many colours as its
     busiest rank has moves: each colour is a permutation of ranks, and most of them are busy in it. Edges are coloured
@@ -35,20 +35,22 @@ def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, nu
         begin, moves = first_L[layer], first_L[layer + 1] - first_L[layer]
         if moves == 0:
             continue
-        leaving_RC, colour = _coloured(source_M[begin : begin + moves], destination_M[begin : begin + moves], num_ranks)
-        for start in range(moves):
-            move = start
-            while cycle_M[begin + move] < 0:
-                cycle_M[begin + move] = cycles
-                move = leaving_RC[destination_M[begin + move], colour[start]]
-                if move == start:
-                    cycles += 1
+        leaving_RC = _coloured(source_M[begin : begin + moves], destination_M[begin : begin + moves], num_ranks)
+        for colour in range(leaving_RC.shape[1]):
+            for rank in range(num_ranks):
+                move = leaving_RC[rank, colour]
+                if move >= moves or cycle_M[begin + move] >= 0:
+                    continue
+                while cycle_M[begin + move] < 0:
+                    cycle_M[begin + move] = cycles
+                    move = leaving_RC[destination_M[begin + move], colour]
+                cycles += 1
     return cycle_M
 
 
 @njit(nogil=True, cache=True)
-def _coloured(source: Ints, destination: Ints, num_ranks: int) -> tuple[Ints, Ints]:
-    """The move that leaves each rank in each colour, ``[R, C]``, and the colour of each move."""
+def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
+    """int64 ``[R, C]``: the move that leaves each rank in each colour; numbers from ``len(source)`` on: none does."""
     moves = source.size
     degree = np.zeros(num_ranks, np.int64)
     for move in range(moves):
@@ -68,12 +70,14 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> tuple[Ints, In
     path = np.empty(2 * num_ranks + 2, np.int64)
     for edge in range(edges):
         a, b = tail[edge], head[edge]
-        free_a = 0
-        while leaving[a, free_a] >= 0:
-            free_a += 1
-        free_b = 0
-        while coming[b, free_b] >= 0:
-            free_b += 1
+        free_a = free_b = -1
+        for c in range(colours):
+            if leaving[a, c] < 0:
+                free_a = c
+                if coming[b, c] < 0:
+                    break
+            elif coming[b, c] < 0:
+                free_b = c
         if coming[b, free_a] >= 0:
             # Exchange the two colours along the path that begins at b, so that free_a becomes free there. It cannot
             # reach a: it would have to come by free_a, which is free there.
@@ -97,7 +101,7 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> tuple[Ints, In
         colour[edge] = free_a
         leaving[a, free_a] = edge
         coming[b, free_a] = edge
-    return leaving, colour[:moves]
+    return leaving
 
 
 @njit(nogil=True, cache=True)
@@ -158,7 +162,7 @@ def first_fit(
     """The round of each cycle, int64 ``[N]``: the first in which all its ranks have room; and the loads.
 
     Args:
-        order_N: the order in which cycles choose.
+        order_N: the order in which cycles choose; those of equal ``bytes_N`` follow one another.
         first_N: int64 ``[N + 1]``, where each cycle's ranks begin in ``rank_M``.
         rank_M: the ranks of the cycles, ``0 .. R - 1`` over all groups; in a cycle each sends and receives once.
         bytes_N: of each expert of a cycle.
@@ -167,33 +171,45 @@ def first_fit(
     Returns:
         The rounds, and int64 ``[rounds, R]``: bytes that each rank receives (and sends) in each.
     """
-    least = bytes_N.min() if bytes_N.size else 1
-    room_from = np.zeros(num_ranks, np.int64)
-    load = np.zeros((16, num_ranks), np.int64)
+    words = 4  # of 63 rounds each: the sign bit stays out of it
+    every = np.int64(2**63 - 1)
+    load = np.zeros((words * 63, num_ranks), np.int64)
+    room = np.full((num_ranks, words), every)  # a bit for each round in which a rank has room for one more expert
     round_N = np.empty(order_N.size, np.int64)
-    used = 0
+    used, size = 0, np.int64(-1)
     for cycle in order_N:
         begin, end = first_N[cycle], first_N[cycle + 1]
-        number = 0
-        for index in range(begin, end):
-            number = max(number, room_from[rank_M[index]])
-        fits = False
-        while not fits:
-            if number == load.shape[0]:
+        if bytes_N[cycle] != size:
+            size = bytes_N[cycle]
+            for rank in range(num_ranks):
+                for number in range(used):
+                    bit = np.int64(1) << (number % 63)
+                    if load[number, rank] + size <= budget:
+                        room[rank, number // 63] |= bit
+                    else:
+                        room[rank, number // 63] &= ~bit
+        word = 0
+        common = np.int64(0)
+        while common == 0:
+            if word == words:
                 load = np.concatenate((load, np.zeros_like(load)))
-            fits = True
+                room = np.concatenate((room, np.full_like(room, every)), axis=1)
+                words *= 2
+            common = every
             for index in range(begin, end):
-                if load[number, rank_M[index]] + bytes_N[cycle] > budget:
-                    fits = False
-                    number += 1
-                    break
+                common &= room[rank_M[index], word]
+            word += 1
+        number = (word - 1) * 63
+        while common & 1 == 0:
+            common >>= 1
+            number += 1
         round_N[cycle] = number
         used = max(used, number + 1)
         for index in range(begin, end):
             rank = rank_M[index]
-            load[number, rank] += bytes_N[cycle]
-            while room_from[rank] < used and load[room_from[rank], rank] + least > budget:
-                room_from[rank] += 1
+            load[number, rank] += size
+            if load[number, rank] + size > budget:
+                room[rank, number // 63] &= ~(np.int64(1) << (number % 63))
     return round_N, load[:used]
 
 

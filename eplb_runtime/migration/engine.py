@@ -85,6 +85,11 @@ class Outcome:
     connections_broken: bool = False
 
     @property
+    def stall_seconds(self) -> float:
+        """What of the pause does not grow with the bytes."""
+        return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
+
+    @property
     def partly_committed(self) -> bool:
         """Whether it broke off between two rounds."""
         return self.failed_phase is not None and self.rounds > 0
@@ -167,10 +172,27 @@ class MigrationEngine:
         self.broken = ""
         self.probe: Probe = lambda phase, subject: None
 
+    def close(self) -> None:
+        """Give back what the transport keeps."""
+        self._exchanger.close()
+
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Go on with new connections after a failure broke the old ones."""
         self._exchanger.reconnect(transport)
         self._agreement = agreement
+
+    def rehearse(self, placement: Placement) -> float:
+        """Seconds that a migration takes if nothing moves: ranks compare their experts and schedules, and vote.
+        Collective; never raises.
+        """
+        seconds = 0.0
+        for _ in range(2):  # the first one warms up
+            began = time.perf_counter()
+            agree_on_records(self._registry, [], self._agreement, self._exchanger.device)
+            self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
+            self._agreement.decide("rehearsal", "", False)
+            seconds = time.perf_counter() - began
+        return seconds
 
     def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> Outcome:
         """Take the experts from ``current`` to ``target``; both are the same on every rank.

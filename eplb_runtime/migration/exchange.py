@@ -76,7 +76,12 @@ class Exchanger:
         return self._transport.device
 
     def reconnect(self, transport: Transport) -> None:
+        self.close()
         self._transport = transport
+
+    def close(self) -> None:
+        """Give back what the transport keeps."""
+        self._transport.close()
 
     def reserve(self, schedule: TransferSchedule, records: Records) -> None:
         """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside."""

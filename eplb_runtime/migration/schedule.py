@@ -17,8 +17,14 @@ from numpy.typing import NDArray
 from ..placement import EMPTY, Placement
 from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
-ENOUGH = 1.02
-"""Rounds whose busiest ranks carry no more than so many times what the busiest rank carries are not improved on."""
+_WAYS = (
+    (cut_into_permutations, False, 1.02),
+    (cut_into_permutations, True, 1.05),
+    (cut_into_short_cycles, True, 1.0),
+)
+"""How moves are cut into cycles, whether the longest cycles choose their round first, and when that is enough: the
+bytes of each round's busiest rank, summed, over those of the rank that has most in all. The first way spreads a layer
+over the fewest rounds; the last is for few moves, whose permutations are half empty, and takes longest."""
 
 Ints = NDArray[np.int64]
 
@@ -166,14 +172,15 @@ def make_schedule(
     group_L = np.zeros_like(size_L) if holders is None else np.unique(holders, return_inverse=True)[1].astype(np.int64)
     num_ranks = int(group_L.max(initial=0) + 1) * current.num_ranks
 
-    def packed(cycle_M: Ints) -> tuple[Ints, Ints]:
-        return _pack(cycle_M, layer_M, source_M + group_L[layer_M] * current.num_ranks, size_L, num_ranks, budget_bytes)
-
-    round_M, load = packed(cut_into_permutations(first_L, source_M, destination_M, current.num_ranks))
-    if _share_of_bound(load) > ENOUGH:
-        other_M, other = packed(cut_into_short_cycles(first_L, source_M, destination_M, current.num_ranks))
-        if _share_of_bound(other) < _share_of_bound(load):
-            round_M, load = other_M, other
+    best = float("inf")
+    for cut, longest_first, enough in _WAYS:
+        cycle_M = cut(first_L, source_M, destination_M, current.num_ranks)
+        rank_M = source_M + group_L[layer_M] * current.num_ranks
+        packed = _pack(cycle_M, layer_M, rank_M, size_L, num_ranks, budget_bytes, longest_first)
+        if _share_of_bound(packed[1]) < best:
+            best, (round_M, load) = _share_of_bound(packed[1]), packed
+        if best <= enough:
+            break
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
     rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, current.slots_per_rank)
@@ -194,17 +201,24 @@ def warm_up() -> None:
 
 
 def _pack(
-    cycle_M: Ints, layer_M: Ints, rank_M: Ints, size_L: Ints, num_ranks: int, budget_bytes: int
+    cycle_M: Ints,
+    layer_M: Ints,
+    rank_M: Ints,
+    size_L: Ints,
+    num_ranks: int,
+    budget_bytes: int,
+    longest_first: bool,
 ) -> tuple[Ints, Ints]:
     """The round of each move and the bytes of each rank in each round, given which moves make a cycle.
 
-    Cycles of the largest experts come first, and of those the longest: the shorter ones fill what they leave free.
+    Cycles of the largest experts come first; of those, as the layers come, or the longest: the shorter ones fill what
+    they leave free.
     """
     length_N = np.bincount(cycle_M)
     first_N = np.concatenate([[0], np.cumsum(length_N)])
     by_cycle = np.argsort(cycle_M, kind="stable")
     bytes_N = size_L[layer_M[by_cycle[first_N[:-1]]]]
-    order_N = np.lexsort((-length_N, -bytes_N))
+    order_N = np.lexsort((-length_N if longest_first else np.arange(len(length_N)), -bytes_N))
     budget = max(budget_bytes, int(size_L.max(initial=1)))
     round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
     return round_N[cycle_M], load

@@ -15,6 +15,7 @@ import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.gradients import averaging
 from eplb_runtime.migration.agreement import Agreement, Verdict
+from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -84,13 +85,14 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         if done or not fields.get("placement"):
             return
         done.append(True)
-        placement = eplb.Placement.from_json(fields["placement"])
+        current = balancer.placement
+        placement = apply(current, fields["placement"])
         map_, home = placement.physical_to_logical.copy(), placement.home.copy()
         a, b = map_[0, 0], map_[0, -1]
         map_[0, [0, -1]] = b, a
         home[0, [a, b]] = home[0, [b, a]]
         other = eplb.Placement(map_, EXPERTS, 2, home, placement.epoch)
-        fields["placement"], fields["digest"] = other.to_json(), other.digest()
+        fields["placement"], fields["digest"] = difference(current, other), other.digest()
         message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
