@@ -22,7 +22,7 @@ from .experts.registry import ExpertTensors, RegistryError
 from .experts.slices import is_sliced
 from .gradients.reduction import Gradients
 from .guard import Guard, Watched
-from .load.counter import LoadCounter
+from .load.counter import LoadCounter, in_recompute
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
 from .planner import Plan
@@ -169,6 +169,8 @@ class Balancer:
                 optimizer's step.
         """
         self._refuse_inside_a_step("rebalance()")
+        if not self._training:
+            self._counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
             self._refresh_copies()
@@ -381,6 +383,8 @@ class Balancer:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         if torch.is_grad_enabled():
             self._in_step = True
+            if self._maps.replicas is not None and not in_recompute():
+                self._maps.replicas.abandon()
             self._gradients.forward_begins()
             self._guard.before_forward()
 
@@ -405,4 +409,5 @@ class Balancer:
             handle.remove()
         self._hooks.clear()
         self._rebalancer.close()
+        self._guard.end()
         self._groups.close_balancing()

@@ -172,6 +172,10 @@ class Guard:
         """Raise or warn as the mode says."""
         self._settle(finding)
 
+    def end(self) -> None:
+        """Nothing is looked at any more; the thread that meets the other ranks is gone."""
+        self._mode = "off"
+
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _look(self, what: str, *, dense: bool = True, problem: str = "") -> Look:

@@ -94,7 +94,8 @@ class ReplicaSync:
         self.wait_all()
         slots, here = placement.slots_per_rank, [layer for layer in layers if layer in self._banks]
         replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
-        home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(len(here), -1), axis=1)
+        flat = (len(here), placement.num_ranks * placement.replica_slots)
+        home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(flat), axis=1)
         home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
         followed = dict(zip(here, home_NRK, strict=True))
         links = {
@@ -220,6 +221,12 @@ class ReplicaSync:
             self._send(layer)
             # The engine calls it when this backward pass is over: then every gradient is whole.
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def abandon(self) -> None:
+        """A forward in training begins: what a backward pass that never ended has under way is of no use any more."""
+        sent, self._sent = self._sent, None
+        for work in sent[1] if sent is not None else ():
+            work.wait()
 
     def reduce_gradients(self) -> None:
         """Bring home what was deferred. Collective over the ranks concerned."""

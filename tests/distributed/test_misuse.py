@@ -142,6 +142,46 @@ def test_each_rebalance_is_decided_for_itself_and_none_happens_inside_a_step() -
         assert all("between a backward pass and the optimizer's step" in line for line in result["said"])
 
 
+def abandoned(rank: int, shared: bool) -> float:
+    """A backward pass raises half way, on all ranks, and the loop goes on: the next gradients beside the right ones."""
+    gradients = []
+    for abandons in (False, True):
+        model, optimizer, balancer = attached(
+            replica_slots=2, shared_between_layers=shared, split_least_tokens=0, initial_placement=copied()
+        )
+        ids = batch_of(rank, 0)
+        if abandons:
+
+            def stop(gradient: torch.Tensor) -> None:
+                raise ValueError("out of memory, say")
+
+            handle = model.model.layers[0].mlp.register_forward_hook(
+                lambda module, args, out: out.register_hook(stop) and None
+            )
+            with pytest.raises(ValueError):
+                model(input_ids=ids, labels=ids).loss.backward()
+            handle.remove()
+            optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.reduce_gradients()
+        gradients.append([p.grad.clone() for p in balancer._registry.parameters()])
+        balancer.close()
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True))
+
+
+def copied() -> eplb.Placement:
+    """Each rank holds copies of two experts of the other."""
+    plain = eplb.Placement.initial(2, EXPERTS, 2, 2)
+    map_ = np.array(plain.physical_to_logical).reshape(2, 2, -1)
+    map_[:, 0, -2:], map_[:, 1, -2:] = [4, 5], [0, 1]
+    return eplb.Placement(map_.reshape(2, -1), EXPERTS, 2, plain.home)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_a_backward_pass_that_broke_off_leaves_nothing_in_the_next_gradients(shared: bool) -> None:
+    assert max(run_ranks(2, abandoned, shared)) < 1e-6
+
+
 def states(rank: int, folder: str) -> list[str]:
     model, optimizer, balancer = attached()
     train(rank, model, optimizer)

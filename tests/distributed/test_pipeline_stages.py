@@ -319,6 +319,27 @@ def test_migrations_of_all_stages_change_no_bit(name: str) -> None:
             assert [k for k in state if not torch.equal(state[k], after["stages"][number][k])] == []
 
 
+def one_stage_alone(rank: int) -> list:
+    """A plan that changes the layers of one stage only, with replica slots: the others have nothing to do."""
+    job = Job()
+    stage = make_stages(job.blocks_of_stage)[rank // 2]
+    config = eplb.BalancerConfig(replica_slots=1, dense_gradients="allreduce", policy="static")
+    ranks = Ranks(ep=(0, 1) if rank < 2 else (2, 3), stages=(rank // 2,))
+    balancer = eplb.attach(stage, torch.optim.SGD(stage.parameters(), lr=0.1), config=config, ranks=ranks)
+    before = balancer.placement
+    map_, home = before.physical_to_logical.copy(), before.home.copy()
+    map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
+    balancer._rebalancer._migrate(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
+    epoch = balancer.placement.epoch
+    balancer.close()
+    return [epoch, aborted]
+
+
+def test_a_plan_may_change_one_stage_alone() -> None:
+    assert run_ranks(4, one_stage_alone) == [[1, []]] * 4
+
+
 def forget_the_other_stages() -> None:
     from eplb_runtime.gradients import reduction
 

@@ -96,8 +96,10 @@ class BackwardAfterAReduction(Loop):
 
 
 class ClosedMidway(Loop):
+    """Within the guard's first steps."""
+
     def step(self, step: int) -> None:
-        if step == 3:
+        if step == 1:
             self.balancer.close()
         super().step(step)
 
