@@ -36,6 +36,10 @@ def nothing(rank: int, balancer: eplb.Balancer) -> None:
     pass
 
 
+def all_homes_change_places(rank: int, balancer: eplb.Balancer) -> None:
+    balancer._plan_with(plan_shuffle)
+
+
 def train(rank: int, policy: str, inject: Injection, steps: int = 20) -> dict:
     model = make_model("olmoe", experts=EXPERTS, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -119,7 +123,7 @@ def static() -> list[dict]:
 
 
 def test_migration_changes_no_bit(static: list[dict]) -> None:
-    results = run_ranks(4, train, "incremental", nothing)
+    results = run_ranks(4, train, "static", all_homes_change_places)
     assert results[0]["committed"] >= 2
     assert len({result["placement"] for result in results}) == 1
     assert differences(static, results) == []
