@@ -19,6 +19,7 @@ from eplb_runtime.balancer import Balancer
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.experts.registry import ExpertTensors, RegistryError
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16
 RANK = 4
@@ -139,6 +140,8 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         split_least_tokens=0,
     )
     balancer = eplb.attach(model, optimizer, config=config)
+    if policy == "incremental" and not job.replica_slots:
+        balancer._plan_with(plan_shuffle)  # all homes move, whatever the planner thinks of it
     averages = {name: p.detach().clone() for name, p in model.named_parameters()} if job.averages else {}
     for name in balancer.layer_of_parameter:
         if name in averages:
