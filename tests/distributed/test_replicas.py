@@ -465,11 +465,6 @@ def split_anew_in_recompute() -> None:
     InFlight.repeated = lambda self, ids: None
 
 
-def test_control_another_split_in_recompute_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="CheckpointError"):
-        run_ranks(4, train, Job(replica_slots=1, checkpointing=True, damage=split_anew_in_recompute))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
