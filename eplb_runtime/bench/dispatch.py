@@ -1,6 +1,7 @@
-"""Measure token dispatch between ranks, beside plain all-to-alls of the same bytes in the same run.
+"""Measure token dispatch between ranks, beside plain all-to-alls of a row for each choice in the same run.
 
-As in training, router weights want gradients, so they travel too and gradients leave unweighted.
+As in training, router weights want gradients and travel too. A dispatcher may send fewer rows: a token once for all of
+its choices on a rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def run(
 
     Returns:
         JSON-able; ``"dispatch"`` rows have ``pass`` (``"forward"``, or ``"forward + backward"``), ``tokens``, ``mib``
-        (sent by a rank, both ways), ``ms``, ``all_to_all_ms`` and ``ratio`` (1: no slower than the bytes themselves).
+        (a row for each choice of a rank, both ways), ``ms``, ``all_to_all_ms`` and ``ratio`` (1: no slower than these
+        rows themselves).
     """
     group = dist.group.WORLD
     assert group is not None

@@ -4,15 +4,15 @@ Exactness (the order of every sum is independent of where experts stand): a slot
 position in the source's batch); the K results of a token are summed in the router's order, and so are the K gradients
 of its hidden state.
 
-Two ways carry everything. To the experts: choices by slot -> exchange -> rows by slot. To the tokens: the same
-backwards. Dispatch goes the first, combine the second, and each one's gradient the other. Rows that stay on this rank
-do not enter the exchange. (N = T * K choices; the suffixes of `base.py` besides.)
+Two ways carry everything. To the experts: a row for each choice, or one for each rank that a token visits -> exchange
+-> rows by slot. To the tokens: the results, or gradients, of each choice -> exchange -> sums. Dispatch goes the first,
+combine the second, and each one's gradient the other. Rows that stay on this rank do not enter the exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -25,43 +25,8 @@ from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
 from .base import Dispatched, Dispatcher, Handle
+from .manifest import Cargo, Manifest, begins, worth_sending_once
 from .memory import RowMemory
-
-
-@dataclass(frozen=True, eq=False)
-class _Manifest:
-    """Which row goes where.
-
-    On the tokens' side rows lie as they are sent: those for this rank first, then by rank; on the way they lie at the
-    experts' side as they arrive: those of this rank first, then by rank.
-
-    Args:
-        choice_N: int64, the choice of each row on the tokens' side.
-        token_N: int64, its token.
-        place_TK: int64 ``[T, K]``, where each choice lies on the tokens' side.
-        arrived_M: int64, for each row by slot: where it arrives.
-        slot_place_M: int64, for each row as it arrives: its place by slot.
-        own: rows that stay on this rank.
-        sent, received: rows for and from each rank, without those.
-        counts_S: rows by slot.
-    """
-
-    choice_N: Tensor
-    token_N: Tensor
-    place_TK: Tensor
-    arrived_M: Tensor
-    slot_place_M: Tensor
-    own: int
-    sent: list[int]
-    received: list[int]
-    counts_S: SlotCounts
-
-
-@dataclass(frozen=True, eq=False)
-class _Handle(Handle):
-    """``weighed_by_experts``: gradients go back unweighted."""
-
-    weighed_by_experts: bool
 
 
 class AllToAll(Dispatcher):
@@ -88,18 +53,14 @@ class AllToAll(Dispatcher):
         weights_TK: Tensor,
         *,
         counts: RowCounts | None = None,
-        manifest: _Manifest | None = None,
+        manifest: Manifest | None = None,
     ) -> Dispatched:
         if manifest is None:
             assert slots_TK is not None
             manifest = self._manifest(slots_TK, counts)
-        weights_M: Tensor | None = None
-        if torch.is_grad_enabled() and weights_TK.requires_grad:
-            rows_MD, weights_M = _Dispatch.apply(hidden_TD, weights_TK, manifest, self)
-            weights_TK = weights_TK.detach()
-        else:
-            rows_MD, _ = _Dispatch.apply(hidden_TD, None, manifest, self)
-        handle = _Handle(weights_TK, hidden_TD.dtype, manifest, weights_M is not None)
+        weights = weights_TK if torch.is_grad_enabled() else None
+        rows_MD, weights_M = _Dispatch.apply(hidden_TD, weights, manifest, self)
+        handle = Handle(weights_TK.detach(), hidden_TD.dtype, manifest)
         return Dispatched(rows_MD, manifest.counts_S, weights_M, handle, None)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
@@ -108,39 +69,40 @@ class AllToAll(Dispatcher):
 
     # -- the two ways --------------------------------------------------------------------------------------------
 
-    def to_experts(self, rows: _Rows, manifest: _Manifest) -> Callable[[], Tensor]:
-        """Send a row for each choice of this rank's tokens.
+    def to_experts(self, source: Tensor, cargo: Cargo) -> Callable[[], Tensor]:
+        """Send rows of ``source`` ``[*, D]``.
 
         Returns:
             A function that waits for them and gives ``[M, D]``, by slot.
         """
-        own = manifest.own
-        there_MD = self._memory.like(rows.source, own + sum(manifest.received), rows.dtype)
-        sent = self._memory.like(rows.source, rows.index_N.shape[0] - own, rows.dtype)
-        rows.fill(sent, slice(own, None), self._memory)
-        work = self._exchange(there_MD[own:], sent, manifest.received, manifest.sent)
-        rows.fill(there_MD[:own], slice(own), self._memory)
+        own, index_U = cargo.own, cargo.index_U
+        there = self._memory.like(source, own + sum(cargo.received))
+        sent = self._memory.like(source, index_U.shape[0] - own)
+        permute.gather(source, index_U[own:], sent)
+        work = self._exchange(there[own:], sent, cargo.received, cargo.sent)
+        permute.gather(source, index_U[:own], there[:own])
 
         def arrived() -> Tensor:
             _wait(work, sent)
-            by_slot_MD = self._memory.like(there_MD, there_MD.shape[0])
-            permute.gather(there_MD, manifest.arrived_M, by_slot_MD)
+            by_slot_MD = self._memory.like(there, cargo.arrived_M.shape[0])
+            permute.gather(there, cargo.arrived_M, by_slot_MD)
             return by_slot_MD
 
         return arrived
 
-    def to_tokens(self, rows_MD: Tensor, manifest: _Manifest) -> Callable[[], Tensor]:
+    def to_tokens(self, rows_MD: Tensor, manifest: Manifest) -> Callable[[], Tensor]:
         """Send rows back to where their tokens are.
 
         Returns:
             A function that waits for them and gives ``[N, D]``; ``place_TK`` says which choice lies where.
         """
         rows_MD = rows_MD.contiguous()
-        own, slot_place_M = manifest.own, manifest.slot_place_M
-        back_ND = self._memory.like(rows_MD, own + sum(manifest.sent))
+        choices, slot_place_M = manifest.choices, manifest.slot_place_M
+        own = choices.own
+        back_ND = self._memory.like(rows_MD, own + sum(choices.sent))
         sent = self._memory.like(rows_MD, rows_MD.shape[0] - own)
         permute.gather(rows_MD, slot_place_M[own:], sent)
-        work = self._exchange(back_ND[own:], sent, manifest.sent, manifest.received)
+        work = self._exchange(back_ND[own:], sent, choices.sent, choices.received)
         permute.gather(rows_MD, slot_place_M[:own], back_ND[:own])
 
         def arrived() -> Tensor:
@@ -149,7 +111,7 @@ class AllToAll(Dispatcher):
 
         return arrived
 
-    def sum_choices(self, rows_ND: Tensor, manifest: _Manifest, weights_TK: Tensor | None = None) -> Tensor:
+    def sum_choices(self, rows_ND: Tensor, manifest: Manifest, weights_TK: Tensor | None = None) -> Tensor:
         return permute.sum_choices(rows_ND, manifest.place_TK, self._memory, weights_TK)
 
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
@@ -159,52 +121,65 @@ class AllToAll(Dispatcher):
 
     # -- what goes where -----------------------------------------------------------------------------------------
 
-    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> _Manifest:
-        ranks, slots, me = self._num_ranks, self._slots_per_rank, self._rank
-        slots_N = slots_TK.reshape(-1)
+    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Manifest:
+        slots, me, slots_N = self._slots_per_rank, self._rank, slots_TK.reshape(-1)
+        visits_TR: Tensor | None = None
+        tokens_2R: NDArray[np.int64] | None = None
         if counts is None:
-            counts = self._exchange_counts(slots_N)
-        choice_N = permute.order_by_slot(slots_N, me * slots, slots, ranks * slots)
-        sent_R = counts.sent_P.reshape(ranks, slots).sum(axis=1)
-        received_R = counts.received_RS.sum(axis=1)
-        own = int(sent_R[me])
-        sent_R[me] = received_R[me] = 0
+            if worth_sending_once(self._num_ranks, slots_TK.shape[1]):
+                visits_TR = permute.visits(slots_TK, slots, self._num_ranks)
+            counts, tokens_2R = self._exchange_counts(slots_N, visits_TR)
+        choice_N = permute.order_by_slot(slots_N, me * slots, slots, self._num_ranks * slots)
         arrived_M, slot_place_M = permute.regroup(counts.received_RS, me, slots_TK.device)
-        return _Manifest(
-            choice_N=choice_N,
-            token_N=choice_N // slots_TK.shape[1],
+        sent_R, received_R = counts.sent_P.reshape(-1, slots).sum(axis=1), counts.received_RS.sum(axis=1)
+        choices = Cargo.of(choice_N, sent_R, received_R, me, arrived_M)
+        if visits_TR is None or tokens_2R is None:
+            tokens = replace(choices, index_U=choice_N // slots_TK.shape[1])
+        else:
+            tokens = self._each_token_once(slots_TK, visits_TR, tokens_2R, choices, counts)
+        return Manifest(
+            tokens=tokens,
+            choices=choices,
             place_TK=permute.inverse(choice_N).view(slots_TK.shape),
-            arrived_M=arrived_M,
             slot_place_M=slot_place_M,
-            own=own,
-            sent=sent_R.tolist(),
-            received=received_R.tolist(),
             counts_S=SlotCounts.of(counts.received_RS.sum(axis=0).tolist(), slots_TK.device),
         )
 
-    def _exchange_counts(self, slots_N: Tensor) -> RowCounts:
-        """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers."""
-        sent_P = permute.count(slots_N, self._num_ranks * self._slots_per_rank)
-        received_P = torch.empty_like(sent_P)
-        dist.all_to_all_single(received_P, sent_P, group=self._group)
-        both: NDArray[np.int64] = torch.stack([sent_P, received_P]).cpu().numpy()
-        return RowCounts(both[0], both[1].reshape(self._num_ranks, self._slots_per_rank))
+    def _exchange_counts(self, slots_N: Tensor, visits_TR: Tensor | None) -> tuple[RowCounts, NDArray[np.int64] | None]:
+        """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
+        Returns:
+            Rows for each choice; and, if asked for, int64 ``[2, R]``: tokens that go to each rank, and come from it.
+        """
+        ranks, slots = self._num_ranks, self._slots_per_rank
+        sent = permute.count(slots_N, ranks * slots).view(ranks, slots)
+        if visits_TR is not None:
+            sent = torch.cat([sent, visits_TR.sum(dim=0).unsqueeze(1)], dim=1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
+        rows = RowCounts(both[0, :, :slots].reshape(-1), both[1, :, :slots])
+        return rows, None if visits_TR is None else both[:, :, slots]
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """A row of ``source`` ``[*, D]`` for each choice, times its weight if there are any, in ``dtype``."""
-
-    source: Tensor
-    index_N: Tensor
-    dtype: torch.dtype
-    weights_N: Tensor | None = None
-
-    def fill(self, out: Tensor, part: slice, memory: RowMemory) -> None:
-        if self.weights_N is None:
-            permute.gather(self.source, self.index_N[part], out)
-        else:
-            permute.gather_weighted(self.source, self.index_N[part], self.weights_N[part], out, memory)
+    def _each_token_once(
+        self,
+        slots_TK: Tensor,
+        visits_TR: Tensor,
+        tokens_2R: NDArray[np.int64],
+        choices: Cargo,
+        counts: RowCounts,
+    ) -> Cargo:
+        """A token goes to each rank once, and each of its choices there says which of the rows it means."""
+        device, (sent_R, received_R) = slots_TK.device, tokens_2R
+        begin_R = torch.from_numpy(begins(sent_R, self._rank)).to(device, non_blocking=True)
+        token_U, within_TR = permute.each_once(visits_TR, begin_R, int(sent_R.sum()))
+        meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
+        meant = self.to_experts(meant_TK.view(-1, 1), choices)
+        from_each_SR = np.tile(begins(received_R, self._rank), self._slots_per_rank)
+        groups = torch.from_numpy(np.stack([from_each_SR, counts.received_RS.T.ravel()])).to(device, non_blocking=True)
+        rows = choices.arrived_M.shape[0]
+        begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
+        return Cargo.of(token_U, sent_R, received_R, self._rank, begin_M + meant().squeeze(1))
 
 
 def _wait(work: dist.Work | None, sent: Tensor) -> None:
@@ -219,17 +194,17 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: _Manifest, wire: AllToAll
+        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: Manifest, wire: AllToAll
     ) -> tuple[Tensor, Tensor | None]:
         ctx.manifest, ctx.wire = manifest, wire
-        rows = wire.to_experts(_Rows(hidden_TD.contiguous(), manifest.token_N, hidden_TD.dtype), manifest)
+        rows = wire.to_experts(hidden_TD.contiguous(), manifest.tokens)
         if weights_TK is None:
             return rows(), None
-        weights = wire.to_experts(_Rows(weights_TK.reshape(-1, 1), manifest.choice_N, weights_TK.dtype), manifest)
-        rows_MD, weights_M1 = rows(), weights()
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(rows_MD)
-        return rows_MD, weights_M1.squeeze(1)
+        weights = wire.to_experts(weights_TK.reshape(-1, 1), manifest.choices)
+        rows_MD, weights_M = rows(), weights().squeeze(1)
+        needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
+        ctx.mark_non_differentiable(*(arrived for arrived, need in needs if not need))
+        return rows_MD, weights_M
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -246,20 +221,14 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The weighted sum of a token's results, none of which is kept."""
+    """The weighted sum of a token's results, none of which is kept. Backward leaves weighing to the experts."""
 
     @staticmethod
-    def forward(ctx: Any, out_MD: Tensor, handle: _Handle, wire: AllToAll) -> Tensor:
-        ctx.handle, ctx.wire, ctx.dtype = handle, wire, out_MD.dtype
+    def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: AllToAll) -> Tensor:
+        ctx.manifest, ctx.wire, ctx.dtype = handle.manifest, wire, out_MD.dtype
         out_ND = wire.to_tokens(out_MD, handle.manifest)()
         return wire.sum_choices(out_ND, handle.manifest, handle.weights).to(handle.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        handle = ctx.handle
-        weights_N, dtype = None, ctx.dtype
-        if not handle.weighed_by_experts:
-            weights_N = handle.weights.reshape(-1).index_select(0, handle.manifest.choice_N)
-            dtype = torch.promote_types(dtype, weights_N.dtype)
-        rows = _Rows(grad_TD.to(dtype).contiguous(), handle.manifest.token_N, ctx.dtype, weights_N)
-        return ctx.wire.to_experts(rows, handle.manifest)(), None, None
+        return ctx.wire.to_experts(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest.tokens)(), None, None

@@ -47,9 +47,9 @@ class Dispatched:
     Args:
         rows_MD: ordered by local slot; a slot's rows by source rank and position there.
         counts_S: how many rows each slot has: offsets on the device, numbers on the host if the dispatcher knows them.
-        weights_M: the router weight of each row, if the weights' gradient is found where the experts are, so that no
-            result is kept for it where the tokens came from. Whoever computes the rows then gets unweighted gradients
-            and weighs them (`experts.compute.weigh_gradients`). None: combine sees to it all.
+        weights_M: the router weight of each row. Gradients of what the experts give come unweighted, and whoever
+            computes the rows weighs them and gives these weights theirs (`experts.compute.weigh_gradients`): so nobody
+            keeps results for it where the tokens came from. None where there are no gradients.
         handle: for ``combine``.
         event: the current stream waits for it before it reads the rows; None: it need not.
     """
@@ -99,8 +99,7 @@ class Dispatcher(ABC):
             out_MD: ``[M, D]``, in the order of ``rows_MD``; of any floating dtype.
 
         Returns:
-            ``[T, D]`` in the dtype of the hidden states. Its gradient for ``out_MD`` is unweighted if ``weights_M`` was
-            handed out.
+            ``[T, D]`` in the dtype of the hidden states. The gradient for ``out_MD`` is unweighted.
         """
 
 

@@ -4,8 +4,9 @@ in, and the sums that bring a token's choices together again. No communication h
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
-What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `gather`, `gather_weighted`,
-`sum_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's order.
+What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `visits`, `each_once`,
+`gather` and `sum_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's
+order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from .manifest import own_first
 from .memory import RowMemory
 
 
@@ -52,7 +54,7 @@ def regroup(counts_RS: NDArray[np.int64], first: int, device: torch.device) -> t
         Two int64 ``[M]`` on ``device``: for each row by slot the place where it arrives; for each as it arrives its
         place by slot.
     """
-    arrival_R = np.array([first, *(rank for rank in range(len(counts_RS)) if rank != first)])
+    arrival_R = own_first(len(counts_RS), first)
     arriving_RS = counts_RS[arrival_R]
     arrives_RS, by_slot_SR = np.empty_like(counts_RS), _begins(counts_RS.T)
     arrives_RS[arrival_R] = _begins(arriving_RS)
@@ -74,20 +76,33 @@ def _begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
     return begins
 
 
+def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
+    """int64 ``[T, R]``: 1 where a token has a choice on a rank, else 0."""
+    visits_TR = slots_TK.new_zeros(slots_TK.shape[0], num_ranks)
+    return visits_TR.scatter_(1, slots_TK // slots_per_rank, 1)
+
+
+def each_once(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Tokens by the ranks that they visit, in their own order for each.
+
+    Args:
+        begin_R: int64, where those of each rank begin.
+        rows: how many they are, U.
+
+    Returns:
+        int64 ``[U]``, the tokens; int64 ``[T, R]``, which one of a rank's rows a token is, where it visits that rank.
+    """
+    within_TR = visits_TR.cumsum(dim=0) - 1
+    # One place more than rows: what is not sent goes there.
+    place_TR = torch.where(visits_TR > 0, within_TR + begin_R, rows)
+    token_TR = torch.arange(visits_TR.shape[0], device=visits_TR.device).unsqueeze(1).expand_as(place_TR)
+    token_U = visits_TR.new_empty(rows + 1).scatter_(0, place_TR.reshape(-1), token_TR.reshape(-1))
+    return token_U[:rows], within_TR
+
+
 def gather(source: Tensor, index: Tensor, out: Tensor) -> None:
     """``out[i] = source[index[i]]``, both of one dtype."""
     torch.index_select(source, 0, index, out=out)
-
-
-def gather_weighted(source: Tensor, index: Tensor, weights: Tensor, out: Tensor, memory: RowMemory) -> None:
-    """``out[i] = source[index[i]] * weights[i]``, the product in the wider of both dtypes, then in that of ``out``."""
-    if out.dtype == source.dtype:
-        gather(source, index, out)
-        out.mul_(weights.unsqueeze(1))
-    else:
-        rows = memory.like(source, index.shape[0])
-        gather(source, index, rows)
-        torch.mul(rows, weights.unsqueeze(1), out=out)
 
 
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ changes no bit where the order is logical.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 
 import pytest
 import torch
@@ -130,6 +130,8 @@ BATCHES = {
     "everything to one slot": Batch((4, 4, 4, 4), slots=(5,)),
     "one choice a token": Batch((5, 9, 0, 7), top_k=1),
     "many choices a token": Batch((5, 3), slots=tuple(range(6)), top_k=6),
+    "many choices, on one rank": Batch((5, 3), slots=(3, 4, 5), top_k=3),
+    "many choices, a rank without tokens": Batch((0, 7), slots=(0, 1, 3), top_k=3),
     "nothing at all": Batch((0, 0, 0, 0)),
     "one rank": Batch((5,), slots=(0, 2)),
     "hidden states need no gradient": Batch((5, 0), slots=tuple(range(6)), need=("weights", "experts")),
@@ -269,7 +271,29 @@ def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
 
 def test_what_is_known_is_not_exchanged() -> None:
     for alone, with_counts, with_manifest in run_ranks(2, collectives_of, "all_to_all", Batch((5, 4), tuple(range(6)))):
-        assert (len(alone), len(with_counts), len(with_manifest)) == (3, 2, 2)
+        # counts, which row a choice means, rows, router weights
+        assert (len(alone), len(with_counts), len(with_manifest)) == (4, 2, 2)
+
+
+def rows_that_leave(rank: int, batch: Batch) -> int:
+    """Hidden states that this rank sends to others."""
+    sizes: list[int] = []
+    call = dist.all_to_all_single
+
+    def record(out: torch.Tensor, rows: torch.Tensor, *args: object, **options: object) -> object:
+        sizes.extend([len(rows)] if rows.dtype == batch.dtype and rows.shape[1:] == (WIDTH,) else [])
+        return call(out, rows, *args, **options)
+
+    dist.all_to_all_single = record
+    there_and_back(KINDS["all_to_all"](dist.group.WORLD, SLOTS), replace(batch, need=()), rank)
+    there, back = sizes
+    assert back > there
+    return there
+
+
+def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows() -> None:
+    batch = Batch((5, 3), slots=tuple(range(6)), top_k=6)
+    assert run_ranks(2, rows_that_leave, batch) == [5, 3]
 
 
 def exchange(rank: int) -> list[list]:

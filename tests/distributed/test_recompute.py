@@ -112,6 +112,8 @@ def assert_same(one: list[dict], other: list[dict]) -> None:
 
 FORWARD = 3
 """All-to-alls that a layer's forward needs when it knows what goes where: rows, router weights, results."""
+FIND_OUT = 2
+"""To know it: counts, and which row each choice means."""
 BACKWARD = 3
 """The same backwards."""
 
@@ -123,7 +125,7 @@ def plain() -> list[dict]:
 
 def test_without_checkpointing_only_gradients_travel_in_backward(plain: list[dict]) -> None:
     for result in plain:
-        assert result["forward"] == LAYERS * (FORWARD + 1)  # and counts
+        assert result["forward"] == LAYERS * (FIND_OUT + FORWARD)
         assert result["backward"] == LAYERS * BACKWARD
 
 
@@ -141,7 +143,7 @@ def test_control_what_is_worked_out_anew_needs_counts_and_gives_the_same(plain: 
     found = run_ranks(2, train, Job("each layer", damage=work_everything_out_anew))
     assert_same(plain, found)
     for result in found:
-        assert result["backward"] == LAYERS * (BACKWARD + FORWARD + 1)
+        assert result["backward"] == LAYERS * (BACKWARD + FIND_OUT + FORWARD)
 
 
 def test_reentrant_checkpointing_works_everything_out_anew(plain: list[dict]) -> None:
@@ -154,7 +156,7 @@ def test_several_forwards_before_one_backward_work_it_out_anew() -> None:
     assert_same(plain, found)
     for result in found:
         # The first batch's backward comes last, when it is alone; it was not when it began.
-        assert result["backward"] == 2 * LAYERS * (BACKWARD + FORWARD + 1)
+        assert result["backward"] == 2 * LAYERS * (BACKWARD + FIND_OUT + FORWARD)
 
 
 def test_copies_are_split_as_they_were() -> None:

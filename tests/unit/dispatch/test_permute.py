@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eplb_runtime.dispatch import permute
+from eplb_runtime.dispatch.manifest import worth_sending_once
 from eplb_runtime.dispatch.memory import RowMemory
 
 DTYPES = [
@@ -96,14 +97,26 @@ def test_control_another_order_of_choices_gives_another_sum() -> None:
     assert not torch.equal(permute.sum_choices(rows, place.flip(1), RowMemory()), in_order(stacked))
 
 
-@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
-def test_a_gradient_is_weighted_in_the_wider_dtype(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-    source = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(torch.promote_types(dtype, weight_dtype))
-    index = torch.tensor([3, 3, 0, 6])
-    weights = torch.rand(4, generator=torch.Generator().manual_seed(1)).to(weight_dtype)
-    out = torch.empty(4, 16, dtype=dtype)
-    permute.gather_weighted(source, index, weights, out, RowMemory())
-    assert torch.equal(out, (source[index] * weights[:, None]).to(dtype))
+@pytest.mark.parametrize("tokens", [0, 17])
+def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
+    slots = choices(tokens, 4, 6)
+    visits = permute.visits(slots, 2, 3)
+    by_rank = [sorted({token for token in range(tokens) if (slots[token] // 2 == rank).any()}) for rank in range(3)]
+    assert visits.sum(dim=0).tolist() == [len(tokens_of) for tokens_of in by_rank]
+    order = [1, 0, 2]  # rank 1 comes first
+    begin, total = {}, 0
+    for rank in order:
+        begin[rank], total = total, total + len(by_rank[rank])
+    sent, within = permute.each_once(visits, torch.tensor([begin[rank] for rank in range(3)]), total)
+    assert sent.tolist() == [token for rank in order for token in by_rank[rank]]
+    for token in range(tokens):
+        for rank in (slots[token] // 2).tolist():
+            assert sent[begin[rank] + within[token, rank]] == token
+
+
+def test_sending_once_is_worth_it_where_many_choices_meet_few_ranks() -> None:
+    assert worth_sending_once(2, 4) and worth_sending_once(8, 8) and worth_sending_once(1, 2)
+    assert not worth_sending_once(2, 1) and not worth_sending_once(64, 8) and not worth_sending_once(1, 1)
 
 
 def test_no_tokens_and_no_rows_are_no_special_case() -> None:
