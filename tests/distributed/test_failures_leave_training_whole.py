@@ -22,7 +22,9 @@ INTERVAL = 4
 Injection = Callable[[int, eplb.Balancer], None]
 
 
-def train(rank: int, policy: str, inject: Injection, timeout_seconds: float = 20.0) -> dict:
+def train(
+    rank: int, policy: str, inject: Injection, timeout_seconds: float = 20.0, staging_bytes: int = 256 << 20
+) -> dict:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(
@@ -31,6 +33,7 @@ def train(rank: int, policy: str, inject: Injection, timeout_seconds: float = 20
         gate="always",
         dense_gradients="allreduce",
         timeout_seconds=timeout_seconds,
+        staging_bytes=staging_bytes,
     )
     balancer = eplb.attach(model, optimizer, config=config)
     inject(rank, balancer)
@@ -48,6 +51,7 @@ def train(rank: int, policy: str, inject: Injection, timeout_seconds: float = 20
         "state": eplb.logical_state_dict(model, optimizer),
         "placements": placements,
         "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
+        "partly": [(e.committed_layers, e.left_layers) for e in balancer.events.of_type(RebalanceAborted)],
         "committed": [e.step for e in balancer.events.of_type(RebalanceCommitted)],
     }
     balancer.close()
@@ -131,6 +135,22 @@ def fail_after_staging(rank: int, balancer: eplb.Balancer) -> None:
         balancer._rebalancer._engine.probe = Once(Phase.VERIFIED, fail)
 
 
+def fail_in_the_second_round(rank: int, balancer: eplb.Balancer) -> None:
+    seen = {"rounds": 0, "failed": False}
+
+    def probe(phase: Phase, subject: object) -> None:
+        if phase is Phase.PREPARED:
+            seen["rounds"] = 0
+        if phase is Phase.COMMITTED:
+            seen["rounds"] += 1
+        if phase is Phase.VERIFIED and seen["rounds"] == 1 and not seen["failed"]:
+            seen["failed"] = True
+            raise OSError("the device went away")
+
+    if rank == 2:
+        balancer._rebalancer._engine.probe = probe
+
+
 def fail_to_plan(rank: int, balancer: eplb.Balancer) -> None:
     calls = []
 
@@ -171,6 +191,25 @@ def test_the_rebalance_is_dropped_and_the_next_one_works(
         assert cause in why
         before, after = result["placements"][step - 2], result["placements"][step - 1]
         assert before == after, "a dropped rebalance changed the placement"
+        assert [s for s in result["committed"] if s > step], "no rebalance after the dropped one"
+        assert result["placements"] == results[0]["placements"]
+        assert result["losses"] == undisturbed[rank]["losses"]
+        for name, tensor in result["state"].items():
+            assert torch.equal(tensor, undisturbed[rank]["state"][name]), name
+
+
+def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed(
+    undisturbed: list[dict],
+) -> None:
+    """One expert a round: the first is committed, the second fails; the next rebalance starts from there."""
+    results = run_ranks(4, train, "incremental", fail_in_the_second_round, 20.0, 1)
+    for rank, result in enumerate(results):
+        ((step, phase, cause),) = result["aborted"]
+        assert (phase, cause) == ("staged", "rank 2: OSError: the device went away")
+        ((committed, left),) = result["partly"]
+        assert committed and left
+        before, after = result["placements"][step - 2], result["placements"][step - 1]
+        assert before[0] != after[0] and after[1] == before[1] + 1
         assert [s for s in result["committed"] if s > step], "no rebalance after the dropped one"
         assert result["placements"] == results[0]["placements"]
         assert result["losses"] == undisturbed[rank]["losses"]

@@ -1,0 +1,84 @@
+"""What ranks tell each other before they move anything: comparisons, votes, and the one record that counts."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from eplb_runtime.migration.agreement import Agreement, Verdict, is_one_value, two_sided
+
+
+def digest_of(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def agreement_of(seconds: float = 30.0) -> Agreement:
+    return Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)))
+
+
+def find_the_highest(rank: int) -> tuple[list[int], int]:
+    words = torch.tensor([rank, -rank, (rank * 7) % 5, -(2**62) if rank else 2**62])
+    return agreement_of().highest(words).tolist(), agreement_of().turn
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6])
+def test_every_rank_learns_the_highest_of_each_word(ranks: int) -> None:
+    expected = [ranks - 1, 0, max((rank * 7) % 5 for rank in range(ranks)), 2**62]
+    results = run_ranks(ranks, find_the_highest)
+    assert [words for words, _ in results] == [expected] * ranks
+    assert [turn for _, turn in results] == list(range(ranks, 0, -1))
+
+
+def compare(rank: int) -> list[Verdict]:
+    agreement = agreement_of()
+    same, other = digest_of("same"), digest_of("other")
+    return [
+        agreement.same_on_all(same, "plan"),
+        agreement.same_on_all(other if rank in (2, 3) else same, "plan"),
+        agreement.same_on_all(bytes(16) if rank == 1 else same, "plan"),
+        agreement.same_on_all(same, "plan", "no memory" if rank == 4 else ""),
+        agreement.same_on_all(same, "plan", f"wrong on {rank}" if rank in (2, 3) else ""),
+        agreement.same_on_all(same, "plan"),
+    ]
+
+
+def test_ranks_that_differ_are_named_on_all_of_them() -> None:
+    for verdicts in run_ranks(5, compare):
+        assert verdicts == [
+            Verdict(True),
+            Verdict(False, "rank 2, 3 has another plan than rank 0"),
+            Verdict(False, "no plan on rank 1"),
+            Verdict(False, "rank 4: no memory"),
+            Verdict(False, "rank 2: wrong on 2"),
+            Verdict(True),
+        ]
+
+
+def vote(rank: int) -> list[Verdict]:
+    agreement = agreement_of(5.0)
+    said = [agreement.decide("a", "", False), agreement.decide("b", "odd bytes" if rank == 1 else "", False)]
+    said.append(agreement.decide("c", "nothing came" if rank == 2 else "", rank == 2))
+    return said
+
+
+def test_one_decision_stands_also_where_a_rank_did_not_vote() -> None:
+    """Rank 2 has timed out: it writes its word into the store and does not vote; the others hear of it."""
+    for whole, refused, broken in run_ranks(3, vote):
+        assert whole == Verdict(True)
+        assert refused == Verdict(False, "rank 1: odd bytes")
+        assert not broken.commit and broken.connections_broken
+        assert broken.cause == "nothing came"
+
+
+def test_two_sided_words_tell_one_value_from_several() -> None:
+    one, other, nothing = two_sided(digest_of("one")), two_sided(digest_of("other")), torch.zeros(4, dtype=torch.int64)
+    assert (torch.stack([one, other]) >= 0).all()
+    assert is_one_value(torch.maximum(one, nothing))
+    assert is_one_value(nothing)
+    assert not is_one_value(torch.maximum(one, other))
+    assert is_one_value(torch.stack([one, torch.maximum(one, other)])).tolist() == [True, False]

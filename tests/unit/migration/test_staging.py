@@ -1,0 +1,90 @@
+"""Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_runtime.experts.record import RecordFormat
+from eplb_runtime.experts.registry import ExpertTensor
+from eplb_runtime.migration.staging import DIRECT_BYTES, Arena, in_turn, packed_bytes, runs_of
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def moves_within(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    """Slots of a rank, and moves between them that are part of a permutation: what is not moved on has left."""
+    slots = draw(st.integers(1, 8))
+    after = draw(st.permutations(range(slots)))
+    moved = [(source, to) for source, to in enumerate(after) if source != to]
+    stay_away = draw(st.sets(st.sampled_from([source for source, _ in moved]))) if moved else set()
+    return slots, draw(st.permutations([move for move in moved if move[0] not in stay_away]))
+
+
+@given(moves_within())
+def test_chains_bring_every_slot_where_it_goes(example: tuple[int, list[tuple[int, int]]]) -> None:
+    slots, moves = example
+    rows, expected = list(range(slots)), list(range(slots))
+    for source, to in moves:
+        expected[to] = source
+    chains = in_turn(moves)
+    assert sorted(move for chain in chains for move in chain) == sorted(moves)
+    for chain in chains:
+        end = chain[0][1]
+        ring = chain[-1][0] == end
+        aside = rows[end]
+        for source, to in chain:
+            rows[to] = aside if ring and source == end else rows[source]
+    written = {to for _, to in moves}
+    assert [rows[slot] for slot in written] == [expected[slot] for slot in written]
+
+
+def record_of(*widths: int) -> RecordFormat:
+    return RecordFormat.of([ExpertTensor(f"t{i}", torch.zeros(2, width), "buffer") for i, width in enumerate(widths)])
+
+
+LARGE = DIRECT_BYTES // 4
+
+
+@pytest.mark.parametrize(
+    ("widths", "direct"),
+    [
+        ((3, 5), [False]),
+        ((LARGE, LARGE), [True, True]),
+        ((3, LARGE, 5, 7, LARGE), [False, True, False, True]),
+        ((LARGE, 1), [True, False]),
+    ],
+)
+def test_large_rows_are_sent_from_their_place_and_small_ones_together(
+    widths: tuple[int, ...], direct: list[bool]
+) -> None:
+    record_format = record_of(*widths)
+    runs = runs_of(record_format, CPU)
+    assert [field is not None for _, _, field in runs] == direct
+    covered = torch.zeros(record_format.nbytes, dtype=torch.int64)
+    for first, end, _ in runs:
+        covered[first:end] += 1
+    for field in record_format.fields:
+        assert (covered[field.offset : field.offset + field.nbytes] == 1).all()
+    assert packed_bytes(runs) == sum(end - first for first, end, field in runs if field is None)
+    assert [field for _, _, field in runs_of(record_format, torch.device("meta"))] == [None], "rows of another device"
+
+
+def test_an_arena_keeps_its_memory_while_a_round_fits() -> None:
+    made = []
+
+    def empty(nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    arena = Arena(empty, 100)
+    for nbytes in (100, 40, 250, 200):
+        arena.reserve(nbytes)
+        arena.restart()
+        assert arena.take(nbytes).shape == (nbytes,)
+    assert made == [100, 250]
+    with pytest.raises(RuntimeError, match="too small"):
+        arena.take(100)
