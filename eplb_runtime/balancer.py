@@ -381,6 +381,7 @@ class Balancer:
 
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
+        self._rebalancer.refuse_if_broken()
         if torch.is_grad_enabled():
             self._in_step = True
             if self._maps.replicas is not None and not in_recompute():
@@ -390,6 +391,7 @@ class Balancer:
 
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""
+        self._rebalancer.refuse_if_broken()
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()

@@ -148,7 +148,12 @@ class Rebalancer:
             self._compiler.submit(maps.splitter.warm_up)
 
     def at_boundary(self) -> bool:
-        """A training step is over, on every rank: decide or migrate if it is time. Returns whether experts moved."""
+        """A training step is over, on every rank: decide or migrate if it is time. Returns whether experts moved.
+
+        Raises:
+            MigrationBroken: now or earlier, this rank failed after all had agreed to commit.
+        """
+        self.refuse_if_broken()
         before = self.placement
         self.step += 1
         self._attempts = 0
@@ -161,6 +166,10 @@ class Rebalancer:
                 self._act_on_pending()
         return self.placement is not before
 
+    def refuse_if_broken(self) -> None:
+        """Raises `MigrationBroken` once this rank has failed after an agreement: nobody knows what its experts are."""
+        self._engine.refuse_if_broken()
+
     def now(self) -> bool:
         """Decide on what was measured so far and act on it at once; a decision under way is carried out instead.
 
@@ -169,7 +178,9 @@ class Rebalancer:
 
         Raises:
             RuntimeError: migrations are held back by ``quiesce``, or rebalancing has ended in this job.
+            MigrationBroken: as `at_boundary`.
         """
+        self.refuse_if_broken()
         if self.quiesced or self._disabled:
             why = "inside quiesce()" if self.quiesced else "rebalancing has ended in this job (see the log)"
             raise RuntimeError(f"rebalance() cannot work: {why}")

@@ -194,6 +194,11 @@ class MigrationEngine:
             seconds = time.perf_counter() - began
         return seconds
 
+    def refuse_if_broken(self) -> None:
+        """Raises `MigrationBroken` once this rank has failed after an agreement: training must not go on."""
+        if self.broken:
+            raise MigrationBroken(self.broken)
+
     def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> Outcome:
         """Take the experts from ``current`` to ``target``; both are the same on every rank.
 
@@ -231,7 +236,7 @@ class MigrationEngine:
 
         What can fail on one rank alone fails here, before anybody waits for its bytes.
         """
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         with self._timed("prepare"):
             layers = _layers_that_differ(current, target)
             records, verdict = agree_on_records(self._registry, layers, self._agreement, self._exchanger.device)
@@ -256,7 +261,7 @@ class MigrationEngine:
 
         A rank that cannot says so in `settle`: if it stayed away, the others would wait for it.
         """
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         posted = Posted(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
             self._exchanger.post(round_, migration.records, posted.exchange)
@@ -264,7 +269,7 @@ class MigrationEngine:
 
     def settle(self, posted: Posted, get_ready: GetReady) -> Verdict:
         """Wait for a round, verify it, get ready for its placement, vote. On any thread; collective."""
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
             if not posted.problem:
@@ -350,14 +355,10 @@ class MigrationEngine:
             connections_broken=verdict.connections_broken,
         )
 
-    def _refuse_if_broken(self) -> None:
-        if self.broken:
-            raise MigrationBroken(self.broken)
-
     @contextlib.contextmanager
     def _unfailing(self) -> Iterator[None]:
         """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good."""
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         try:
             yield
         except BaseException as error:

@@ -15,7 +15,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.difference import apply, difference
-from eplb_runtime.migration.engine import Phase
+from eplb_runtime.migration.engine import MigrationBroken, Phase
 
 STEPS = 24
 INTERVAL = 4
@@ -259,3 +259,40 @@ def migrate_while_a_rank_dies(rank: int) -> tuple[str, bool]:
 def test_a_rank_that_dies_while_staging_leaves_the_old_placement() -> None:
     results = run_ranks(4, migrate_while_a_rank_dies, expect_exit=[0, 1, 2, 3])
     assert [result for rank, result in enumerate(results) if rank != 2] == [("staged", True)] * 3
+
+
+def fail_after_the_vote_and_go_on(rank: int) -> list[str]:
+    """Rank 1 runs out of memory in a commit; a loop that catches errors goes on. What it hears at each call after."""
+    model = make_model("olmoe", experts=16, top_k=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = eplb.BalancerConfig(interval=2, dense_gradients="allreduce", timeout_seconds=20.0)
+    balancer = eplb.attach(model, optimizer, config=config)
+
+    def fail(subject: object) -> None:
+        raise MemoryError("out of memory")
+
+    if rank == 1:
+        balancer._rebalancer._engine.probe = Once(Phase.COMMITTED, fail)
+    old, said = balancer.placement, []
+    rotated = (old.physical_to_logical + 4) % 16
+    target = eplb.Placement(rotated, 16, 4, rotated.argsort(axis=1), old.epoch + 1)
+    calls: list[Callable[[], object]] = [
+        lambda: balancer._rebalancer._migrate(target),
+        lambda: model(input_ids=batch_of(rank, 0)),
+        optimizer.step,
+        balancer.rebalance,
+    ]
+    for call in calls[: 4 if rank == 1 else 1]:
+        try:
+            call()
+            said.append("")
+        except MigrationBroken as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_that_fails_in_a_commit_does_not_train_on() -> None:
+    results = run_ranks(4, fail_after_the_vote_and_go_on)
+    assert [said for rank, said in enumerate(results) if rank != 1] == [[""]] * 3
+    assert len(results[1]) == 4
+    assert all("go back to a checkpoint" in line and "out of memory" in line for line in results[1])
