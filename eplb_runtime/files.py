@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 MIB = 2**20
+PARTIALS = ".eplb-runtime-*.partial"
+"""Files on their way, in the folder of what they will be: one that is there for long was left by a crash."""
 
 
 class FileError(ValueError):
@@ -73,7 +75,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written; the error names ``path``.
     """
-    partial = path.parent / f".eplb-runtime-{secrets.token_hex(16)}.partial"
+    partial = path.parent / PARTIALS.replace("*", secrets.token_hex(16))
     made = False
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,10 +1,11 @@
-"""State in logical order, independent of placement and of the number of ranks: in memory, with DCP, as a framework's.
+"""State in logical order, independent of placement and of the number of ranks: in memory, on disk, as a framework's.
 
 Nothing here knows a framework: its folders are read and written by the attached host.
 """
 
-from .dcp import LogicalState, async_save, load, save
+from .dcp import LogicalState
 from .pretrained import export_pretrained, load_pretrained
+from .saving import async_save, load, save
 from .state import CheckpointError, load_logical_state_dict, logical_state_dict
 
 __all__ = [

@@ -9,7 +9,6 @@ and what plain DCP saved is read here. ``eplb_runtime`` beside them holds the pl
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -24,11 +23,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
 from ..experts.slices import columns, local
-from ..placement import PlacementError
 from .expert_rows import ExpertRows
+from .meeting import Meeting
+from .restoring import options_of, restore_placement, set_options
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
-
-logger = logging.getLogger("eplb_runtime")
 
 FORMAT = "eplb-runtime-checkpoint"
 VERSION = 1
@@ -92,8 +90,8 @@ class LogicalState:
             for name, values in state["optimizer"]["state"].items():
                 plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
                 self._view.optimizer.state[self._view.parameters[name]].update(plain)
-            _set_options(self._view, _options(self._view, dict(enumerate(state["optimizer"]["param_groups"]))))
-        _restore_placement(self._view, header, warm_start=True)
+            set_options(self._view, options_of(self._view, dict(enumerate(state["optimizer"]["param_groups"]))))
+        restore_placement(self._view, header.get("balancer"), warm_start=True)
         self._view.weights_changed()
 
     def _optimizer_values(self) -> int:
@@ -102,22 +100,18 @@ class LogicalState:
 
 def save(
     folder: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    storage_writer: dcp.StorageWriter | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    view: LogicalView,
+    storage_writer: dcp.StorageWriter | None,
+    process_group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a checkpoint in logical order; each rank its own experts. Collective, between steps.
-
-    Args:
-        folder: new or empty, one that all ranks see.
-        storage_writer: for storage other than a file system.
-        process_group: for DCP's plan; None: the default group.
-    """
+    """`saving.save` by DCP. It writes over what it finds, so a folder that has a checkpoint is refused."""
+    if storage_writer is None and Meeting.of(view, process_group).folder_has(Path(folder) / ".metadata"):
+        raise CheckpointError(
+            f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
+        )
     with _without_advice():
         dcp.save(
-            LogicalState(model, optimizer).state_dict(),
+            LogicalState(view.model, view.optimizer).state_dict(),
             checkpoint_id=str(folder),
             storage_writer=storage_writer,
             process_group=process_group,
@@ -125,23 +119,9 @@ def save(
         )
 
 
-def async_save(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    storage_writer: dcp.StorageWriter | None = None,
-) -> Future[Any]:
-    """As ``save``, but writes in the background: when it returns, the state is copied, and training may go on.
-
-    A commit that comes while the copy is made waits, as the next step does; later ones touch only the live tensors.
-    The background thread talks over a group of the balancer's own, so that it cannot meet training's collectives.
-
-    Returns:
-        A future that is done when the checkpoint is whole on disk; its ``result()`` raises what went wrong.
-    """
-    view = LogicalView(model, optimizer)
-    state = LogicalState(model, optimizer).state_dict()
+def async_save(folder: str | Path, view: LogicalView, storage_writer: dcp.StorageWriter | None) -> Future[Any]:
+    """`saving.async_save` by DCP."""
+    state = LogicalState(view.model, view.optimizer).state_dict()
     with _without_advice():
         if view.balancer is None:
             return dcp.async_save(  # type: ignore[return-value]
@@ -159,32 +139,15 @@ def async_save(
 @torch.no_grad()
 def load(
     folder: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    view: LogicalView,
     *,
-    key: str = "",
-    warm_start: bool = True,
-    storage_reader: dcp.StorageReader | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    key: str,
+    warm_start: bool,
+    storage_reader: dcp.StorageReader | None,
+    process_group: dist.ProcessGroup | None,
 ) -> None:
-    """Read a checkpoint, whatever placement, EP size or balancer it was saved with. Collective, between steps.
-
-    Each rank reads its own experts, straight into the live tensors. Optimizer state is made where there is none yet,
-    with the saved dtype. A load that fails half-way leaves a mixture.
-
-    Args:
-        folder: what ``save``, ``async_save`` or plain DCP wrote.
-        model: attached or not.
-        optimizer: None: its entries are not read.
-        key: under which the state was saved, when it was one of several (``{"app": LogicalState(...)}``).
-        warm_start: migrate to the saved placement when EP size and slots are the same, else say so in the log.
-        storage_reader: for storage other than a file system.
-        process_group: for DCP's plan; None: the default group.
-
-    Raises:
-        CheckpointError: entries are missing, have no place in the model, or have other shapes; nothing is changed then.
-    """
-    view = LogicalView(model, optimizer)
+    """`saving.load` by DCP. Names and shapes are checked before anything is written; there are no checksums."""
+    optimizer = view.optimizer
     reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(str(folder))
     metadata = _metadata(reader, folder)
     saved = metadata.state_dict_metadata
@@ -218,11 +181,11 @@ def load(
             groups.setdefault(int(path[1]), {})[path[2]] = small[fqn]
         elif fqn in small:
             states[path[1]][path[2]] = small[fqn]
-    options = _options(view, groups)
+    options = options_of(view, groups)
     _check_sizes(view, metadata, prefix, folder)
 
     # The placement next: nothing moves cheaper than an optimizer without state.
-    _restore_placement(view, header, warm_start)
+    restore_placement(view, header.get("balancer"), warm_start)
     large: dict[str, Any] = {}
     for entry in view.entries("model", "extra"):
         large[f"{prefix}{entry.key}"] = _as_saved(view, entry.tensor, entry.layer)
@@ -237,7 +200,7 @@ def load(
     if optimizer is not None:
         for name, values in states.items():
             set_optimizer_state(view, name, values)
-        _set_options(view, options)
+        set_options(view, options)
     view.weights_changed()
 
 
@@ -296,39 +259,6 @@ def _optimizer_paths(view: LogicalView, metadata: Metadata, key: str, folder: st
     return paths
 
 
-def _options(view: LogicalView, saved: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than when
-    they were saved, so long as a group has one set of options."""
-    if view.optimizer is None:
-        return []
-    group_of = {name: number for number, group in saved.items() for name in group["params"]}
-    found = []
-    for live in view.optimizer.param_groups:
-        numbers = sorted({group_of[name] for name in view.names_of(live) if name in group_of})
-        options = [{k: v for k, v in saved[number].items() if k != "params"} for number in numbers]
-        if any(not _equal(other, options[0]) for other in options[1:]):
-            raise CheckpointError(
-                f"the param group of {view.names_of(live)[0]} was several with different options when saved: build the "
-                "optimizer with the same groups"
-            )
-        found.append(options[0] if options else {})
-    return found
-
-
-def _set_options(view: LogicalView, options: list[dict[str, Any]]) -> None:
-    groups = view.optimizer.param_groups if view.optimizer is not None else []
-    for live, new in zip(groups, options, strict=True):
-        for option, value in new.items():
-            if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
-                live[option].copy_(value)
-            else:
-                live[option] = value
-
-
-def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
-
-
 def _read_header(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
@@ -336,18 +266,6 @@ def _read_header(text: str | None) -> dict[str, Any]:
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise CheckpointError(f"not a checkpoint of this version: its header is {text[:80]!r}")
     return header
-
-
-def _restore_placement(view: LogicalView, header: Mapping[str, Any], warm_start: bool) -> None:
-    saved = header.get("balancer")
-    if view.balancer is None or saved is None or not warm_start:
-        return
-    try:
-        view.balancer.load_state_dict(saved)
-    except PlacementError as error:
-        logger.info("the saved placement is not used: %s", error)
-    except RuntimeError as error:
-        logger.warning("%s; training starts from the placement that stands", error)
 
 
 class _without_advice(warnings.catch_warnings):

@@ -228,7 +228,7 @@ def load_logical_state_dict(
     for key in sorted(unused):
         if key.startswith("optimizer."):
             unused.discard(key)
-            name, state_key = _split(view, key.removeprefix("optimizer."))
+            name, state_key = split_key(view, key.removeprefix("optimizer."))
             states[name][state_key] = state[key]
     if unused:
         raise CheckpointError(f"{min(unused)} has no place in this model")
@@ -255,7 +255,7 @@ def part_here(whole: Tensor, live: Tensor) -> Tensor:
     return local(distribute_tensor(whole.to(live.device), live.device_mesh, live.placements, src_data_rank=None))
 
 
-def _split(view: LogicalView, key: str) -> tuple[str, str]:
+def split_key(view: LogicalView, key: str) -> tuple[str, str]:
     """``<parameter>.<state>`` in two; state keys may have dots, so the longest parameter name counts."""
     names = [name for name in view.parameters if key.startswith(name + ".")]
     if not names:
@@ -280,14 +280,22 @@ def is_expert_state(view: LogicalView, name: str, size: torch.Size) -> bool:
     return spread and len(size) == view.parameters[name].ndim and size[0] == view.num_experts
 
 
-def new_state_tensor(view: LogicalView, name: str, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An empty tensor for an optimizer entry whose whole size is ``size``: local rows of experts, on its device."""
+def new_state_tensor(
+    view: LogicalView, name: str, key: str, size: torch.Size, dtype: torch.dtype, reuse: bool = False
+) -> Tensor:
+    """An empty tensor for an optimizer entry whose whole size is ``size``: local rows of experts, on its device.
+
+    Args:
+        reuse: give the live one if it is like that.
+    """
     parameter = view.parameters[name]
     if is_expert_state(view, name, size):
         size = torch.Size([parameter.shape[0], *size[1:]])
+    old = view.optimizer_state(name).get(key)
+    if reuse and isinstance(old, Tensor) and (old.shape, old.dtype) == (size, dtype):
+        return old
     if isinstance(parameter, DTensor) and size == parameter.shape:
         return torch.empty_like(parameter.detach(), dtype=dtype)
-    old = view.optimizer_state(name).get(key)
     device = old.device if isinstance(old, Tensor) else _device_of_state(view, parameter, key)
     return torch.empty(size, dtype=dtype, device=device)
 
@@ -315,7 +323,7 @@ def set_optimizer_state(view: LogicalView, name: str, values: Mapping[str, Any])
     new: dict[str, Any] = {}
     for key, value in values.items():
         before = old.get(key)
-        if isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
+        if before is not value and isinstance(before, Tensor) and isinstance(value, Tensor) and _alike(before, value):
             value = before.copy_(value)
         new[key] = value
     view.optimizer.state[parameter] = new

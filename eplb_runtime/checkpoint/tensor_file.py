@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
-from ..checksum import as_bytes
+from ..checksum import CHECKSUM_BYTES, as_bytes, checksum
+from ..files import replacing
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -36,6 +38,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,26 @@ class TensorFile:
         path: what it will be called.
         tensors: everything that will be in it, in the order in which it stands there (wider dtypes first).
         metadata: of the header.
+        checksums: whether the header gets a checksum of each tensor; they must be written whole then.
 
     Raises:
         ValueError: the format has no name for a dtype.
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str], *, checksums: bool = False
+    ) -> None:
         self._path = path
-        self._partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         self._specs = dict(tensors)
+        self._metadata = dict(metadata)
+        # The header is written again when they are known; until then, what is as long.
+        self._checksums = dict.fromkeys(tensors, "0" * 2 * CHECKSUM_BYTES) if checksums else {}
         self._missing = sum(spec.nbytes for spec in tensors.values())
-        header, self._offsets = _header(tensors, metadata)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-        self._file = os.fdopen(os.open(self._partial, flags, 0o666), "wb", buffering=0)
+        header, self._offsets = self._header()
+        self._making = replacing(path)
+        self._file = self._making.__enter__()
+        self._open = True
         self._write_at(0, memoryview(header))
 
     def write(self, name: str, value: Tensor, row: int | None = None) -> None:
@@ -87,51 +96,67 @@ class TensorFile:
         offset = self._offsets[name]
         if row is not None:
             offset += row * torch.Size(spec.shape[1:]).numel() * spec.dtype.itemsize
-        self._write_at(offset, as_bytes(value.detach().contiguous()).cpu().numpy().data)
+        data = as_bytes(value.detach().contiguous()).cpu()
+        if self._checksums:
+            self._checksums[name] = checksum([data]).hex()
+        self._write_at(offset, data.numpy().data)
         self._missing -= value.numel() * spec.dtype.itemsize
 
-    def finish(self) -> None:
+    def finish(self) -> bytes:
         """Bring everything to the disk.
+
+        Returns:
+            The checksum of the header, which has those of the tensors if it was asked to.
 
         Raises:
             ValueError: something was never written.
         """
         if self._missing:
             raise ValueError(f"{self._path.name}: {self._missing} bytes were not written")
+        header, _ = self._header()
+        self._write_at(0, memoryview(header))
+        self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        return header_checksum(header)
 
     def publish(self) -> None:
         """Give the finished file its name, in one step, in the place of what was there."""
-        os.replace(self._partial, self._path)
+        self._open = False
+        self._making.__exit__(None, None, None)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        """Leave nothing behind of a file that was not published."""
+        if self._open:
+            self._open = False
+            self._making.__exit__(CancelledError, CancelledError(), None)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         self._file.seek(offset)
-        while data.nbytes:
-            data = data[self._file.write(data) :]
+        self._file.write(data)
+
+    def _header(self) -> tuple[bytes, dict[str, int]]:
+        """The header's bytes, and where each tensor begins in the file."""
+        metadata = dict(self._metadata)
+        if self._checksums:
+            metadata["checksums"] = json.dumps(self._checksums, separators=(",", ":"))
+        described: dict[str, object] = {"__metadata__": metadata}
+        # Wide dtypes first: every tensor begins at a multiple of its element size, so readers can map it.
+        ordered = sorted(self._specs.items(), key=lambda item: -item[1].dtype.itemsize)
+        begins, end = {}, 0
+        for name, spec in ordered:
+            if spec.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{name}: safetensors has no {spec.dtype}")
+            begins[name], end = end, end + spec.nbytes
+            described[name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [begins[name], end],
+            }
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
-def _header(tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header's bytes, and where each tensor begins in the file."""
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
-    # Wide dtypes first: every tensor begins at a multiple of its element size, so readers can map it.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    begins, end = {}, 0
-    for name, spec in ordered:
-        if spec.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name}: safetensors has no {spec.dtype}")
-        begins[name], end = end, end + spec.nbytes
-        described[name] = {
-            "dtype": _DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begins[name], end],
-        }
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + begin for name, begin in begins.items()}
+def header_checksum(header: bytes) -> bytes:
+    return xxhash.xxh3_128(header).digest()

@@ -92,7 +92,9 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
     if job.ep_size is not None:
         sets = [list(range(first, first + job.ep_size)) for first in range(0, dist.get_world_size(), job.ep_size)]
         group = [dist.new_group(ranks) for ranks in sets][dist.get_rank() // job.ep_size]
-    return model, optimizer, eplb.attach(model, optimizer, config=config, ep_group=group)
+    balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
+    balancer._plan_with(plan_shuffle)  # every decision moves something
+    return model, optimizer, balancer
 
 
 def train(
@@ -122,6 +124,8 @@ def save_and_go_on(rank: int, job: Job, folder: str, how: str = "save") -> dict[
     state = eplb.logical_state_dict(model, optimizer)
     if how == "save":
         eplb.checkpoint.save(folder, model, optimizer)
+    elif how == "dcp":
+        eplb.checkpoint.save(folder, model, optimizer, format="dcp")
     elif how == "plain":
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -165,13 +169,20 @@ def mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "job",
-    [Job(), Job("gpt_oss", "SGD"), Job("deepseek_v3", dtype=torch.bfloat16), Job("olmoe", "Adagrad", replica_slots=1)],
-    ids=["AdamW", "SGD, biases", "bfloat16, buffers", "Adagrad, replicas"],
+    ("job", "how"),
+    [
+        (Job(), "save"),
+        (Job("gpt_oss", "SGD"), "dcp"),
+        (Job("deepseek_v3", dtype=torch.bfloat16), "save"),
+        (Job("olmoe", "Adagrad", replica_slots=1), "save"),
+    ],
+    ids=["AdamW", "SGD, biases, DCP", "bfloat16, buffers", "Adagrad, replicas"],
 )
-def test_saved_at_ep_4_it_loads_bit_equal_at_ep_4_2_1_and_without_a_balancer(job: Job, tmp_path: Path) -> None:
+def test_saved_at_ep_4_it_loads_bit_equal_at_ep_4_2_1_and_without_a_balancer(
+    job: Job, how: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, job, folder)
+    saved = run_ranks(4, save_and_go_on, job, folder, how)
     for name, world_size, there in [
         ("EP 4", 4, job),
         ("EP 2", 2, replace(job, replica_slots=0)),
@@ -209,7 +220,7 @@ def test_and_back_from_ep_2_and_from_plain_dcp_without_a_balancer_to_ep_4(tmp_pa
 
 def test_two_ep_groups_write_each_expert_once(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, Job(ep_size=2), folder)
+    saved = run_ranks(4, save_and_go_on, Job(ep_size=2), folder, "dcp")
     loaded = run_ranks(2, load_and_go_on, Job(), folder)
     assert different(saved[0]["state"], loaded[0]["state"]) == []
     stored = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
@@ -229,14 +240,14 @@ def plain_load(rank: int, folder: str) -> State:
 
 def test_plain_dcp_reads_it_as_whole_tensors(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, Job(), folder)
+    saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
     (loaded,) = run_ranks(1, plain_load, folder)
     assert different(saved[0]["state"], loaded) == []
 
 
 def test_each_rank_writes_its_own_experts_only(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    saved = run_ranks(4, save_and_go_on, Job(), str(folder))
+    saved = run_ranks(4, save_and_go_on, Job(), str(folder), "dcp")
     placement = saved[0]["placement"]
     storage = dcp.FileSystemReader(str(folder)).read_metadata().storage_data
     seen = set()
@@ -441,6 +452,7 @@ def refused(rank: int, folder: str) -> dict[str, str]:
     before = eplb.logical_state_dict(model, optimizer)
     trying("nothing there", lambda: eplb.checkpoint.load(folder + "-none", model, optimizer))
     trying("another key", lambda: eplb.checkpoint.load(folder, model, optimizer, key="app"))
+    trying("another DCP key", lambda: eplb.checkpoint.load(folder + "-app", model, optimizer, key="other"))
     fresh, fresh_optimizer, _ = build(Job())
     state = LogicalState(fresh, fresh_optimizer)
     trying("fresh optimizer", lambda: dcp.load({"app": state}, checkpoint_id=folder + "-app"))
@@ -470,7 +482,8 @@ def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_p
     run_ranks(2, save_twice, folder)
     expected = {
         "nothing there": "cannot be read as a checkpoint",
-        "another key": "has no app.model.",
+        "another key": "has no keys, as DCP's checkpoints may have",
+        "another DCP key": "has no other.model.",
         "fresh optimizer": "load it with eplb_runtime.checkpoint.load",
         "more layers": "has no model.model.layers.2.",
         "fewer layers": "has no place in the model",

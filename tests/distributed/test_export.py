@@ -325,11 +325,11 @@ def test_loading_takes_two_experts_and_the_largest_dense_tensor(tmp_path: Path) 
 
 
 def test_a_checkpoint_is_written_and_read_expert_by_expert(tmp_path: Path) -> None:
-    """DCP itself makes one more copy of what it writes."""
+    """Two rows: one is read while the one before it is still held."""
     job = Job("gpt_oss", width=WIDTH)
     for case in ("save", "load"):
         for figures in run_ranks(4, measured, job, str(tmp_path / "checkpoint"), case):
-            assert figures["peak"] <= 3 * figures["expert"] + figures["dense"], (case, figures)
+            assert figures["peak"] <= 2 * figures["row"] + figures["dense"], (case, figures)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

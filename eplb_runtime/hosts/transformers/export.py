@@ -8,7 +8,7 @@ its model, and one dense tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...checkpoint.meeting import Meeting
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...experts.gathering import rows_at_once
+from ...files import write_file
 from ...ranks import Job
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
@@ -79,20 +81,24 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     entries = saved_entries(view)
     convert = converter(view.model) if options.pop("save_original_format", True) else lambda state: state  # type: ignore[arg-type]
     plan = _plan(view, entries, pieces_of(view, entries, convert), shard_size, f".{variant}" if variant else "")
-    files = _OwnFiles(view)
-    files.trying(lambda: files.open(plan, folder))
-    for step in plan.steps:
-        _write(view, entries, convert, step, files)
-    files.trying(files.finish)
-    files.agree("written")
-    # The files have their names only when all of them are whole; in between there is no index, so nothing loads.
-    first = _job(view).ranks[0]
-    files.trying(lambda: _renew_folder(view, folder, variant, options), rank=first)
-    files.agree("made")
-    files.trying(files.publish)
-    files.agree("published")
-    files.trying(lambda: _write_index(view, plan, folder, variant), rank=first)
-    files.agree("indexed")
+    files = _OwnFiles(plan, folder)
+    meeting = Meeting.of(view)
+    failed = f"{folder} was not exported"
+    try:
+        meeting.trying(files.open)
+        for step in plan.steps:
+            _write(view, entries, convert, step, files, meeting)
+        meeting.trying(files.finish)
+        meeting.agree(failed)
+        # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
+        meeting.trying(lambda: _renew_folder(view, folder, variant, options), first_only=True)
+        meeting.agree(failed)
+        meeting.trying(files.publish)
+        meeting.agree(failed)
+        meeting.trying(lambda: _write_index(view, plan, folder, variant), first_only=True)
+        meeting.agree(failed)
+    finally:
+        files.discard()
 
 
 def _refuse(view: LogicalView) -> None:
@@ -187,20 +193,19 @@ def _shards(tensors: Mapping[str, TensorSpec], shard_size: int | str) -> list[di
 
 
 class _OwnFiles:
-    """The files of this rank. Whoever fails goes on taking part, so that nobody waits, and says so at the end."""
+    """The files of this rank."""
 
-    def __init__(self, view: LogicalView) -> None:
-        assert view.balancer is not None
-        self._balancer = view.balancer
+    def __init__(self, plan: _Plan, folder: Path) -> None:
+        self._plan = plan
+        self._folder = folder
         self._files: list[TensorFile] = []
         self._file_of: dict[str, TensorFile] = {}
-        self._problem: Exception | None = None
 
-    def open(self, plan: _Plan, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, (rank, tensors) in plan.files.items():
+    def open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, (rank, tensors) in self._plan.files.items():
             if rank == dist.get_rank():
-                self._files.append(TensorFile(folder / name, tensors, {"format": "pt"}))
+                self._files.append(TensorFile(self._folder / name, tensors, {"format": "pt"}))
                 self._file_of.update(dict.fromkeys(tensors, self._files[-1]))
 
     def write_whole(self, piece: Piece, values: State, convert: Convert) -> None:
@@ -225,44 +230,34 @@ class _OwnFiles:
         for file in self._files:
             file.publish()
 
-    def trying(self, action: Callable[[], object], rank: int | None = None) -> None:
-        """Do it on this rank (or on one only), unless something has failed here before."""
-        if self._problem is None and rank in (None, dist.get_rank()):
-            try:
-                action()
-            except Exception as error:
-                self._problem = error
-
-    def agree(self, done: str) -> None:
-        """Until all ranks are here; if one of them has failed, all raise and leave nothing half-made behind."""
-        failed = torch.full((1,), -1 if self._problem is None else dist.get_rank(), device=self._balancer.device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._balancer.gradient_group)
-        if failed.item() < 0:
-            return
+    def discard(self) -> None:
         for file in self._files:
             file.discard()
-        if self._problem is not None:
-            raise self._problem
-        raise CheckpointError(f"the folder was not {done}: rank {failed.item()} failed")
 
 
 def _write(
-    view: LogicalView, entries: Mapping[str, Entry], convert: Convert, step: _Rows | _Whole, files: _OwnFiles
+    view: LogicalView,
+    entries: Mapping[str, Entry],
+    convert: Convert,
+    step: _Rows | _Whole,
+    files: _OwnFiles,
+    meeting: Meeting,
 ) -> None:
     """One step of the plan; collective where experts or slices travel."""
     assert view.balancer is not None
     piece = step.piece
     if isinstance(step, _Whole):
-        values = {name: _whole(view, entries[name], step.destination) for name in piece.names}
-        files.trying(lambda: files.write_whole(piece, values, convert), rank=step.destination)
+        values = {name: _whole(view, entries[name]) for name in piece.names}
+        if dist.get_rank() == step.destination:
+            meeting.trying(lambda: files.write_whole(piece, values, convert))
         return
     (name,) = piece.names
     rows = view.balancer._bring_rows(entries[name].tensor, step.first, step.last, step.source, step.destination)
     if rows is not None:
-        files.trying(lambda: files.write_experts(piece, rows, _experts(view, entries, step), convert))
+        meeting.trying(lambda: files.write_experts(piece, rows, _experts(view, entries, step), convert))
 
 
-def _whole(view: LogicalView, entry: Entry, destination: int) -> Tensor:
+def _whole(view: LogicalView, entry: Entry) -> Tensor:
     tensor = entry.tensor.detach()
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, tensor)
@@ -276,7 +271,7 @@ def _renew_folder(view: LogicalView, folder: Path, variant: str | None, options:
     """Configuration and the like by the library, which also clears old shards away; an old index goes first."""
     for name in (_index_name(variant), f"model.{variant}.safetensors" if variant else "model.safetensors"):
         (folder / name).unlink(missing_ok=True)
-    view.model.save_pretrained(str(folder), state_dict={}, variant=variant, **options)  # type: ignore[operator]
+    type(view.model).save_pretrained(view.model, str(folder), state_dict={}, variant=variant, **options)  # type: ignore[attr-defined]
 
 
 def _write_index(view: LogicalView, plan: _Plan, folder: Path, variant: str | None) -> None:
@@ -295,10 +290,7 @@ def _write_index(view: LogicalView, plan: _Plan, folder: Path, variant: str | No
         },
         "weight_map": {key: name for name, (_, tensors) in plan.files.items() for key in tensors},
     }
-    path = folder / _index_name(variant)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    write_file(folder / _index_name(variant), json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _index_name(variant: str | None) -> str:

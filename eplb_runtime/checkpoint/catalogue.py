@@ -1,0 +1,242 @@
+"""What a folder of ours holds: the index, the headers of its files, and the bytes of each part of each tensor.
+
+The index says which files belong together and what their headers' checksums are; a header has a checksum for every part
+of a tensor. So a bit that changed anywhere is noticed, and nothing is believed before it is checked. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..files import FileError, require_readable
+from .boxes import Box
+from .state import CheckpointError
+from .tensor_file import DTYPES, header_checksum
+
+INDEX = "checkpoint.json"
+FORMAT = "eplb-runtime-checkpoint"
+VERSION = 2
+MOST_HEADER_BYTES = 100 << 20
+"""safetensors' own limit, for the index too."""
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a saved tensor: where it lies within the tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    begin: int
+    nbytes: int
+    checksum: str
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + length for offset, length in zip(self.offsets, self.shape, strict=True))
+
+    def read_rows(self, first: int, last: int) -> Tensor:
+        """Rows ``first:last`` of dimension 0, counted within the part; a part without dimensions whole."""
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        values = torch.empty(shape, dtype=self.dtype)
+        raw = values.reshape(-1).view(torch.uint8)
+        row_bytes = self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
+        self._read_into(raw, self.begin + first * row_bytes)
+        return values
+
+    def is_whole(self) -> bool:
+        """Whether its bytes are those that were written."""
+        hasher = xxhash.xxh3_128()
+        block = torch.empty(min(_BLOCK_BYTES, max(1, self.nbytes)), dtype=torch.uint8)
+        for at in range(0, self.nbytes, _BLOCK_BYTES):
+            piece = block[: min(_BLOCK_BYTES, self.nbytes - at)]
+            self._read_into(piece, self.begin + at)
+            hasher.update(piece.numpy().data)
+        return hasher.hexdigest() == self.checksum
+
+    def _read_into(self, raw: Tensor, begin: int) -> None:
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(begin)
+            target = raw.numpy().data
+            while target.nbytes:
+                count = file.readinto(target)
+                if not count:
+                    raise CheckpointError(f"{self.file} ends before its last tensor")
+                target = target[count:]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor of a checkpoint."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """A folder's index and headers, checked against each other.
+
+    Args:
+        index: what `checkpoint.json` says.
+        tensors: by the keys of `logical_state_dict`.
+        optimizers: what the files say of param groups and of optimizer state that is no tensor.
+    """
+
+    folder: Path
+    index: Mapping[str, Any]
+    tensors: Mapping[str, Saved]
+    optimizers: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Catalogue:
+        """Read what describes a checkpoint; no tensor yet.
+
+        Raises:
+            CheckpointError: it is damaged, or of another version.
+        """
+        return cls.of(folder, read_index(folder / INDEX))
+
+    @classmethod
+    def of(cls, folder: Path, index: Mapping[str, Any]) -> Catalogue:
+        """As ``read``, of an index that is not in the folder yet."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        parts: dict[str, dict[tuple[int, ...], Part]] = {}
+        optimizers: dict[str, Mapping[str, Any]] = {}
+        for file in index["files"]:
+            header, begin = _read_header(folder / file["name"], file["bytes"], file["checksum"])
+            metadata = header.pop("__metadata__")
+            if metadata.get("optimizer", "null") != "null":
+                optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"])
+            for key, size in json.loads(metadata["sizes"]).items():
+                if sizes.setdefault(key, tuple(size)) != tuple(size):
+                    raise CheckpointError(_two_tensors(folder, key))
+            checksums = json.loads(metadata["checksums"])
+            for name, entry in header.items():
+                key, _, offsets = name.rpartition("@")
+                first, last = entry["data_offsets"]
+                part = Part(
+                    tuple(int(offset) for offset in offsets.split(",")) if offsets else (),
+                    tuple(entry["shape"]),
+                    DTYPES[entry["dtype"]],
+                    folder / file["name"],
+                    begin + first,
+                    last - first,
+                    checksums[name],
+                )
+                same = parts.setdefault(key, {}).setdefault(part.offsets, part)
+                if (same.shape, same.dtype, same.checksum) != (part.shape, part.dtype, part.checksum):
+                    raise CheckpointError(_two_tensors(folder, key))
+        tensors = {}
+        for key, found in parts.items():
+            values = tuple(found.values())
+            if sum(math.prod(part.shape) for part in values) != math.prod(sizes[key]):
+                raise CheckpointError(f"{folder}: parts of {key} are missing, or overlap")
+            tensors[key] = Saved(sizes[key], values[0].dtype, values)
+        return cls(folder, index, tensors, tuple(optimizers.values()))
+
+    def verify(self, number: int, of: int) -> None:
+        """Read this rank's share of all bytes and compare their checksums.
+
+        Args:
+            number, of: this rank among those that verify together.
+
+        Raises:
+            CheckpointError: the first part that is damaged.
+        """
+        shares = [0] * of
+        for key, saved in self.tensors.items():
+            for part in saved.parts:
+                mine = shares.index(min(shares))
+                shares[mine] += part.nbytes
+                if mine == number and not part.is_whole():
+                    raise CheckpointError(
+                        f"{part.file} is damaged: {key} at {part.offsets} has another checksum than when it was saved"
+                    )
+
+    def fill(self, box: Box) -> None:
+        """Read a box, out of whatever parts it was saved in, into its tensor; cast to its dtype."""
+        saved = self.tensors[box.key]
+        shape = tuple(box.tensor.shape)
+        for part in saved.parts:
+            cut = _overlap(part, box.offsets, shape)
+            if cut is None:
+                continue
+            inside, outside = cut
+            rows = inside[0] if inside else slice(0, 0)
+            values = part.read_rows(rows.start, rows.stop)
+            box.tensor[outside].copy_(values[(slice(None), *inside[1:])] if inside else values)
+
+
+def _overlap(
+    part: Part, offsets: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What a part and a box have in common, as slices of each; None: nothing."""
+    inside, outside = [], []
+    for first, last, offset, length in zip(part.offsets, part.ends, offsets, shape, strict=True):
+        low, high = max(first, offset), min(last, offset + length)
+        if low >= high:
+            return None
+        inside.append(slice(low - first, high - first))
+        outside.append(slice(low - offset, high - offset))
+    return tuple(inside), tuple(outside)
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """An index whose own checksum fits.
+
+    Raises:
+        CheckpointError: it is damaged, or not one of this version.
+    """
+    try:
+        require_readable(path, MOST_HEADER_BYTES)
+        index = json.loads(path.read_text())
+        own = index.pop("checksum")
+        known = (index["format"], index["version"])
+    except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
+    if known != (FORMAT, VERSION):
+        raise CheckpointError(f"{path} is a {known[0]} of version {known[1]}; this reads {FORMAT} of version {VERSION}")
+    if own != index_checksum(index):
+        raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
+    return dict(index)
+
+
+def index_checksum(index: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _read_header(path: Path, nbytes: int, expected: str) -> tuple[dict[str, Any], int]:
+    """A file's header, and where its tensors begin."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = file.read(8)
+            count = int.from_bytes(length, "little")
+            text = file.read(count) if count <= MOST_HEADER_BYTES else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if size != nbytes or header_checksum(length + text).hex() != expected:
+        raise CheckpointError(f"{path} is damaged: its size or its header is not what was saved")
+    return json.loads(text), 8 + count
+
+
+def names_of(tensors: Mapping[str, Saved], part: str) -> Iterator[str]:
+    """Keys of one part of the state: ``"model"``, ``"optimizer"`` or ``"extra"``."""
+    return (key for key in tensors if key.startswith(f"{part}."))
+
+
+def _two_tensors(folder: Path, key: str) -> str:
+    return f"{folder}: ranks have different tensors under the name {key}: pipeline stages need names of their own"

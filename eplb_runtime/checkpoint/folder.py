@@ -1,0 +1,292 @@
+"""Our own checkpoint folder: a safetensors file from each rank, and an index that is written last.
+
+A save writes files with names of their own beside what is there, and then puts its index in the place of the old one,
+in one step: whoever dies on the way leaves the old checkpoint whole. A load checks everything, names, shapes and every
+byte, before it writes to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..files import PARTIALS, write_file
+from .boxes import Box, boxes_here, boxes_to_write
+from .catalogue import FORMAT, INDEX, VERSION, Catalogue, index_checksum, names_of
+from .meeting import Meeting
+from .restoring import options_of, restore_placement, set_options
+from .state import (
+    CheckpointError,
+    Entry,
+    LogicalView,
+    new_state_tensor,
+    set_optimizer_state,
+    split_key,
+)
+from .tensor_file import DTYPE_NAMES, DTYPES, TensorFile, TensorSpec
+
+_OURS = re.compile(r"tensors-\d{5}-of-\d{5}-([0-9a-f]{16})\.safetensors")
+_TOKEN_BYTES = 8
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> None:
+    """`saving.save` in our own format."""
+    meeting = Meeting.of(view, process_group)
+    _write(folder, meeting, _boxes(view, meeting), _described(view))
+
+
+def async_save(folder: Path, view: LogicalView) -> Future[None]:
+    """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
+    meeting = Meeting.of(view)
+    boxes = [replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in _boxes(view, meeting)]
+    described = _described(view)
+    if view.balancer is not None:
+        meeting = Meeting(view.balancer._background_group(), torch.device("cpu"))
+    before: Future[None] | None = view.model.__dict__.get("_eplb_runtime_saving")
+
+    def write() -> None:
+        if before is not None:
+            with suppress(Exception):  # its own caller hears of it
+                before.result()
+        _write(folder, meeting, boxes, described)
+
+    worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
+    saving = worker.submit(write)
+    worker.shutdown(wait=False)
+    object.__setattr__(view.model, "_eplb_runtime_saving", saving)
+    return saving
+
+
+def _boxes(view: LogicalView, meeting: Meeting) -> list[Box]:
+    ranks = view.balancer._job.data_ranks if view.balancer is not None else meeting.ranks
+    return boxes_to_write(view, list(view.entries()), ranks)
+
+
+def _described(view: LogicalView) -> tuple[str, dict[str, Any] | None]:
+    """What is no tensor: the optimizer's part, as JSON, and the balancer's."""
+    return json.dumps(_optimizer_of(view)), view.balancer.state_dict() if view.balancer is not None else None
+
+
+@torch.no_grad()
+def _write(folder: Path, meeting: Meeting, boxes: Sequence[Box], described: tuple[str, dict[str, Any] | None]) -> None:
+    optimizer, balancer = described
+    token = bytes(meeting.gather(_bytes(secrets.token_bytes(_TOKEN_BYTES)))[0].tolist()).hex()
+    names = [f"tensors-{i:05d}-of-{meeting.size:05d}-{token}.safetensors" for i in range(meeting.size)]
+    sizes = {box.key: box.size for box in boxes}
+    metadata = {"format": FORMAT, "sizes": json.dumps(sizes), "optimizer": optimizer}
+    specs = {box.name: TensorSpec(tuple(box.tensor.shape), box.tensor.dtype) for box in boxes}
+    path = folder / names[meeting.number]
+    files: list[TensorFile] = []
+    sums = bytes(16)
+
+    def write() -> None:
+        nonlocal sums
+        folder.mkdir(parents=True, exist_ok=True)
+        files.append(TensorFile(path, specs, metadata, checksums=True))
+        for box in boxes:
+            files[0].write(box.name, box.tensor)
+        sums = files[0].finish()
+
+    try:
+        meeting.trying(write)
+        meeting.agree(f"{folder} was not saved")
+        meeting.trying(lambda: files[0].publish())
+        size = path.stat().st_size if path.exists() else 0
+        headers = meeting.gather(_bytes(sums + size.to_bytes(8, "little")))
+        meeting.agree(f"{folder} was not saved")
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "save": token,
+            "balancer": balancer,
+            "files": [
+                {
+                    "name": name,
+                    "bytes": int.from_bytes(bytes(row[16:].tolist()), "little"),
+                    "checksum": bytes(row[:16].tolist()).hex(),
+                }
+                for name, row in zip(names, headers, strict=True)
+            ],
+        }
+        meeting.trying(lambda: _switch(folder, index), first_only=True)
+        meeting.agree(f"{folder} was not saved")
+    finally:
+        # What has its name stays: the index may stand for it already, though a rank did not live to say so.
+        for file in files:
+            file.discard()
+
+
+def _switch(folder: Path, index: Mapping[str, Any]) -> None:
+    """See that it is whole, then let the index stand for the folder, then clear away what was there."""
+    try:
+        Catalogue.of(folder, index)
+        write_file(folder / INDEX, json.dumps({**index, "checksum": index_checksum(index)}))
+    except Exception:
+        _clear(folder, lambda token: token == index["save"])
+        raise
+    _clear(folder, lambda token: token != index["save"])
+    for left_by_a_crash in folder.glob(PARTIALS):
+        with suppress(OSError):
+            left_by_a_crash.unlink()
+
+
+def _clear(folder: Path, unwanted: Callable[[str], bool]) -> None:
+    """Remove files of other saves; what cannot be removed is in nobody's way."""
+    for file in folder.iterdir():
+        match = _OURS.fullmatch(file.name)
+        if match is not None and unwanted(match[1]):
+            with suppress(OSError):
+                file.unlink()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load(folder: Path, view: LogicalView, *, warm_start: bool, process_group: dist.ProcessGroup | None) -> None:
+    """`saving.load` of our own format."""
+    meeting = Meeting.of(view, process_group)
+    problem = f"{folder} was not loaded, nothing is changed"
+    found: list[Any] = []
+    meeting.trying(lambda: found.extend(_checked(folder, view)))
+    meeting.agree(problem)
+    catalogue, options, numbers = found
+    meeting.trying(lambda: catalogue.verify(meeting.number, meeting.size))
+    meeting.agree(problem)
+    states: dict[str, dict[str, Any]] = {}
+    meeting.trying(lambda: states.update(_new_states(view, catalogue, numbers)))
+    meeting.agree(problem)
+    restore_placement(view, catalogue.index["balancer"], warm_start)
+
+    def fill() -> None:
+        entries = [*view.entries("model", "extra"), *_state_entries(view, states)]
+        for box in (box for entry in entries for box in boxes_here(view, entry)):
+            catalogue.fill(box)
+        for name, values in states.items():
+            set_optimizer_state(view, name, values)
+        set_options(view, options)
+
+    meeting.trying(fill)
+    meeting.agree(f"{folder} was not loaded, the model is a mixture now")
+    view.weights_changed()
+
+
+def _checked(folder: Path, view: LogicalView) -> tuple[Catalogue, list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The catalogue, the options of each live param group, optimizer state that is no tensor; nothing is written."""
+    catalogue = Catalogue.read(folder)
+    saved = catalogue.tensors
+    wanted = {entry.key: entry for entry in view.entries("model", "extra")}
+    for key, entry in wanted.items():
+        if key not in saved:
+            raise CheckpointError(f"{folder} has no {key}: it was saved from another model")
+        size = tuple(view.whole_size(entry))
+        if saved[key].size != size:
+            raise CheckpointError(f"{key} has shape {saved[key].size} in {folder}, {size} in the model")
+    unknown = sorted(set(names_of(saved, "model")) - set(wanted))
+    if unknown and not _in_stages(view):
+        raise CheckpointError(f"{unknown[0]} in {folder} has no place in the model ({len(unknown)} such entries)")
+    if view.optimizer is None:
+        return catalogue, [], {}
+    if not catalogue.optimizers:
+        raise CheckpointError(f"{folder} has no optimizer: load it with optimizer=None")
+    groups = [group for optimizer in catalogue.optimizers for group in optimizer["param_groups"]]
+    decoded = {
+        number: {option: _from_json(value) for option, value in group.items()} for number, group in enumerate(groups)
+    }
+    numbers = {name: values for optimizer in catalogue.optimizers for name, values in optimizer["numbers"].items()}
+    for name in numbers:
+        if name not in view.parameters and not _in_stages(view):
+            raise CheckpointError(f"{folder} has optimizer state of {name}, which is no parameter of the model")
+    return catalogue, options_of(view, decoded), numbers
+
+
+def _in_stages(view: LogicalView) -> bool:
+    """Whether the model here is a stage, and the checkpoint has others."""
+    return view.balancer is not None and len(view.balancer._job.layers_of_stage) > 1
+
+
+def _new_states(
+    view: LogicalView, catalogue: Catalogue, numbers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state to fill: the live tensors where they fit, else new ones."""
+    if view.optimizer is None:
+        return {}
+    states: dict[str, dict[str, Any]] = {name: {} for name in view.parameters}
+    for name, values in numbers.items():
+        if name in states:
+            states[name].update({key: _from_json(value) for key, value in values.items()})
+    for key in names_of(catalogue.tensors, "optimizer"):
+        try:
+            name, state = split_key(view, key.removeprefix("optimizer."))
+        except CheckpointError:
+            if _in_stages(view):
+                continue
+            raise
+        saved = catalogue.tensors[key]
+        states[name][state] = new_state_tensor(view, name, state, torch.Size(saved.size), saved.dtype, reuse=True)
+    return states
+
+
+def _state_entries(view: LogicalView, states: Mapping[str, Mapping[str, Any]]) -> list[Entry]:
+    return [
+        Entry("optimizer", name, key, value, view.layer_of_state(name, key, value))
+        for name, values in states.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+# -- what is no tensor -----------------------------------------------------------------------------------------------
+
+
+def _optimizer_of(view: LogicalView) -> dict[str, Any] | None:
+    if view.optimizer is None:
+        return None
+    numbers = {}
+    for name in view.parameters:
+        found = {str(k): _to_json(v, k) for k, v in view.optimizer_state(name).items() if not isinstance(v, Tensor)}
+        if found:
+            numbers[name] = found
+    groups = [
+        {**{k: _to_json(v, k) for k, v in group.items() if k != "params"}, "params": view.names_of(group)}
+        for group in view.optimizer.param_groups
+    ]
+    return {"param_groups": groups, "numbers": numbers}
+
+
+def _to_json(value: Any, name: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"tensor": value.tolist(), "dtype": DTYPE_NAMES[value.dtype]}
+    plain = list(value) if isinstance(value, tuple) else value
+    try:
+        kept = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
+    except (TypeError, ValueError):
+        kept = False
+    if not kept:
+        kind = type(value).__name__
+        raise CheckpointError(f"the optimizer's {name} is a {kind}, which JSON does not keep: save with format='dcp'")
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
+    return value

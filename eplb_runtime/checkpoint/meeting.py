@@ -1,0 +1,93 @@
+"""Ranks that write or read a folder together: whoever fails goes on taking part, and all hear of it when they meet.
+
+Nobody waits for a rank that gave up, and no rank takes for whole what another could not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ranks import gather_rows
+from .state import CheckpointError, LogicalView
+
+
+class Meeting:
+    """One save or load, on one rank.
+
+    Args:
+        group: of the ranks that take part; None: this process alone.
+        device: what its backend can carry.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._problem: Exception | None = None
+        self.size = 1 if group is None else group.size()
+        self.number = 0 if group is None else group.rank()
+        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+
+    @classmethod
+    def of(cls, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> Meeting:
+        """All ranks of the model's job; of one that is not attached: the group given, or the world."""
+        if process_group is None and view.balancer is not None:
+            return cls(view.balancer.gradient_group, view.balancer.device)
+        if not dist.is_initialized():
+            return cls(None, torch.device("cpu"))
+        group = process_group if process_group is not None else dist.group.WORLD
+        on_cpu = any(part in dist.get_backend_config(group) for part in ("gloo", "cpu:"))
+        return cls(group, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()))
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong on this rank."""
+        return self._problem is not None
+
+    def trying(self, action: Callable[[], object], *, first_only: bool = False) -> None:
+        """Do it on this rank (or on the first one only), unless something has failed here before."""
+        if self._problem is None and (self.is_first or not first_only):
+            try:
+                action()
+            except Exception as error:
+                self._problem = error
+
+    def agree(self, what: str) -> None:
+        """Until all ranks are here.
+
+        Raises:
+            Exception: what failed on this rank.
+            CheckpointError: another rank failed; names it.
+        """
+        failed = self.gather(torch.tensor([self._problem is not None], dtype=torch.uint8)).flatten().tolist()
+        if self._problem is not None:
+            raise self._problem
+        if any(failed):
+            rank = self.ranks[failed.index(1)]
+            raise CheckpointError(f"{what}: rank {rank} failed; its own error says why")
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Every rank's, ``[N, ...]``, on the CPU."""
+        if self._group is None:
+            return mine.unsqueeze(0)
+        return gather_rows(mine.to(self._device), self._group).cpu()
+
+    def folder_has(self, path: Path) -> bool:
+        """Whether a file is there, for all ranks alike.
+
+        Raises:
+            CheckpointError: only some see it.
+        """
+        seen = self.gather(torch.tensor([path.is_file()], dtype=torch.uint8)).flatten().tolist()
+        if len(set(seen)) > 1:
+            rank = self.ranks[seen.index(0)]
+            raise CheckpointError(f"rank {rank} does not see {path}: give a folder that all ranks see")
+        return bool(seen[0])

@@ -1,0 +1,58 @@
+"""What a checkpoint holds beside tensors: options of param groups, and the placement."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..placement import PlacementError
+from .state import CheckpointError, LogicalView
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def options_of(view: LogicalView, saved: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than when
+    they were saved, so long as a group has one set of options."""
+    if view.optimizer is None:
+        return []
+    group_of = {name: number for number, group in saved.items() for name in group["params"]}
+    found = []
+    for live in view.optimizer.param_groups:
+        numbers = sorted({group_of[name] for name in view.names_of(live) if name in group_of})
+        options = [{k: v for k, v in saved[number].items() if k != "params"} for number in numbers]
+        if any(not _equal(other, options[0]) for other in options[1:]):
+            raise CheckpointError(
+                f"the param group of {view.names_of(live)[0]} was several with different options when saved: build the "
+                "optimizer with the same groups"
+            )
+        found.append(options[0] if options else {})
+    return found
+
+
+def set_options(view: LogicalView, options: list[dict[str, Any]]) -> None:
+    groups = view.optimizer.param_groups if view.optimizer is not None else []
+    for live, new in zip(groups, options, strict=True):
+        for option, value in new.items():
+            if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
+                live[option].copy_(value)
+            else:
+                live[option] = tuple(value) if isinstance(live.get(option), tuple) else value
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
+
+
+def restore_placement(view: LogicalView, saved: Mapping[str, Any] | None, warm_start: bool) -> None:
+    if view.balancer is None or saved is None or not warm_start:
+        return
+    try:
+        view.balancer.load_state_dict(saved)
+    except PlacementError as error:
+        logger.info("the saved placement is not used: %s", error)
+    except RuntimeError as error:
+        logger.warning("%s; training starts from the placement that stands", error)

@@ -1,0 +1,364 @@
+"""Our own checkpoint folder: whole or not at all, and no byte of it is believed unchecked.
+
+What plain equality needs is in test_checkpoint.py; here are disks that fail, ranks that die and files that change.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import make_model
+from ranks import run_ranks
+from safetensors import safe_open
+from test_checkpoint import Job, State, build, different, load_and_go_on, train
+from test_pipeline_stages import make_stages
+from torch import nn
+
+import eplb_runtime as eplb
+from eplb_runtime.checkpoint import CheckpointError
+from eplb_runtime.checkpoint import folder as own
+from eplb_runtime.checkpoint.catalogue import Catalogue
+from eplb_runtime.checkpoint.tensor_file import TensorFile
+from eplb_runtime.events import RebalanceCommitted
+from eplb_runtime.ranks import Ranks
+
+
+def saved(rank: int, folder: str, job: Job, steps: int = 3) -> State:
+    model, optimizer, _ = build(job)
+    train(model, optimizer, range(steps), rank, dist.get_world_size())
+    eplb.checkpoint.save(folder, model, optimizer)
+    return eplb.logical_state_dict(model, optimizer)
+
+
+def nbytes(folder: Path) -> int:
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("job", [Job(), Job(ep_size=2)], ids=["one EP group", "two"])
+def test_each_rank_writes_its_share_of_a_state_that_is_written_once(job: Job, tmp_path: Path) -> None:
+    (state, *_) = run_ranks(4, saved, str(tmp_path), job)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files[0] == "checkpoint.json"
+    assert [name.rpartition("-")[0] for name in files[1:]] == [f"tensors-{rank:05d}-of-00004" for rank in range(4)]
+    assert nbytes(tmp_path) == sum(tensor.nbytes for tensor in state.values())
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], believe: bool) -> list[str]:
+    """Flip one bit after the other, and say what a load does about each."""
+    model, optimizer, _ = build(Job(seed=1))
+    train(model, optimizer, range(1), rank, dist.get_world_size())
+    before = eplb.logical_state_dict(model, optimizer)
+    if believe:
+        Catalogue.verify = lambda self, number, of: None
+    said = []
+    for name, at, bit in positions:
+        path = Path(folder) / name
+        if rank == 0:
+            flip(path, at, bit)
+        dist.barrier()
+        try:
+            eplb.checkpoint.load(folder, model, optimizer)
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+            assert believe or different(before, eplb.logical_state_dict(model, optimizer)) == [], "nothing is changed"
+        dist.barrier()
+        if rank == 0:
+            flip(path, at, bit)
+        dist.barrier()
+    eplb.checkpoint.load(folder, model, optimizer)
+    return said
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def places(folder: Path, count: int) -> list[tuple[str, int, int]]:
+    """Bits all over the files, headers and data alike."""
+    choice = random.Random(3)
+    files = sorted(folder.iterdir())
+    found = [
+        (file.name, choice.randrange(file.stat().st_size), choice.randrange(8)) for file in files for _ in range(4)
+    ]
+    while len(found) < count:
+        file = choice.choice(files[1:])
+        found.append((file.name, choice.randrange(file.stat().st_size), choice.randrange(8)))
+    return found
+
+
+def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    run_ranks(2, saved, str(tmp_path), Job())
+    positions = places(tmp_path, 40)
+    for said in run_ranks(2, load_damaged, str(tmp_path), positions, False):
+        assert "loaded" not in said
+        assert all("\n" not in text for text in said)
+    # The control: what the checksums over data are for.
+    data = [place for place in positions if place[0] != "checkpoint.json"]
+    assert "loaded" in run_ranks(2, load_damaged, str(tmp_path), data, True)[0]
+
+
+# -- dying on the way ------------------------------------------------------------------------------------------------
+
+
+def die_while_writing() -> None:
+    write, calls = TensorFile.write, []
+
+    def dying(self: TensorFile, name: str, value: torch.Tensor, row: int | None = None) -> None:
+        calls.append(name)
+        if len(calls) == 20:
+            os._exit(9)
+        write(self, name, value, row)
+
+    TensorFile.write = dying
+
+
+def die_before_the_switch() -> None:
+    own._switch = lambda folder, index: os._exit(9)
+
+
+def die_while_clearing_away() -> None:
+    unlink, calls = Path.unlink, []
+
+    def dying(self: Path, missing_ok: bool = False) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            os._exit(9)
+        unlink(self, missing_ok=missing_ok)
+
+    Path.unlink = dying
+
+
+def save_over(rank: int, folder: str, dies: Callable[[], None], victim: int) -> None:
+    model, optimizer, _ = build(Job())
+    train(model, optimizer, range(6), rank, dist.get_world_size())
+    if rank == victim:
+        dies()
+    try:
+        eplb.checkpoint.save(folder, model, optimizer)
+    finally:
+        os._exit(1)  # without its peer a rank can only end
+
+
+@pytest.mark.parametrize(
+    ("dies", "victim", "stands"),
+    [(die_while_writing, 1, "old"), (die_before_the_switch, 0, "old"), (die_while_clearing_away, 0, "new")],
+)
+def test_a_rank_that_dies_while_saving_over_a_checkpoint_leaves_a_whole_one(
+    dies: Callable[[], None], victim: int, stands: str, tmp_path: Path
+) -> None:
+    states = {
+        "old": run_ranks(2, saved, str(tmp_path), Job(), 3)[0],
+        "new": run_ranks(2, saved, str(tmp_path / "other"), Job(), 6)[0],
+    }
+    run_ranks(2, save_over, str(tmp_path), dies, victim, expect_exit=(0, 1))
+    (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path))
+    assert different(states[stands], loaded["state"]) == []
+    other = "old" if stands == "new" else "new"
+    assert different(states[other], loaded["state"]) != [], "the control"
+    # The next save clears away what the dead one left.
+    run_ranks(2, saved, str(tmp_path), Job(), 6)
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 3
+
+
+def full_disk(rank: int, folder: str) -> str:
+    write = TensorFile.write
+
+    def full(self: TensorFile, name: str, value: torch.Tensor, row: int | None = None) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        write(self, name, value, row)
+
+    model, optimizer, _ = build(Job())
+    eplb.checkpoint.save(folder, model, optimizer)
+    before = sorted(path.name for path in Path(folder).iterdir())
+    dist.barrier()
+    TensorFile.write = full
+    with pytest.raises(OSError if rank == 1 else CheckpointError) as raised:
+        eplb.checkpoint.save(folder, model, optimizer)
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == before
+    TensorFile.write = write
+    eplb.checkpoint.save(folder, model, optimizer)
+    dist.barrier()
+    after = sorted(path.name for path in Path(folder).iterdir())
+    assert len(after) == len(before) and after != before
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    said = run_ranks(2, full_disk, str(tmp_path))
+    assert "was not saved: rank 1 failed" in said[0]
+    assert "No space left" in said[1]
+
+
+# -- in the background -----------------------------------------------------------------------------------------------
+
+
+def save_in_the_background(rank: int, folder: str, tear: bool) -> tuple[State, State]:
+    """Training goes on, with a commit, while the first save is held; the second one waits for it."""
+    model, optimizer, balancer = build(Job())
+    train(model, optimizer, range(3), rank, 2)
+    held = eplb.logical_state_dict(model, optimizer)
+    begin, write = __import__("threading").Event(), own._write
+
+    def waiting(*args: Any) -> None:
+        assert begin.wait(60)
+        write(*args)
+
+    own._write = waiting
+    if tear:
+        own.replace = lambda box, **_: box
+    first = eplb.checkpoint.async_save(f"{folder}/first", model, optimizer)
+    before = len(balancer.events.of_type(RebalanceCommitted))
+    train(model, optimizer, range(3, 9), rank, 2)
+    assert len(balancer.events.of_type(RebalanceCommitted)) > before
+    second = eplb.checkpoint.async_save(f"{folder}/second", model, optimizer)
+    assert not first.done()
+    begin.set()
+    second.result(60)
+    assert first.done()
+    return held, eplb.logical_state_dict(model, optimizer)
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
+    states = run_ranks(2, save_in_the_background, str(tmp_path), False)[0]
+    for name, state in zip(("first", "second"), states, strict=True):
+        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / name))
+        assert different(state, loaded["state"]) == []
+
+
+def test_control_without_the_copy_it_would_be_torn(tmp_path: Path) -> None:
+    states = run_ranks(2, save_in_the_background, str(tmp_path), True)[0]
+    (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / "first"))
+    assert any("experts" in name for name in different(states[0], loaded["state"]))
+
+
+# -- pipeline stages -------------------------------------------------------------------------------------------------
+
+
+def save_stages(rank: int, folder: str) -> str:
+    """Two stages x EP 2, under names that both stages have, and then under names of their own."""
+    number = rank // 2
+    ranks = Ranks(ep=(2 * number, 2 * number + 1), stages=(number,))
+    stage = make_stages((2, 1))[number]
+    optimizer = torch.optim.AdamW(stage.parameters())
+    eplb.attach(stage, optimizer, ranks=ranks)
+    with pytest.raises(CheckpointError) as raised:
+        eplb.checkpoint.save(folder, stage, optimizer)
+    named = nn.ModuleDict({f"stage{number}": make_stages((2, 1))[number]})
+    optimizer = torch.optim.AdamW(named.parameters(), lr=0.01 * (1 + number))
+    eplb.attach(named, optimizer, config=eplb.BalancerConfig(guard="off"), ranks=ranks)
+    for parameter in named.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = eplb.logical_state_dict(named, optimizer)
+    eplb.checkpoint.save(folder, named, optimizer)
+    for parameter in named.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert different(state, eplb.logical_state_dict(named, optimizer))
+    eplb.checkpoint.load(folder, named, optimizer)
+    assert different(state, eplb.logical_state_dict(named, optimizer)) == []
+    assert optimizer.param_groups[0]["lr"] == 0.01 * (1 + number)
+    return str(raised.value)
+
+
+def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> None:
+    said = run_ranks(4, save_stages, str(tmp_path))
+    assert "pipeline stages need names of their own" in said[0]
+    assert all("rank 0 failed" in text for text in said[1:])
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_options_come_back_as_they_were(tmp_path: Path) -> None:
+    model, other = make_model("olmoe"), make_model("olmoe", seed=1)
+    kinds = [
+        lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.25), betas=(0.8, 0.9)),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    ]
+    for number, make in enumerate(kinds):
+        optimizer, fresh = make(model), make(other)
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+        optimizer.step()
+        for group in fresh.param_groups:
+            group.update(lr=1.0, weight_decay=0.5)
+        eplb.checkpoint.save(tmp_path / str(number), model, optimizer)
+        eplb.checkpoint.load(tmp_path / str(number), other, fresh)
+        for one, two in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+            assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in two.items() if k != "params"}
+            assert [type(v) for v in one.values()] == [type(v) for v in two.values()]
+        assert different(eplb.logical_state_dict(model, optimizer), eplb.logical_state_dict(other, fresh)) == []
+
+
+def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
+    model = make_model("olmoe")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    eplb.checkpoint.save(tmp_path / "good", model)
+    index = (tmp_path / "good" / "checkpoint.json").read_text()
+    (file,) = (tmp_path / "good").glob("*.safetensors")
+
+    def copy(name: str, text: str = index, content: bytes = file.read_bytes()) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "checkpoint.json").write_text(text)
+        (folder / file.name).write_bytes(content)
+        return folder
+
+    def missing(folder: Path) -> Path:
+        (folder / file.name).unlink()
+        return folder
+
+    def odd_option() -> None:
+        optimizer.param_groups[0]["schedule"] = print
+        eplb.checkpoint.save(tmp_path / "odd", model, optimizer)
+
+    def dcp_twice() -> None:
+        for _ in range(2):
+            eplb.checkpoint.save(tmp_path / "dcp", model, format="dcp")
+
+    load = eplb.checkpoint.load
+    for words, action in [
+        ("cannot be read as a checkpoint", lambda: load(copy("text", "{"), model)),
+        (
+            "of version 3; this reads",
+            lambda: load(copy("version", index.replace('"version": 2', '"version": 3')), model),
+        ),
+        (
+            "is damaged: it has another checksum",
+            lambda: load(copy("index", index.replace('"bytes": ', '"bytes": 1')), model),
+        ),
+        (
+            "its size or its header is not what was saved",
+            lambda: load(copy("cut", content=file.read_bytes()[:-1]), model),
+        ),
+        ("cannot be read: No such file", lambda: load(missing(copy("missing")), model)),
+        ("has no optimizer: load it with optimizer=None", lambda: load(tmp_path / "good", model, optimizer)),
+        ("optimizer's schedule is a builtin_function_or_method, which JSON does not keep", odd_option),
+        ("format='torch' is unknown", lambda: eplb.checkpoint.save(tmp_path / "x", model, format="torch")),
+        ("has a checkpoint already, which DCP cannot replace", dcp_twice),
+    ]:
+        with pytest.raises(CheckpointError) as raised:
+            action()
+        assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "odd").exists()
