@@ -87,6 +87,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(descriptor)
         os.replace(partial, path)
+        _sync_folder(path.parent)
     except BaseException as error:
         if made:
             with suppress(OSError):
@@ -94,6 +95,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename == str(partial):
             raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names are on the disk when this returns, where the file system can say so: none is removed before one is new."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_file(path: Path, content: bytes | str) -> None:
