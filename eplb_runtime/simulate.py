@@ -198,25 +198,6 @@ def simulate(
     model = step_model or StepModel()
     mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / steps_per_window
     step_seconds = model.seconds(mean_tokens, topology)
-
-    def ask(policy: str, past: FloatArray, current: Placement, cost: CostModel) -> Plan:
-        try:
-            return plan(
-                past,
-                topology,
-                slots_per_rank=slots_per_rank,
-                current=current,
-                policy=policy,
-                layout=current.layout,
-                groups=groups,
-                max_moves=max_moves,
-                cost=cost,
-                gate=gate,  # type: ignore[arg-type]
-                options=options,
-            )
-        except PlanError as error:
-            raise PlanError(f"policy {policy}: {error}") from None
-
     starts = [
         start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank) for policy in policies
     ]
@@ -230,31 +211,84 @@ def simulate(
             horizon_steps=10 * every * steps_per_window,
             stall_seconds=model.stall_seconds,
         )
-        ask(policy, load[:1], current, cost)  # compiles, so that no measured plan does
-        imbalance, windows = [], []
-        for start in range(every, len(load), every):
-            planned = ask(policy, load[max(0, start - (history or 4 * every)) : start], current, cost)
-            migration = cost.transfer_seconds(planned.moves, topology, slots_per_rank) if len(planned.moves) else 0.0
-            current = planned.placement
-            for window in range(start, min(start + every, len(load))):
-                judged = predicted_imbalance(load[window], current)
-                imbalance.append(judged)
-                result = WindowResult(
-                    policy=policy,
-                    window=window,
-                    balancedness_mean=float((1 / judged).mean()),
-                    imbalance_mean=float(judged.mean()),
-                    imbalance_max=float(judged.max()),
-                    step_seconds=model.seconds(
-                        judged * load[window].sum(axis=1) / topology.num_ranks / steps_per_window, topology
-                    ),
-                )
-                windows.append(result if window > start else _with_replan(result, planned, migration, model))
-            on_progress()
-        runs.append(
-            PolicyRun(policy, current.layout, current.num_slots, steps_per_window, np.array(imbalance), tuple(windows))
+        ask = _asking(
+            policy, topology, cost, groups=groups, max_moves=max_moves, gate=gate, options=dict(options or {})
         )
+        game = _Game(load, topology, every, history or 4 * every, steps_per_window, model)
+        runs.append(game.play(policy, current, cost, ask, on_progress))
     return runs
+
+
+def _asking(
+    policy: str, topology: Topology, cost: CostModel, **settings: Any
+) -> Callable[[FloatArray, Placement], Plan]:
+    """The policy as a function of the past and the placement that stands; its refusals name it."""
+
+    def ask(past: FloatArray, current: Placement) -> Plan:
+        try:
+            return plan(
+                past,
+                topology,
+                slots_per_rank=current.slots_per_rank,
+                current=current,
+                policy=policy,
+                layout=current.layout,
+                cost=cost,
+                **settings,
+            )
+        except PlanError as error:
+            raise PlanError(f"policy {policy}: {error}") from None
+
+    return ask
+
+
+@dataclass(frozen=True)
+class _Game:
+    """A series, and what is asked of everyone who plays through it."""
+
+    load: FloatArray
+    topology: Topology
+    every: int
+    history: int
+    steps_per_window: int
+    model: StepModel
+
+    def play(
+        self,
+        policy: str,
+        current: Placement,
+        cost: CostModel,
+        ask: Callable[[FloatArray, Placement], Plan],
+        on_progress: Callable[[], None],
+    ) -> PolicyRun:
+        """Replan every few windows on what is over; judge on what comes until the next replan."""
+        ask(self.load[:1], current)  # compiles, so that no measured plan does
+        imbalance: list[FloatArray] = []
+        windows: list[WindowResult] = []
+        for start in range(self.every, len(self.load), self.every):
+            planned = ask(self.load[max(0, start - self.history) : start], current)
+            moves, slots = planned.moves, current.slots_per_rank
+            migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
+            current = planned.placement
+            for window in range(start, min(start + self.every, len(self.load))):
+                judged = predicted_imbalance(self.load[window], current)
+                imbalance.append(judged)
+                result = self._result(policy, window, judged)
+                windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
+            on_progress()
+        slots, steps = current.num_slots, self.steps_per_window
+        return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
+
+    def _result(self, policy: str, window: int, judged: FloatArray) -> WindowResult:
+        mean_tokens = self.load[window].sum(axis=1) / self.topology.num_ranks / self.steps_per_window
+        return WindowResult(
+            policy=policy,
+            window=window,
+            balancedness_mean=float((1 / judged).mean()),
+            imbalance_mean=float(judged.mean()),
+            imbalance_max=float(judged.max()),
+            step_seconds=self.model.seconds(judged * mean_tokens, self.topology),
+        )
 
 
 def num_replans(num_windows: int, every: int) -> int:

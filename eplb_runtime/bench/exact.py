@@ -24,9 +24,9 @@ def lowest_peaks(totals_LE: NDArray[np.integer] | NDArray[np.float64], tables: S
     from scipy.sparse import coo_matrix
 
     lowest = np.empty(len(totals_LE))
-    ranks = tables.num_ranks
+    ranks, rank_LEC = tables.num_ranks, tables.rank_LEC
     for layer, totals_E in enumerate(totals_LE):
-        rank_EC = np.where(tables.copy_slot_LEC[layer] < 0, -1, tables.copy_slot_LEC[layer] // tables.slots_per_rank)
+        rank_EC = rank_LEC[layer]
         several = np.flatnonzero((rank_EC >= 0).sum(axis=1) > 1)
         fixed_R = np.bincount(tables.first_rank_LE[layer], totals_E, minlength=ranks).astype(np.float64)
         np.add.at(fixed_R, tables.first_rank_LE[layer, several], -totals_E[several])

@@ -120,10 +120,10 @@ def _microseconds(work: Callable[[], object], repeats: int) -> float:
 def _peaks(quota_LEC: NDArray[np.int64], tables: SplitTables) -> NDArray[np.int64]:
     """int64 ``[L]``: tokens of the busiest rank."""
     peaks = np.empty(len(quota_LEC), dtype=np.int64)
-    for layer, (quota_EC, slot_EC) in enumerate(zip(quota_LEC, tables.copy_slot_LEC, strict=True)):
-        there = slot_EC >= 0
+    for layer, (quota_EC, rank_EC) in enumerate(zip(quota_LEC, tables.rank_LEC, strict=True)):
+        there = rank_EC >= 0
         load_R = np.zeros(tables.num_ranks, dtype=np.int64)
-        np.add.at(load_R, slot_EC[there] // tables.slots_per_rank, quota_EC[there])
+        np.add.at(load_R, rank_EC[there], quota_EC[there])
         peaks[layer] = load_R.max()
     return peaks
 

@@ -41,9 +41,8 @@ def filled_rank_load(load: NDArray[np.float64], tables: SplitTables) -> NDArray[
         load: float64 ``[L, E]``.
     """
     quota_LEC = split_totals(in_units(load), tables)
-    rank_LEC = tables.copy_slot_LEC // tables.slots_per_rank
     layer = np.arange(len(load))[:, None, None] * tables.num_ranks
-    flat = np.where(tables.copy_slot_LEC < 0, layer, layer + rank_LEC)
+    flat = layer + np.maximum(tables.rank_LEC, 0)
     filled = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(load) * tables.num_ranks)
     return np.asarray(filled.reshape(len(load), tables.num_ranks), dtype=np.float64)
 
@@ -96,7 +95,7 @@ def moves_between(current: Placement | None, placement: Placement, topology: Top
     else:
         layer, slot = np.nonzero((new != current.physical_to_logical) & (new != EMPTY))
     expert = new[layer, slot]
-    destination = slot // placement.slots_per_rank
+    destination = placement.rank_of(slot)
     if current is None:
         source = np.full(len(slot), -1)
     elif current.home is not None:
@@ -113,12 +112,12 @@ def _nearest_copy(
     current: Placement,
     layer: NDArray[np.int64],
     expert: NDArray[np.int32],
-    destination: NDArray[np.int64],
+    destination: NDArray[np.integer],
     topology: Topology,
 ) -> NDArray[np.int64]:
     """The rank to copy from: the destination itself, else one of its node, else the lowest."""
     copies = current.logical_to_physical[layer, expert]
-    ranks = copies // current.slots_per_rank
+    ranks = current.rank_of(copies)
     far = (ranks // topology.ranks_per_node != (destination // topology.ranks_per_node)[:, None]).astype(np.int64)
     distance = np.where(ranks == destination[:, None], 0, 1 + far)
     distance = np.where(copies < 0, 3, distance) * (current.num_ranks + 1) + ranks

@@ -1,6 +1,6 @@
 """What the planner is asked and what it answers: frozen values, and the errors it raises.
 
-No decisions here; policies decide, ``entry.plan`` puts the answer together.
+No decisions here; policies decide, ``planning.plan`` puts the answer together.
 """
 
 from __future__ import annotations
@@ -130,10 +130,8 @@ class Plan:
     @property
     def moved_slots(self) -> int:
         """Slots that get an expert, or its ownership, from another rank."""
-        slots_per_rank = self.placement.slots_per_rank
-        return int(
-            np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != self.moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank)
-        )
+        destination = self.placement.rank_of(self.moves[:, MOVE_DESTINATION_SLOT])
+        return int(np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != destination))
 
     @property
     def moved_homes(self) -> int:

@@ -41,12 +41,17 @@ class SplitTables:
     num_ranks: int
     slots_per_rank: int
 
+    @property
+    def rank_LEC(self) -> NDArray[np.int32]:
+        """int32 ``[L, E, C]``: the rank of each copy; padded with -1."""
+        return self.copy_slot_LEC // np.int32(self.slots_per_rank)
+
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
         slot = np.asarray(placement.logical_to_physical)
         if placement.home is None:
             slot = _first_on_each_rank(slot, placement.slots_per_rank)
-        rank = np.where(slot < 0, -1, slot // placement.slots_per_rank).astype(np.int32)
+        rank = placement.rank_of(slot).astype(np.int32)
         count = (slot >= 0).sum(axis=2).astype(np.int32)
         orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
         width = max(1, max(len(order) for order, _ in orders))

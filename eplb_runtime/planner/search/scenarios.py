@@ -60,7 +60,7 @@ def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots
     """Room for a layer; nothing stands anywhere yet."""
     scenarios, experts = load_WE.shape
     ranks = ballast_WR.shape[1]
-    rows = max(ranks * slots, 1)
+    rows = max(min(ranks * slots, experts), 1)
     return Layer(
         load_WE,
         np.empty((ranks, experts // ranks), dtype=np.int32),

@@ -1,0 +1,118 @@
+"""What a question to the planner must look like: what does not fit is refused in one line that says how to mend it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..placement import Placement
+from .policies import LAYOUTS, POLICIES
+from .terms import Settled
+from .types import PlanError, PlanRequest
+
+GATES = ("payoff", "always", "off")
+MOST_SLOTS = 2**26
+"""Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
+
+
+def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
+    """``load`` as float64 ``[T, L, E]``.
+
+    Raises:
+        PlanError: not numbers, wrong shape, empty, NaN, infinite or negative; the message names the first place.
+    """
+    try:
+        array = np.asarray(load, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"{name} is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
+        ) from None
+    if array.ndim not in (2, 3) or array.size == 0:
+        raise PlanError(
+            f"{name} has shape {array.shape}: give [layers, experts] or [windows, layers, experts], not empty"
+        )
+    array = array if array.ndim == 3 else array[None]
+    for bad, what in ((~np.isfinite(array), "not a finite number"), (array < 0, "negative")):
+        if bad.any():
+            window, layer, expert = np.argwhere(bad)[0]
+            raise PlanError(
+                f"{name} of window {window}, layer {layer}, expert {expert} is {array[window, layer, expert]}, {what}: "
+                "give token counts, zero where nothing was counted"
+            )
+    return array
+
+
+def checked_layout(policy: str, layout: str | None) -> str:
+    if policy not in POLICIES:
+        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(POLICIES)}")
+    known = LAYOUTS[policy]
+    if layout is None:
+        return known[0]
+    if layout not in known:
+        raise PlanError(f"policy {policy!r} does not plan layout {layout!r}; it plans: {', '.join(known)}")
+    return layout
+
+
+def check_gate(settled: Settled, current: Placement | None) -> None:
+    gate, cost = settled.gate, settled.cost
+    if gate not in GATES:
+        raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
+    if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
+        raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
+
+
+def check_sizes(
+    layers_experts: tuple[int, ...],
+    ranks: int,
+    slots_per_rank: int,
+    groups: int,
+    layout: str,
+    current: Placement | None,
+) -> None:
+    """Before anything of that size is made."""
+    layers, experts = layers_experts
+    if slots_per_rank > experts and (current is None or layout == "free"):
+        # A home placement that stands may have replica slots that nothing can fill.
+        raise PlanError(
+            f"{slots_per_rank} slots per rank for {experts} experts: a rank would hold an expert twice; "
+            f"give at most {experts}"
+        )
+    if ranks * slots_per_rank * layers > MOST_SLOTS:
+        raise PlanError(
+            f"{ranks} ranks x {slots_per_rank} slots x {layers} layers are more than any cluster has: "
+            f"give at most {MOST_SLOTS:,} in all"
+        )
+    if groups < 1 or experts % groups:
+        raise PlanError(
+            f"{experts} experts cannot be divided into {groups} groups: give a number that divides {experts}"
+        )
+
+
+def check_shapes(request: PlanRequest) -> None:
+    ranks, experts, slots_per_rank = request.topology.num_ranks, request.num_experts, request.slots_per_rank
+    if request.num_slots < experts:
+        raise PlanError(
+            f"{ranks} ranks x {slots_per_rank} slots hold {request.num_slots} of {experts} experts: "
+            f"give at least {-(-experts // ranks)} slots per rank"
+        )
+    if request.layout == "home" and experts % ranks:
+        raise PlanError(
+            f"{experts} experts cannot be spread evenly over {ranks} ranks, as the home layout needs: "
+            f"choose an EP size that divides {experts}, or a policy of the free layout"
+        )
+    for name in ("max_moves", "max_bytes"):
+        value = getattr(request, name)
+        if value is not None and value < 0:
+            raise PlanError(f"{name}={value}: give 0 or more, or None for no limit")
+    if request.max_bytes is not None and not request.home_bytes:
+        raise PlanError("max_bytes needs the bytes of an expert: give cost=CostModel(home_bytes=..., ...)")
+    current = request.current
+    if current is None:
+        return
+    mine = (current.num_layers, current.num_experts, current.num_ranks, current.slots_per_rank)
+    wanted = (request.num_layers, experts, ranks, slots_per_rank)
+    if mine != wanted:
+        words = "{} layers x {} experts on {} ranks x {} slots"
+        raise PlanError(f"current is for {words.format(*mine)}, the load and topology for {words.format(*wanted)}")
+    if current.layout != request.layout:
+        raise PlanError(f"current is in the {current.layout} layout, the plan in the {request.layout} layout")
