@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from .config import BalancerConfig
@@ -23,6 +24,7 @@ from .experts.slices import is_sliced
 from .gradients.reduction import Gradients
 from .guard import Guard, Watched
 from .load.counter import LoadCounter, in_recompute
+from .load.declared import checked_declaration
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
 from .planner import Plan
@@ -175,6 +177,27 @@ class Balancer:
         if moved:
             self._refresh_copies()
         return moved
+
+    def declare(self, load: ArrayLike | Tensor) -> None:
+        """Say what load will come, where it is known (replayed routing, a curriculum): the next decision plans for it
+        instead of a forecast, and only that one; `rebalance()` decides at once.
+
+        What ranks declare is added up: each its own tokens, one rank those of all, or all ranks the same - only the
+        proportions matter. Ranks that say nothing add nothing. Not collective, but all that is to count must be
+        declared before the same step. A second call before the decision replaces the first.
+
+        Args:
+            load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
+                ``[T, L, E]`` of T successive windows of equal weight; on any device, finite and not negative.
+
+        Raises:
+            DeclaredLoadError: another shape, or values that are no load.
+            RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned.
+        """
+        if self._closed or self.config.policy == "static":
+            why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
+            raise RuntimeError(f"declare() has no effect: {why}")
+        self._rebalancer.declared = checked_declaration(load, self.placement.num_layers, self.placement.num_experts)
 
     def _refuse_inside_a_step(self, what: str) -> None:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .config import BalancerConfig
 from .guard import Guard, Look
 from .load.aggregate import HostCopy, aggregate
+from .load.declared import DeclaredLoadError, summed
 from .migration.agreement import Agreement
 from .migration.difference import apply, difference
 from .placement import Placement
@@ -64,6 +65,7 @@ class Measurement:
         stall_seconds: what a rebalance costs besides its transfers.
         look: what the guard compares over ranks; None: it is off.
         computed: whether MoE layers ran since the last decision.
+        declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
         home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
     """
 
@@ -75,6 +77,7 @@ class Measurement:
     home_bytes: int
     look: Look | None = None
     computed: bool = True
+    declared: NDArray[np.float64] | None = None
 
 
 class DecisionMaker:
@@ -117,14 +120,18 @@ class DecisionMaker:
         try:
             total = aggregate(measurement.buckets, self._control).numpy()
             finding = "" if measurement.look is None else self._guard.finding(measurement.look, self._control)
-            if not total.any():
+            shape = (measurement.placement.num_layers, measurement.placement.num_experts)
+            declared = summed(measurement.declared, shape, self._control)
+            if not total.any() and declared is None:
                 return self._nothing_counted(finding, measurement)
-            measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes))
-            imbalance = _imbalance_as_it_was(total, measurement)
+            measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes), declared=declared)
+            imbalance = _imbalance_as_it_was(total, measurement) if len(total) else None
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
             self.on_plan_received(message)
             target, summary, digest = self._read(message, measurement.placement)
             verdict = self._agreement.same_on_all(digest, "plan")
+        except DeclaredLoadError as error:
+            return Decision(failure=str(error))
         except Exception as error:
             broken = isinstance(error, RuntimeError)
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=broken)
@@ -148,13 +155,14 @@ class DecisionMaker:
 
     def _plan(self, total: NDArray[np.int64], measurement: Measurement) -> bytes:
         """Rank 0: the plan as bytes, or why there is none."""
-        self._history.extend(total)
+        if total.any():
+            self._history.extend(total)
         policy, reason = self._config.policy, ""
         try:
             if not self._ready.wait(self._config.timeout_seconds / 2):
                 policy, reason = "static", "the planner is still being compiled"
             made = self.planner(
-                np.stack(self._history),
+                np.stack(self._history) if self._history else measurement.declared,
                 self._topology,
                 slots_per_rank=measurement.placement.slots_per_rank,
                 current=measurement.placement,
@@ -164,6 +172,7 @@ class DecisionMaker:
                 max_bytes=self._max_bytes(),
                 cost=self._cost(measurement),
                 gate=self._config.gate,
+                declared=measurement.declared,
             )
         except Exception as error:
             logger.warning("planning failed", exc_info=True)

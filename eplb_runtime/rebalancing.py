@@ -13,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
@@ -93,6 +95,7 @@ class Rebalancer:
         placement: the one that stands now; its ``epoch`` counts commits.
         step: optimizer steps since attach (or as restored).
         quiesced: while positive, nothing migrates.
+        declared: the load to come, for the next decision; None: it is foretold.
         decisions: the background half.
     """
 
@@ -113,6 +116,7 @@ class Rebalancer:
         self.placement = placement
         self.step = 0
         self.quiesced = 0
+        self.declared: NDArray[np.float64] | None = None
         self.events = EventLog()
         self._config = config
         self._groups = groups
@@ -245,8 +249,10 @@ class Rebalancer:
             home_bytes=self._registry.largest_home_bytes(),
             look=self._guard.sample(),
             computed=self._guard.computed(),
+            declared=self.declared,
         )
         self._earlier.clear()
+        self.declared = None
         return self._worker.submit(self.decisions.decide, measurement)
 
     def _act_on_pending(self) -> None:

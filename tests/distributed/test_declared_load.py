@@ -1,0 +1,113 @@
+"""A load that is declared before it comes is planned for, once, whoever of the ranks declares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.events import RebalanceAborted, RebalancePlanned
+from eplb_runtime.load.declared import DeclaredLoadError
+
+RANKS, LAYERS, EXPERTS = 2, 2, 8
+SKEWED = np.array([[100.0, 100, 100, 100, 1, 1, 1, 1], [1, 100, 1, 100, 1, 1, 1, 1]])
+"""Layer 0: all heavy experts on rank 0; layer 1: two of them there."""
+
+
+class Job:
+    def __init__(self, rank: int, **settings: Any) -> None:
+        self.rank, self.steps = rank, 0
+        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        config = eplb.BalancerConfig(**{"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.model.train()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            ids = batch_of(self.rank, self.steps)
+            self.model(input_ids=ids, labels=ids).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+
+    def heavy_on_rank_0(self) -> list[int]:
+        home_rank = self.balancer.placement.home_rank
+        return [int((home_rank[layer, SKEWED[layer] == 100] == 0).sum()) for layer in range(LAYERS)]
+
+
+def declare_in_many_ways(rank: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {"before": None, "placements": []}
+    for declared in (
+        SKEWED,  # each rank the whole: only proportions matter
+        SKEWED if rank == 0 else None,
+        torch.from_numpy(SKEWED)[None] if rank == 1 else None,
+        np.where(np.arange(EXPERTS) % RANKS == rank, SKEWED, 0.0),  # each rank what its own batches will choose
+    ):
+        job = Job(rank)
+        if declared is not None:
+            job.balancer.declare(declared)
+        seen["before"] = job.heavy_on_rank_0()
+        seen["moved"] = job.balancer.rebalance()
+        seen["placements"].append((job.heavy_on_rank_0(), job.balancer.placement.digest()))
+        job.balancer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        job.balancer.declare(SKEWED)
+    static = Job(rank, policy="static")
+    with pytest.raises(RuntimeError, match="never moves"):
+        static.balancer.declare(SKEWED)
+    static.balancer.close()
+    return seen
+
+
+def test_any_rank_may_declare_and_all_go_by_it() -> None:
+    for seen in run_ranks(RANKS, declare_in_many_ways):
+        assert seen["before"] == [4, 2] and seen["moved"]
+        assert {tuple(heavy) for heavy, _ in seen["placements"]} == {(2, 1)}
+        assert len({digest for _, digest in seen["placements"]}) == 1
+
+
+def declare_for_one_decision(rank: int) -> dict[str, Any]:
+    job = Job(rank)
+    job.train(1)
+    job.balancer.declare(SKEWED)
+    job.train(2)
+    declared = job.heavy_on_rank_0()
+    job.train(4)
+    told = [event.imbalance_before for event in job.balancer.events if isinstance(event, RebalancePlanned)]
+    job.balancer.declare(np.broadcast_to(SKEWED, (1 + rank, LAYERS, EXPERTS)))
+    job.train(3)
+    dropped = [event.cause for event in job.balancer.events if isinstance(event, RebalanceAborted)]
+    job.balancer.close()
+    return {"declared": declared, "told": told, "dropped": dropped, "loads": SKEWED.sum()}
+
+
+def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each_rank() -> None:
+    for seen in run_ranks(RANKS, declare_for_one_decision):
+        assert seen["declared"] == [2, 1]
+        first, *later = seen["told"]
+        assert first > 1.4 and later
+        assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
+        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 windows: declare as many on each"]
+
+
+def refuse(rank: int) -> list[str]:
+    job = Job(rank)
+    said = []
+    for bad in (SKEWED[:1], SKEWED[:, :4], -SKEWED, SKEWED * np.nan, SKEWED * 0, "tokens", [[1.0], [2.0, 3.0]]):
+        with pytest.raises(DeclaredLoadError) as refusal:
+            job.balancer.declare(bad)
+        said.append(str(refusal.value))
+    job.balancer.close()
+    return said
+
+
+def test_what_is_no_load_is_refused_in_one_line() -> None:
+    for said in run_ranks(RANKS, refuse):
+        assert all("\n" not in line and ("give" in line) for line in said)
+        assert "[2, 8]" in said[0] and "(1, 8)" in said[0]
