@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,8 @@ class ReplicaBank:
         self._trained = [position for position, p in enumerate(homes) if gradients is not None and p.requires_grad]
         self._leaving = [self._gradient_rows_of(position) for position in self._trained]
         self._held: list[Tensor] = []
+        self._noted: list[tuple[int, int] | None] = []
+        self._backward = -1
         self.unsent = False
         """Whether gradients are held back here, to be sent home later."""
 
@@ -84,19 +87,22 @@ class ReplicaBank:
         """The parameters that have gradients, in the order of ``gradient_rows``."""
         return [self.parameters[position] for position in self._trained]
 
-    def collect(self, gradients: Sequence[Tensor | None], hold: bool) -> None:
+    def collect(self, gradients: Sequence[Tensor | None], hold: bool, backward: int) -> None:
         """Take what a backward pass gave the copies, ``[k, ...]`` per tensor, with what was held back before.
 
         Args:
             hold: keep it here; else it is in the pool's rows now, which nobody else may use until it has left.
+            backward: number of the pass that runs; it may bring several forwards of this layer.
+
+        Raises:
+            RuntimeError: gradients were rewritten since, and what was held back here was not.
         """
         if hold and not self._held:
             self._held = [self._gradient_rows_of(position, own=True) for position in self._trained]
         for number, position in enumerate(self._trained):
             new, leaving = gradients[position], self._leaving[number]
-            # No gradient on the parameter: a new sum begins, and what a skipped step left here goes.
-            goes_on = self.unsent and self.parameters[position].grad is not None
             into = self._held[number] if hold else leaving
+            goes_on = self.unsent and (backward == self._backward or not self._discarded(number))
             if not goes_on:
                 into.zero_() if new is None else into.copy_(new)
                 continue
@@ -104,19 +110,71 @@ class ReplicaBank:
                 into.copy_(self._held[number])
             if new is not None:
                 into.add_(new)
-        self.unsent = hold
+        self.unsent, self._backward = hold, backward
+        self.note()
 
     def release(self) -> None:
-        """Put what was held back into the pool's rows, to leave."""
-        for leaving, held in zip(self._leaving, self._held, strict=True):
-            leaving.copy_(held)
+        """Put what was held back into the pool's rows, to leave; errors as for ``collect``."""
+        for number, (leaving, held) in enumerate(zip(self._leaving, self._held, strict=True)):
+            leaving.zero_() if self._discarded(number) else leaving.copy_(held)
         self.unsent = False
+
+    def note(self) -> None:
+        """The gradients of the homes are what belongs to what is held back here: nobody else may write them."""
+        self._noted = [_version(parameter) for parameter in self.trained()]
+
+    def _discarded(self, number: int) -> bool:
+        """Whether the gradient that what is held back belongs to is gone (``zero_grad``, either way of it).
+
+        Raises:
+            RuntimeError: it was changed in another way.
+        """
+        parameter = self.parameters[self._trained[number]]
+        if _version(parameter) == self._noted[number]:
+            return parameter.grad is None
+        # Somebody has written it, which is seldom: so the look at its values, which waits for a device, may cost.
+        if parameter.grad is None or not parameter.grad.any():
+            return True
+        raise RuntimeError(
+            "gradients of experts were rewritten while no_sync held a part of them back (clipped or scaled by "
+            "hand): call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
+        )
 
     def _gradient_rows_of(self, position: int, own: bool = False) -> Tensor:
         assert self._pool is not None
         parameter = self.parameters[position]
         dtype = accumulation_dtype(parameter)
         return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
+
+
+def _version(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes whenever the gradient is written or replaced."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Whether the backward pass that runs adds gradients of parameters to their ``.grad``: all of them, or none.
+
+    Args:
+        edges: of the autograd node that runs to the parameters (its ``next_functions``); None: of a frozen one.
+
+    Raises:
+        RuntimeError: ``torch.autograd.grad`` wants them elsewhere, or only some of them are wanted.
+    """
+    try:
+        wanted = {torch._C._will_engine_execute_node(node) for node, _ in edges if node is not None}  # type: ignore[attr-defined]
+    except RuntimeError:
+        raise RuntimeError(
+            "torch.autograd.grad of expert weights that have copies: gradients of copies come home in .grad alone; "
+            "call backward(), or use replica_slots=0"
+        ) from None
+    if len(wanted) > 1:
+        raise RuntimeError(
+            "backward(inputs=...) names some expert weights of a layer and leaves others out, and copies bring the "
+            "gradients of a layer home together: name all of a layer, freeze the others (requires_grad), or use "
+            "replica_slots=0"
+        )
+    return wanted == {True}
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:

@@ -39,10 +39,10 @@ class KeptReplicas(LocalExperts):
         """Home and replica rows ``[S, ...]`` per tensor."""
         return self._bank.slots
 
-    def part(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def part(self, gradients: Sequence[Tensor], edges: Sequence[tuple[Any, int]]) -> list[Tensor]:
         """Take the copies' part of gradients ``[S, ...]`` and give back the homes'."""
         homes = self._bank.homes_per_rank
-        self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients])
+        self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
         return [gradient[:homes] for gradient in gradients]
 
 
@@ -56,4 +56,4 @@ class _AllSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.layer.part(gradients)
+        return None, *ctx.layer.part(gradients, ctx.next_functions)

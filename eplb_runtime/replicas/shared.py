@@ -69,9 +69,9 @@ class SharedReplicas(LocalExperts):
     def fetch(self) -> None:
         self._sync.fetch(self._layer)
 
-    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+    def collect(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
         """Hand over what the copies' backward gave, ``[k, ...]`` per tensor."""
-        self._sync.collect(self._layer, gradients)
+        self._sync.collect(self._layer, gradients, edges)
 
 
 class _OnReplicaRows(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _OnReplicaRows(torch.autograd.Function):
         wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         found = iter(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
         gradients = [next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
-        ctx.layer.collect(gradients[2:])
+        ctx.layer.collect(gradients[2:], ctx.next_functions[-len(trained) :])
         return gradients[0], gradients[1], None, None, *(None for _ in trained)
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..placement import EMPTY, Placement
-from .bank import ReplicaBank, accumulation_dtype
+from .bank import ReplicaBank, accumulation_dtype, are_accumulated
 
 
 @dataclass(frozen=True)
@@ -206,20 +207,23 @@ class ReplicaSync:
         finally:
             self._deferring = before
 
-    def collect(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+    def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
         """A layer's backward is through on this rank: take its copies' gradients and send them home. On every rank.
 
         Args:
             gradients: ``[k, ...]`` per tensor; None where the backward gave none.
+            edges: of the node that runs, to the layer's parameters; errors as for `bank.are_accumulated`.
         """
-        if not self.has_copies(layer):
+        if not self.has_copies(layer) or not are_accumulated(edges):
             return
         self._finish()
         hold = self._deferring and not self._shared
-        self._banks[layer].collect(gradients, hold)
-        if not hold:
+        self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
+        # The engine calls them when this backward pass is over: then every gradient is whole.
+        if hold:
+            Variable._execution_engine.queue_callback(self._banks[layer].note)  # type: ignore[attr-defined]
+        else:
             self._send(layer)
-            # The engine calls it when this backward pass is over: then every gradient is whole.
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def abandon(self) -> None:
@@ -258,6 +262,8 @@ class ReplicaSync:
         """Sum in float32, the home's own first, then the copies in the order of their slots; round once."""
         for home_row in sorted({copy.home_row for copy in lent}):
             for index, parameter in enumerate(trained):
+                if not parameter.requires_grad:
+                    continue  # frozen since
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 total = parameter.grad[home_row].to(accumulation_dtype(parameter))
