@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .placement import Placement
 
@@ -61,6 +65,8 @@ class BalancerConfig:
             after each step; otherwise the gradients left over from the step are zeroed where experts moved.
         guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
             in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
+        rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
+            given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
 
     Raises:
@@ -88,6 +94,7 @@ class BalancerConfig:
     dense_gradients: Literal["host", "allreduce"] = "host"
     move_gradients: bool = False
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
+    rank_speed: tuple[float, ...] | None = None
     initial_placement: Placement | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +114,8 @@ class BalancerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value}: give a positive number of seconds")
+        if self.rank_speed is not None and not all(0 < speed < inf for speed in self.rank_speed):
+            raise ConfigError(f"rank_speed={self.rank_speed}: give numbers above 0")
         if not 0 < self.moe_share <= 1:
             raise ConfigError(f"moe_share={self.moe_share}: give a share of the step in (0, 1]")
         self._one_of("policy", TRAINING_POLICIES)
@@ -116,6 +125,13 @@ class BalancerConfig:
         self._one_of("dispatch", DISPATCHES)
         self._one_of("dense_gradients", DENSE_GRADIENTS)
         self._one_of("guard", GUARDS)
+
+    @property
+    def speed_R(self) -> NDArray[np.float64] | None:
+        """float64 ``[R]``, of each rank, the fastest 1; None: all alike."""
+        if self.rank_speed is None or len(set(self.rank_speed)) == 1:
+            return None
+        return np.array(self.rank_speed, dtype=np.float64) / max(self.rank_speed)
 
     @property
     def window_steps(self) -> int:

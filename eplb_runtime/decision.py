@@ -125,7 +125,7 @@ class DecisionMaker:
             if not total.any() and declared is None:
                 return self._nothing_counted(finding, measurement)
             measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes), declared=declared)
-            imbalance = _imbalance_as_it_was(total, measurement) if len(total) else None
+            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
             message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
             self.on_plan_received(message)
             target, summary, digest = self._read(message, measurement.placement)
@@ -173,6 +173,7 @@ class DecisionMaker:
                 cost=self._cost(measurement),
                 gate=self._config.gate,
                 declared=measurement.declared,
+                rank_speed=self._config.rank_speed,
             )
         except Exception as error:
             logger.warning("planning failed", exc_info=True)
@@ -244,11 +245,13 @@ class DecisionMaker:
         return target, fields, bytes.fromhex(target.digest())
 
 
-def _imbalance_as_it_was(load: NDArray[np.int64], measurement: Measurement) -> NDArray[np.float64]:
+def _imbalance_as_it_was(
+    load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
     """Each row's imbalance under the placement that stood while it was counted."""
     parts: list[NDArray[np.float64]] = []
     start = 0
     for end, placement in (*measurement.earlier, (len(load), measurement.placement)):
-        parts += [predicted_imbalance(row.astype(np.float64), placement) for row in load[start:end]]
+        parts += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
         start = end
     return np.stack(parts)

@@ -198,6 +198,7 @@ class _Attaching:
             mode=self.config.split,
             locality=self.config.split_locality,
             least_tokens=self.config.split_least_tokens,
+            speed_R=self.config.speed_R,
         )
         _log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
         return Maps(table, splitter, replicas)

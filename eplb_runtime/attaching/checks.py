@@ -228,6 +228,8 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placem
             f"replica_slots={config.replica_slots}: a rank has only {experts - experts // ranks} experts of other "
             "ranks to copy"
         )
+    if config.rank_speed is not None and len(config.rank_speed) != ranks:
+        raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
     given = config.initial_placement
     try:
         if given is None:

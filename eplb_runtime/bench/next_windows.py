@@ -76,7 +76,7 @@ def plain_graph(load: FloatArray, ranks: int, replicas: int, sources: tuple[tupl
     home = np.empty((layers, experts), dtype=np.int32)
     for layer in range(layers):
         home_E, replica_RK = np.empty(experts, dtype=np.int32), np.full((ranks, replicas), EMPTY, dtype=np.int32)
-        pack(load[layer], 0, home_E, replica_RK, False)
+        pack(load[layer], np.zeros(ranks), 0, home_E, replica_RK, False)
         slots[layer, :, :homes] = np.argsort(home_E, kind="stable").reshape(ranks, homes)
         if sources:
             copies = np.ones(experts)

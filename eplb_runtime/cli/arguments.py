@@ -107,6 +107,16 @@ def names(text: str) -> list[str]:
     return found
 
 
+def speeds(text: str) -> list[float]:
+    """``1,.5`` -> [1.0, 0.5]."""
+    return [positive_float(part) for part in text.split(",")]
+
+
+def ranks_of(text: str) -> list[int]:
+    """``3,7`` -> [3, 7]."""
+    return [not_negative(part) for part in text.split(",")]
+
+
 def windows(text: str) -> slice:
     """``3`` -> the fourth window, ``0:5`` -> the first five, ``-5:`` -> the last five."""
     try:

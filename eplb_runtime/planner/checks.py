@@ -11,6 +11,8 @@ from .terms import Settled
 from .types import PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
+KNOWS_SPEEDS = ("incremental", "static")
+KNOWS_ABSENCE = ("free",)
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 
@@ -51,6 +53,35 @@ def checked_layout(policy: str, layout: str | None) -> str:
     if layout not in known:
         raise PlanError(f"policy {policy!r} does not plan layout {layout!r}; it plans: {', '.join(known)}")
     return layout
+
+
+def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float64] | None:
+    """float64 ``[R]``, the fastest rank 1, those that are not available 0; None: all alike and there."""
+    speed_R: NDArray[np.float64] | None = None
+    if settled.rank_speed is not None:
+        speed_R = _one_a_rank(settled.rank_speed, "rank_speed", ranks).astype(np.float64)
+        if not (np.isfinite(speed_R).all() and (speed_R > 0).all()):
+            raise PlanError("rank_speed: give every rank a number above 0; ranks that are gone stand in available=")
+        if policy not in KNOWS_SPEEDS and (speed_R != speed_R[0]).any():
+            raise PlanError(f"policy {policy!r} takes all ranks for equally fast: choose incremental for rank_speed")
+        speed_R = None if (speed_R == speed_R[0]).all() else speed_R / speed_R.max()
+    if settled.available is None or (there_R := _one_a_rank(settled.available, "available", ranks).astype(bool)).all():
+        return speed_R
+    if not there_R.any():
+        raise PlanError("available: no rank is left to plan for")
+    if policy not in KNOWS_ABSENCE or settled.groups > 1:
+        raise PlanError(
+            f"available: policy {policy!r} needs every rank. In the free layout policy 'free' (groups=1) does without "
+            "some; a training job whose ranks are gone restarts on fewer, from a checkpoint"
+        )
+    return there_R.astype(np.float64)
+
+
+def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]:
+    array = np.asarray(values)
+    if array.shape != (ranks,) or array.dtype.kind not in "biuf":
+        raise PlanError(f"{name} has shape {array.shape}: give one number for each of {ranks} ranks")
+    return array
 
 
 def check_gate(settled: Settled, current: Placement | None) -> None:

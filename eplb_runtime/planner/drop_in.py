@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..placement import Placement
+from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .planning import plan
 from .policies.hierarchical import has_rule
@@ -29,6 +30,7 @@ def rebalance_experts(
     *,
     policy: str | None = None,
     current: Tensor | None = None,
+    available: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plan all layers anew; the arguments and the results of deepseek-ai/EPLB's function of this name.
 
@@ -42,6 +44,8 @@ def rebalance_experts(
             ``"free"``. ``"deepseek"`` gives the very plan of deepseek-ai/EPLB.
         current: integer ``[L, P]``, the expert in each slot now: the plan stays near it, and layers that would gain
             nothing stay as they are. None: plan anew.
+        available: bool ``[R]``; ranks that are False are gone: every expert gets a copy elsewhere, by the fewest moves
+            from ``current``, and the slots of these ranks hold -1. None: all are there.
 
     Returns:
         int64 on the CPU: ``physical_to_logical`` ``[L, P]``; ``logical_to_physical`` ``[L, E, C]``, padded with -1, C
@@ -65,6 +69,7 @@ def rebalance_experts(
     standing = None
     if current is not None:
         standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
+    there = None if available is None else torch.as_tensor(available).cpu().numpy().astype(bool)
     made = plan(
         load,
         Topology(num_gpus, num_gpus // num_nodes),
@@ -73,13 +78,20 @@ def rebalance_experts(
         policy=policy,
         layout="free",
         groups=groups,
+        available=there,
     )
-    return _tensors(made.placement)
+    return _tensors(made.placement, there)
 
 
-def _tensors(placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(placement: Placement, there_R: NDArray[np.bool_] | None) -> tuple[Tensor, Tensor, Tensor]:
     import torch
 
     maps = (placement.physical_to_logical, placement.logical_to_physical, placement.copy_count)
-    by_slot, by_expert, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in maps)
-    return by_slot, by_expert, count
+    if there_R is not None and not there_R.all():
+        there_LEC = (maps[1] != EMPTY) & there_R[placement.rank_of(maps[1])]
+        count_LE = there_LEC.sum(axis=2)
+        by_expert = np.sort(np.where(there_LEC, maps[1], placement.num_slots), axis=2)[:, :, : count_LE.max()]
+        by_slot = np.where(np.repeat(there_R, placement.slots_per_rank), maps[0], EMPTY)
+        maps = (by_slot, np.where(by_expert == placement.num_slots, EMPTY, by_expert), count_LE)
+    slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in maps)
+    return slots, copies, count

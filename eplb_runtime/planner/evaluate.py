@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
 from ..routing.tables import SplitTables
-from ..routing.water_filling import split_totals
+from ..routing.water_filling import ballast, split_totals
 from ..topology import Topology
 from .search.bounds import lower_bound
 from .types import PlanRequest
@@ -15,14 +15,21 @@ from .types import PlanRequest
 UNITS = 2.0**40
 
 
-def even_split_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
+def even_split_rank_load(
+    load: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """float64 ``[L, R]``: tokens per rank when each expert's tokens are spread evenly over its copies.
 
     Args:
         load: float64 ``[L, E]``.
+        speed_R: copies on ranks whose speed is 0 get nothing; None: there are none.
     """
-    share = np.concatenate([load / placement.copy_count, np.zeros((len(load), 1))], axis=1)
-    slots = np.where(placement.physical_to_logical == EMPTY, placement.num_experts, placement.physical_to_logical)
+    slots, count_LE = placement.physical_to_logical, placement.copy_count
+    if speed_R is not None and not speed_R.all():
+        slots = np.where(np.repeat(speed_R > 0, placement.slots_per_rank), slots, EMPTY)
+        count_LE = np.stack([np.bincount(row[row != EMPTY], minlength=placement.num_experts) for row in slots])
+    share = np.concatenate([load / np.maximum(count_LE, 1), np.zeros((len(load), 1))], axis=1)
+    slots = np.where(slots == EMPTY, placement.num_experts, slots)
     by_slot = np.take_along_axis(share, slots.astype(np.int64), axis=1)
     return np.asarray(by_slot.reshape(len(load), placement.num_ranks, -1).sum(axis=2))
 
@@ -34,45 +41,62 @@ def in_units(load: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.asarray(np.floor(share * UNITS), dtype=np.int64)
 
 
-def filled_rank_load(load: NDArray[np.float64], tables: SplitTables) -> NDArray[np.float64]:
+def filled_rank_load(
+    load: NDArray[np.float64], tables: SplitTables, speed_R: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """float64 ``[L, R]``: rank loads under water-filling, in units of 2 ** -40 of a layer's total.
 
     Args:
         load: float64 ``[L, E]``.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
     """
-    quota_LEC = split_totals(in_units(load), tables)
+    units_LE = in_units(load)
+    weights_LR = None if speed_R is None else ballast(units_LE.sum(axis=1), speed_R)
+    quota_LEC = split_totals(units_LE, tables, ballast_LR=weights_LR)
     layer = np.arange(len(load))[:, None, None] * tables.num_ranks
     flat = layer + np.maximum(tables.rank_LEC, 0)
     filled = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(load) * tables.num_ranks)
     return np.asarray(filled.reshape(len(load), tables.num_ranks), dtype=np.float64)
 
 
-def imbalance(rank_load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Max / mean over the last axis; 1 where there is no load at all."""
+def imbalance(rank_load: NDArray[np.float64], speed_R: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """Max / mean over the last axis; 1 where there is no load at all.
+
+    With speeds: the time of the rank that takes longest, over that of all ranks if the load were shared out by speed;
+    ranks of speed 0 have no load.
+    """
+    if speed_R is not None:
+        used = speed_R > 0
+        rank_load = rank_load[..., used] / speed_R[used]
+        whole = (rank_load * speed_R[used]).sum(axis=-1) / speed_R.sum()
+        return np.asarray(np.where(whole > 0, rank_load.max(axis=-1) / np.where(whole > 0, whole, 1.0), 1.0))
     mean = rank_load.mean(axis=-1)
     return np.asarray(np.where(mean > 0, rank_load.max(axis=-1) / np.where(mean > 0, mean, 1.0), 1.0), dtype=np.float64)
 
 
-def predicted_imbalance(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
+def predicted_imbalance(
+    load: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
     """Imbalance of ``placement`` by the split that its layout really uses.
 
     Args:
         load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1, 0 for one that is gone (free layout); None: all alike.
 
     Returns:
         float64 ``[L]`` or ``[W, L]``.
     """
     if load.ndim == 2:
-        return np.asarray(predicted_imbalance(load[None], placement)[0])
+        return np.asarray(predicted_imbalance(load[None], placement, speed_R)[0])
     if placement.home is None:
-        return np.stack([imbalance(even_split_rank_load(window, placement)) for window in load])
+        return np.stack([imbalance(even_split_rank_load(window, placement, speed_R), speed_R) for window in load])
     tables = SplitTables.of(placement)
-    return np.stack([imbalance(filled_rank_load(window, tables)) for window in load])
+    return np.stack([imbalance(filled_rank_load(window, tables, speed_R), speed_R) for window in load])
 
 
 def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
     """float64 ``[W + V, L]``: imbalance under each scenario of the load to come, mixes too, each split by itself."""
-    return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement)
+    return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement, request.speed_R)
 
 
 def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
@@ -83,12 +107,33 @@ def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np
 def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
     """float64 ``[L]``: what ``expected_imbalance`` of no placement gets below."""
     windows = np.concatenate([request.scenarios, request.mixes])
-    bounds = lower_bound(windows.reshape(-1, request.num_experts), request.topology.num_ranks, request.slots_per_rank)
-    return np.asarray(bounds.reshape(windows.shape[:2]).mean(axis=0))
+    return np.asarray(lowest_imbalance(request, windows).mean(axis=0))
 
 
-def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:
-    """int32 ``[M, 5]`` as in ``Plan.moves``: every slot that gets an expert which did not stand in it."""
+def lowest_imbalance(request: PlanRequest, windows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64 ``[W, L]``: the imbalance under each of ``windows`` ``[W, L, E]`` that no placement gets below.
+
+    A rank below full speed takes no less time than a fast one would: so what holds for equal ranks holds here, against
+    the time that all ranks together need.
+    """
+    ranks, speed_R = request.topology.num_ranks, request.speed_R
+    bounds = lower_bound(windows.reshape(-1, request.num_experts), ranks, request.slots_per_rank)
+    if speed_R is not None:
+        bounds = np.maximum(bounds * speed_R.sum() / ranks, 1.0)
+    return bounds.reshape(windows.shape[:2])
+
+
+def moves_between(
+    current: Placement | None,
+    placement: Placement,
+    topology: Topology,
+    speed_R: NDArray[np.float64] | None = None,
+) -> NDArray[np.int32]:
+    """int32 ``[M, 5]`` as in ``Plan.moves``: every slot that gets an expert which did not stand in it.
+
+    Args:
+        speed_R: nothing can be had from ranks of speed 0; None: there are none.
+    """
     new = placement.physical_to_logical
     if current is None:
         layer, slot = np.nonzero(new != EMPTY)
@@ -101,7 +146,7 @@ def moves_between(current: Placement | None, placement: Placement, topology: Top
     elif current.home is not None:
         source = current.home_rank[layer, expert]
     else:
-        source = _nearest_copy(current, layer, expert, destination, topology)
+        source = _nearest_copy(current, layer, expert, destination, topology, speed_R)
     is_home = np.zeros(len(slot), dtype=bool)
     if placement.home is not None:
         is_home |= placement.home[layer, expert] == slot
@@ -114,11 +159,15 @@ def _nearest_copy(
     expert: NDArray[np.int32],
     destination: NDArray[np.integer],
     topology: Topology,
+    speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.int64]:
-    """The rank to copy from: the destination itself, else one of its node, else the lowest."""
+    """The rank to copy from: the destination itself, else one of its node, else the lowest; -1 where none is left."""
     copies = current.logical_to_physical[layer, expert]
     ranks = current.rank_of(copies)
     far = (ranks // topology.ranks_per_node != (destination // topology.ranks_per_node)[:, None]).astype(np.int64)
     distance = np.where(ranks == destination[:, None], 0, 1 + far)
-    distance = np.where(copies < 0, 3, distance) * (current.num_ranks + 1) + ranks
-    return np.asarray(np.take_along_axis(ranks, distance.argmin(axis=1)[:, None], axis=1)[:, 0], dtype=np.int64)
+    gone = copies < 0 if speed_R is None else (copies < 0) | (speed_R[ranks] == 0)
+    distance = np.where(gone, 3, distance) * (current.num_ranks + 1) + ranks
+    nearest = distance.argmin(axis=1)[:, None]
+    sources = np.where(np.take_along_axis(gone, nearest, axis=1), -1, np.take_along_axis(ranks, nearest, axis=1))
+    return np.asarray(sources[:, 0], dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
@@ -12,7 +13,8 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .checks import check_gate, check_shapes, check_sizes, checked_layout, checked_load
+from .available import lost_experts, without_gone_ranks
+from .checks import check_gate, check_shapes, check_sizes, checked_layout, checked_load, checked_speed
 from .cost import HYSTERESIS
 from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
@@ -50,6 +52,10 @@ def plan(
             ``"last"``, ``"average"`` or ``"trend"`` (see ``load.forecast``).
         declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
             replayed routing in reinforcement learning).
+        rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
+            is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
+        available: bool ``[R]``; ranks that are False are gone: their slots keep what stands there, nobody reads them,
+            and every expert gets a copy elsewhere, by the fewest moves. For ``free``; None: all are there.
         options: further settings of single policies.
 
     Returns:
@@ -64,9 +70,12 @@ def plan(
     layout = checked_layout(policy, layout)
     check_gate(settled, current)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
-    request = _request(windows, topology, slots_per_rank, current, layout, settled)
+    speed_R = checked_speed(settled, policy, topology.num_ranks)
+    request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
     check_shapes(request)
-    return _weigh(request, policy, POLICIES[policy](request), settled, began)
+    everybody = speed_R is None or speed_R.all()
+    placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
+    return _weigh(request, policy, placement, settled, began)
 
 
 def _request(
@@ -122,12 +131,16 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
     current, topology, cost = request.current, request.topology, settled.cost
     after = expected_imbalance(request, placement)
     before = None if current is None else expected_imbalance(request, current)
-    moves = moves_between(current, placement, topology)
+    moves = moves_between(current, placement, topology, request.speed_R)
+    lost = 0 if current is None else lost_experts(current, request.speed_R)
+    before = None if lost else before
     saved = spent = float("nan")
     if cost is not None and current is not None and before is not None and cost.step_seconds > 0:
         saved = float(cost.seconds_per_imbalance(request.num_layers) * (before - after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
     decision, reason = _decide(settled.gate, before, after, len(np.unique(moves[:, MOVE_LAYER])), saved, spent)
+    if lost:
+        reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {after.mean():.3f}"
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:

@@ -23,6 +23,8 @@ class Terms(TypedDict, total=False):
     gate: Gate
     forecast: str
     declared: ArrayLike | None
+    rank_speed: ArrayLike | None
+    available: ArrayLike | None
     options: Mapping[str, Any] | None
 
 
@@ -37,4 +39,6 @@ class Settled:
     gate: Gate = "always"
     forecast: str = "auto"
     declared: ArrayLike | None = None
+    rank_speed: ArrayLike | None = None
+    available: ArrayLike | None = None
     options: Mapping[str, Any] | None = None

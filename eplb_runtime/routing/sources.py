@@ -11,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from .tables import SplitTables
-from .water_filling import SWEEPS, Mode, split_totals
+from .water_filling import SWEEPS, Mode, ballast, split_totals
 
 
 def split_for_rank(
@@ -25,6 +25,7 @@ def split_for_rank(
     sweeps: int = SWEEPS,
     warm_EC: NDArray[np.int64] | None = None,
     locality: bool = True,
+    speed_R: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What one rank sends and receives of one layer's batch.
 
@@ -33,6 +34,7 @@ def split_for_rank(
         rank: whose row of ``water_filling_torch.split_counts`` is asked for; and whose slots.
         ranks_per_node: consecutive ranks that share a node.
         mode, sweeps: as ``split_totals``; ``warm_EC`` an earlier ``[E, C]`` result of it.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
         locality: serve copies on the source's own rank first, then on its node; otherwise in order of ranks alone.
 
     Returns:
@@ -40,13 +42,15 @@ def split_for_rank(
         int64 ``[R, S]``, tokens that each rank sends to the slots of ``rank``.
     """
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
+    totals_LE = _column_sums(counts)[None]
     quota_LEC = split_totals(
-        _column_sums(counts)[None],
+        totals_LE,
         tables,
         mode=mode,
         sweeps=sweeps,
         warm_LEC=None if warm_EC is None else warm_EC[None],
         layers=slice(layer, layer + 1),
+        ballast_LR=None if speed_R is None else ballast(totals_LE.sum(axis=1), speed_R),
     )
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
     received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)

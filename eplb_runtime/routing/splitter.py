@@ -61,6 +61,7 @@ class BatchSplitter:
         ranks_per_node: consecutive ranks that share a node.
         mode: ``"water_filling"`` or ``"even"``.
         locality: serve a token on its own rank or node where the quotas allow.
+        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
 
     Attributes:
@@ -77,6 +78,7 @@ class BatchSplitter:
         mode: Mode,
         locality: bool,
         least_tokens: int,
+        speed_R: NDArray[np.float64] | None = None,
     ) -> None:
         self._device = device
         self._ep_rank = ep_rank
@@ -84,6 +86,7 @@ class BatchSplitter:
         self._mode: Mode = mode
         self._locality = locality
         self._least_tokens = least_tokens
+        self._speed_R = speed_R
         self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
         self.at_home = False
@@ -156,6 +159,7 @@ class BatchSplitter:
             ranks_per_node=self._ranks_per_node,
             mode=self._mode,
             locality=self._locality,
+            speed_R=self._speed_R,
         )
 
     def _all_at_home(self, here: _Layer, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -40,6 +40,7 @@ def split_totals(
     sweeps: int = SWEEPS,
     warm_LEC: NDArray[np.int64] | None = None,
     layers: slice = slice(None),
+    ballast_LR: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
     """Tokens for each copy of each expert.
 
@@ -49,6 +50,8 @@ def split_totals(
         sweeps: at most so many Gauss-Seidel sweeps.
         warm_LEC: int64 ``[L, E, C]``, an earlier result to start from, for like counts; None: the even split.
         layers: the layers of ``tables`` that the first axis stands for.
+        ballast_LR: int64 ``[L, R]``, tokens that a rank counts beside its own, so that a slow one gets fewer (see
+            `ballast`); None: none.
 
     Returns:
         int64 ``[L, E, C]``, zero where there is no copy; sums over C are ``totals_LE`` exactly. The busiest rank never
@@ -69,9 +72,22 @@ def split_totals(
         0 if mode == "even" else sweeps,
         quota_LEC if warm_LEC is None else np.ascontiguousarray(warm_LEC, dtype=np.int64),
         warm_LEC is not None,
+        np.zeros((len(totals), tables.num_ranks), dtype=np.int64) if ballast_LR is None else ballast_LR,
         quota_LEC,
     )
     return quota_LEC
+
+
+def ballast(totals_L: NDArray[np.integer], speed_R: NDArray[np.float64]) -> NDArray[np.int64]:
+    """int64 ``[L, R]``: tokens that each rank counts beside its own, so that ranks which then count alike take equally
+    long.
+
+    Args:
+        totals_L: integer ``[L]``, tokens of all experts.
+        speed_R: float64 ``[R]``, of each rank, the fastest 1; at least 0.
+    """
+    share_R = (1.0 - speed_R) / max(float(speed_R.sum()), 1e-12)
+    return np.asarray(np.floor(totals_L[:, None] * share_R), dtype=np.int64)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -320,6 +336,7 @@ def _split_layers(
     sweeps: int,
     warm_LEC: NDArray[np.int64],
     is_warm: bool,
+    ballast_LR: NDArray[np.int64],
     quota_LEC: NDArray[np.int64],
 ) -> None:
     widest = quota_LEC.shape[2]
@@ -328,8 +345,8 @@ def _split_layers(
     for layer in range(totals_LE.shape[0]):
         order_N, ranks_NC, count_N = order_LN[layer], ranks_LNC[layer], count_LN[layer]
         quota_EC = quota_LEC[layer]
-        base_R[:] = 0
-        total = 0
+        base_R[:] = ballast_LR[layer]
+        total = base_R.sum()
         for expert in range(totals_LE.shape[1]):
             tokens = totals_LE[layer, expert]
             quota_EC[expert, 0] = tokens

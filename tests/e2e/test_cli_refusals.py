@@ -53,6 +53,16 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "read_load", began)
 
 
+def test_ranks_that_are_none_cannot_be_gone(refusal: Callable[..., str], load_file: Path, no_work: None) -> None:
+    said = refusal("plan", load_file, *CLUSTER, "--policy", "free", "--gone", "0,2")
+    assert "--gone names rank 2: there are ranks 0 to 1" in said
+
+
+def test_speeds_are_one_a_rank(refusal: Callable[..., str], load_file: Path) -> None:
+    assert "each of 2 ranks" in refusal("plan", load_file, *CLUSTER, "--rank-speed", "1,1,.5")
+    assert "a number above 0" in refusal("plan", load_file, *CLUSTER, "--rank-speed", "1,zero")
+
+
 # -- sizes that do not fit -----------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
+from ...routing.water_filling import ballast
 from ..cost import HYSTERESIS
-from ..evaluate import imbalance_by_scenario, in_units
+from ..evaluate import imbalance_by_scenario, in_units, lowest_imbalance
 from ..search.align import align, placed_anew
-from ..search.bounds import lower_bound
 from ..search.budget import share_out
 from ..search.descent import Question
 from ..search.explore import Found, Limits, Starts, make_starts, search_layer
@@ -85,10 +85,7 @@ class _Search:
             in_units(np.concatenate([request.scenarios, request.mixes])).transpose(1, 0, 2)
         )
         self._led_by = len(request.scenarios)
-        bounds = lower_bound(
-            request.scenarios.reshape(-1, request.num_experts), topology.num_ranks, request.slots_per_rank
-        )
-        self._lowest_L = bounds.reshape(self._led_by, -1).mean(axis=0)
+        self._lowest_L = lowest_imbalance(request, request.scenarios).mean(axis=0)
         self._home_LE = start.home_rank.copy()  # writable: one compiled version for all
         self._replica_LRK = start.replicas_LRK.copy()
         self._most_L = start.copy_count.max(axis=1)
@@ -106,7 +103,8 @@ class _Search:
 
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
-        starts = make_starts(question[0][: self._led_by], question[2], self._stride_K, self._anew)
+        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
+        starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
         found = search_layer(*question, self._seconds_price, self._limits(layer), starts)
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
@@ -143,7 +141,10 @@ class _Search:
 
     def _question(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Question]:
         load_WE = self._load_LWE[layer]
+        speed_R = self._request.speed_R
         ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
+        if speed_R is not None:
+            ballast_WR = ballast(load_WE.sum(axis=1), speed_R)
         node = self._request.topology.ranks_per_node
         question = Question(self._home_LE[layer], self._replica_LRK[layer], node, *self._prices(layer), *self._seconds)
         return load_WE, ballast_WR, question

@@ -176,13 +176,20 @@ def _heaviest(layer: Layer, source: int, rank: int) -> int:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def make_starts(load_WE: NDArray[np.int64], question: Question, stride_K: NDArray[np.int64], anew: bool) -> Starts:
+def make_starts(
+    load_WE: NDArray[np.int64],
+    ballast_WR: NDArray[np.int64],
+    question: Question,
+    stride_K: NDArray[np.int64],
+    anew: bool,
+) -> Starts:
     """As the layer stands; with ``anew`` also homes kept or dealt anew, with copies of the hottest, chords, or both."""
     ranks, slots = question.start_replica_RK.shape
     experts = question.start_home_E.size
-    load_E = np.zeros(experts)
+    load_E, ballast_R = np.zeros(experts), np.zeros(ranks)
     for scenario in range(load_WE.shape[0]):
         load_E += load_WE[scenario]
+        ballast_R += ballast_WR[scenario]
     room = NUM_STARTS if anew else 1
     home_XE = np.empty((room, experts), dtype=np.int32)
     replica_XRK = np.empty((room, ranks, slots), dtype=np.int32)
@@ -193,7 +200,7 @@ def make_starts(load_WE: NDArray[np.int64], question: Question, stride_K: NDArra
             if (hot > 1 and hot < slots) or (slots == 0 and kept == 1):
                 continue
             home_XE[count] = question.start_home_E
-            pack(load_E, hot, home_XE[count], replica_XRK[count], kept == 1)
+            pack(load_E, ballast_R, hot, home_XE[count], replica_XRK[count], kept == 1)
             add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])
             if kept == 0:
                 match_ranks(question.start_home_E, home_XE[count], replica_XRK[count])

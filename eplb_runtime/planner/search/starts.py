@@ -27,7 +27,12 @@ def strides(ranks: int, slots: int) -> NDArray[np.int64]:
 
 @njit(nogil=True, cache=True)
 def pack(
-    load_E: NDArray[np.float64], hot: int, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], keep_homes: bool
+    load_E: NDArray[np.float64],
+    ballast_R: NDArray[np.float64],
+    hot: int,
+    home_E: NDArray[np.int32],
+    replica_RK: NDArray[np.int32],
+    keep_homes: bool,
 ) -> None:
     """Copies of the hottest experts into the first ``hot`` replica slots of each rank, and homes, heaviest first.
 
@@ -35,13 +40,14 @@ def pack(
     first, each on the lightest rank with a slot of its kind that does not hold the expert yet.
 
     Args:
+        ballast_R: what each rank counts beside its experts.
         home_E: in (with ``keep_homes``) and out.
         replica_RK: out, the slots from ``hot`` on are left empty.
     """
     ranks, experts = len(replica_RK), load_E.size
     copies_E = hottest_first(load_E, ranks * hot, ranks)
     unit_E = load_E / copies_E
-    load_R = np.zeros(ranks)
+    load_R = ballast_R.copy()
     homes_R, filled_R = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     replica_RK[:] = EMPTY
     if keep_homes:

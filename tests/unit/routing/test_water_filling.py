@@ -204,6 +204,16 @@ def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
     assert sent[:, 0].tolist() == [[0, 0, 0], [0, 30, 0], [30, 0, 0], [0, 0, 30]]
 
 
+def test_a_slow_rank_gets_tokens_by_its_speed() -> None:
+    ring = Placement([[0, 1, 1, 2, 2, 3, 3, 0]], 4, 4, [[0, 2, 4, 6]])
+    tables, counts = SplitTables.of(ring), np.full((4, 4), 250)
+    for speed in ([1.0, 1.0, 0.5, 1.0], [1.0, 0.25, 1.0, 0.25]):
+        sent = every_row(counts, tables, ranks_per_node=4, speed_R=np.array(speed))
+        loads = rank_loads(sent.sum(axis=0), tables.copy_slot_LEC[0], ring)
+        assert np.abs(loads / speed - 4000 / np.sum(speed)).max() <= 8, "equally long, to a few tokens"
+        assert np.array_equal(sent.sum(axis=2), counts)
+
+
 def test_choices_fill_the_copies_in_order_of_tokens() -> None:
     expert = torch.tensor([[0, 1], [0, -1], [1, 0], [0, 1]])
     slots = torch.tensor([[5, 7], [2, -1]])
