@@ -134,62 +134,65 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
         work: None: the usual one.
 
     Returns:
-        JSON-able. ``"train"``, skewed load, a row for each variant (``static``, ``homes``, ``replicas``): ``step_ms``,
-        ``imbalance`` (max / mean rank load by the placement and split used, in the timed steps),
-        ``share_of_ideal_gain`` (of what static loses against its ideal: its step x mean / max), ``homes_moved`` and
-        ``copies`` (that stand at the end). ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``, balanced load:
-        ``static_step_ms``, ``attached_step_ms``, ``overhead`` (of a balancer that decides every interval, against one
-        that never does), ``homes_moved``. Times are medians over blocks; shares and overhead are medians over blocks
-        that stood side by side.
+        JSON-able. ``"train"``, a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and ``even``,
+        the same model with fixed experts and as many tokens for each: ``step_ms``, ``imbalance`` (max / mean rank load
+        by the placement and split used, in the timed steps), ``homes_moved`` and ``copies`` (that stand at the end);
+        of what static loses against even load, measured, ``share_of_even_gain``; against its own step x mean / max,
+        ``share_of_ideal_gain``; this ideal supposes that all of a step is in proportion to the busiest rank's load.
+        ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
+        ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
+        Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
     """
     work = work or Workload(blocks=blocks)
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
-    return {"ranks": dist.get_world_size(), **_skewed(work), "overhead": [_balanced(work)]}
-
-
-def _skewed(work: Workload) -> dict[str, Any]:
     variants = [
         _Variant("static", work, work.skew, _config(work, policy="static")),
         _Variant("homes", work, work.skew, _config(work, policy="incremental")),
         _Variant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
+        _Variant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
+        _Variant("attached", work, 1.0, _config(work, policy="incremental")),
     ]
     _take_turns(variants)
-    seconds = [_over_ranks(variant.block_seconds) for variant in variants]
-    imbalance = [_imbalance(variant) for variant in variants]
-    ideal = [block / imbalance[0] for block in seconds[0]]
-    rows = []
-    for variant, blocks, uneven in zip(variants, seconds, imbalance, strict=True):
-        shares = [(s - b) / (s - i) if s > i else 0.0 for s, b, i in zip(seconds[0], blocks, ideal, strict=True)]
-        rows.append(
+    static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
+    imbalance = _imbalance(variants[0])
+    ideal = [block / imbalance for block in static]
+    result = {
+        "ranks": dist.get_world_size(),
+        "train": [_row(variant, static, even, ideal) for variant in variants[:-1]],
+        "ideal_step_ms": _step_ms(ideal, work),
+        "static_imbalance": imbalance,
+        "overhead": [
             {
-                "variant": variant.name,
-                "step_ms": _step_ms(blocks, work),
-                "imbalance": uneven,
-                "share_of_ideal_gain": _median(shares),
-                "homes_moved": _moved(variant),
-                "copies": int((variant.balancer.placement.copy_count - 1).sum()),
+                "static_step_ms": _step_ms(even, work),
+                "attached_step_ms": _step_ms(attached, work),
+                "overhead": _median([b / a - 1 for a, b in zip(even, attached, strict=True)]),
+                "homes_moved": _moved(variants[-1]),
             }
-        )
-        variant.balancer.close()
-    return {"train": rows, "ideal_step_ms": _step_ms(ideal, work), "static_imbalance": imbalance[0]}
-
-
-def _balanced(work: Workload) -> dict[str, Any]:
-    static = _Variant("static", work, 1.0, BalancerConfig(policy="static", interval=NEVER))
-    attached = _Variant("attached", work, 1.0, _config(work, policy="incremental"))
-    _take_turns([static, attached])
-    seconds, other = _over_ranks(static.block_seconds), _over_ranks(attached.block_seconds)
-    row = {
-        "static_step_ms": _step_ms(seconds, work),
-        "attached_step_ms": _step_ms(other, work),
-        "overhead": _median([b / a - 1 for a, b in zip(seconds, other, strict=True)]),
-        "homes_moved": _moved(attached),
+        ],
     }
-    for variant in (static, attached):
+    for variant in variants:
         variant.balancer.close()
-    return row
+    return result
+
+
+def _row(variant: _Variant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:
+    blocks = _over_ranks(variant.block_seconds)
+    return {
+        "variant": variant.name,
+        "step_ms": _step_ms(blocks, variant.work),
+        "imbalance": _imbalance(variant),
+        "share_of_even_gain": _share(static, blocks, even),
+        "share_of_ideal_gain": _share(static, blocks, ideal),
+        "homes_moved": _moved(variant),
+        "copies": int((variant.balancer.placement.copy_count - 1).sum()),
+    }
+
+
+def _share(static: list[float], blocks: list[float], best: list[float]) -> float:
+    """Of the time between ``static`` and ``best``, how much is won."""
+    return _median([(s - b) / (s - i) if s > i else 0.0 for s, b, i in zip(static, blocks, best, strict=True)])
 
 
 def _config(work: Workload, **options: Any) -> BalancerConfig:

@@ -137,13 +137,15 @@ def train(rank: int) -> dict:
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
     result = json.loads(json.dumps(run_ranks(2, train)[0]))
     assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead"]
-    static, homes, replicas = result["train"]
-    assert [row["variant"] for row in (static, homes, replicas)] == ["static", "homes", "replicas"]
+    static, *_, even = result["train"]
+    assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
     for row in result["train"]:
-        assert set(row) == {"variant", "step_ms", "imbalance", "share_of_ideal_gain", "homes_moved", "copies"}
+        shares = {"share_of_even_gain", "share_of_ideal_gain"}
+        assert set(row) == {"variant", "step_ms", "imbalance", "homes_moved", "copies"} | shares
     assert (
         static["homes_moved"] == static["copies"] == 0
-        and static["share_of_ideal_gain"] == 0
+        and static["share_of_ideal_gain"] == static["share_of_even_gain"] == 0
+        and even["share_of_even_gain"] in (0, 1)
         and result["static_imbalance"] > 1.2
     )
     assert set(result["overhead"][0]) == {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
