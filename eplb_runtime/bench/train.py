@@ -134,11 +134,11 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
         work: None: the usual one.
 
     Returns:
-        JSON-able. ``"train"``, a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and ``even``,
-        the same model with fixed experts and as many tokens for each: ``step_ms``, ``imbalance`` (max / mean rank load
-        by the placement and split used, in the timed steps), ``homes_moved`` and ``copies`` (that stand at the end);
-        of what static loses against even load, measured, ``share_of_even_gain``; against its own step x mean / max,
-        ``share_of_ideal_gain``; this ideal supposes that all of a step is in proportion to the busiest rank's load.
+        JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
+        ``even``, the same model with fixed experts and as many tokens for each. ``step_ms``; ``imbalance`` (max / mean
+        rank load by the placement and split used, in the timed steps); ``homes_moved`` and ``copies`` (that stand at
+        the end); of what static loses against even load, measured: ``share_of_even_gain``; against its own step x
+        mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
         ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
         Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
