@@ -23,6 +23,7 @@ from .placement import Placement
 from .planner import CostModel, Plan, PlanError, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.policies import LAYOUTS
+from .planner.traffic import checked_sources, received
 from .topology import Topology
 
 FloatArray = NDArray[np.float64]
@@ -37,10 +38,11 @@ class StepModel:
 
     * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times that in
       training (forward, and both gradients in backward), at ``flops``.
-    * exchange: a token's hidden vector crosses once in dispatch and once in combine, and again both in backward. The
-      tokens of an expert come from all ranks alike, so of the busiest rank's tokens (G - 1) / R cross links inside
-      the node and (R - G) / R links between nodes, for G ranks a node; both kinds of link work at the same time, so the
-      slower one counts.
+    * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
+      where it is computed on its own rank. Links inside the node and between nodes work at the same time, so of the
+      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike unless sources say
+      otherwise, and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
+      node and (R - G) / R between nodes, for G ranks a node.
 
     Args:
         hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
@@ -78,20 +80,47 @@ class StepModel:
         owners = placement.num_experts / placement.num_slots
         return round(owners * self.home_bytes + (1 - owners) * self.replica_bytes)
 
-    def seconds(self, busiest_rank_tokens: FloatArray, topology: Topology) -> float:
-        """Seconds of all layers for ``busiest_rank_tokens`` [L], token-expert pairs on the busiest rank."""
+    def seconds(
+        self, busiest_rank_tokens: FloatArray, topology: Topology, received_LR2: FloatArray | None = None
+    ) -> float:
+        """Seconds of all layers.
+
+        Args:
+            busiest_rank_tokens: ``[L]``, token-expert pairs on the busiest rank.
+            received_LR2: ``[L, R, 2]``, pairs that each rank gets from other ranks of its node and from other nodes
+                (``planner.traffic.received``); None: as without copies, from all ranks alike.
+        """
         ranks, node = topology.num_ranks, topology.ranks_per_node
         compute = 6 * self.hidden_size * self.expert_hidden_size * (3 if self.training else 1) / self.flops
-        crossings = (4 if self.training else 2) * self.hidden_size * self.activation_bytes
-        exchange = crossings * max(
-            (node - 1) / ranks / topology.intra_node_bandwidth, (ranks - node) / ranks / topology.inter_node_bandwidth
-        )
-        return float(busiest_rank_tokens.sum() * (compute + exchange))
+        if received_LR2 is None:
+            shares = np.array([(node - 1) / ranks, (ranks - node) / ranks])
+            received_LR2 = busiest_rank_tokens[:, None, None] * shares
+        bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
+        exchange = (received_LR2 / bandwidth).max(axis=(1, 2)) * self.token_bytes
+        return float((busiest_rank_tokens * compute + exchange).sum())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on the wire of one token-expert pair in a step."""
+        return (4 if self.training else 2) * self.hidden_size * self.activation_bytes
+
+    def crossing_seconds(self, rank_tokens: FloatArray, topology: Topology) -> float:
+        """For ``CostModel``: seconds of all layers by which a step is longer if all tokens cross nodes instead of none.
+
+        Args:
+            rank_tokens: ``[L]``, token-expert pairs of a rank on average.
+        """
+        if topology.num_nodes == 1:
+            return 0.0
+        return float(rank_tokens.sum() * self.token_bytes / topology.inter_node_bandwidth)
 
 
 @dataclass(frozen=True)
 class WindowResult:
-    """One judged window of one policy; the replan just before it, if there was one. Bytes and seconds of the replan."""
+    """One judged window of one policy; the replan just before it, if there was one. Bytes and seconds of the replan.
+
+    ``crossing_share``: of all tokens, those that are computed on another node than they come from.
+    """
 
     policy: str
     window: int
@@ -99,6 +128,7 @@ class WindowResult:
     imbalance_mean: float
     imbalance_max: float
     step_seconds: float
+    crossing_share: float
     decision: str = ""
     moved_slots: int = 0
     moved_homes: int = 0
@@ -148,6 +178,7 @@ class PolicyRun:
                 "p95": float(np.percentile(self.imbalance, 95)),
                 "max": float(self.imbalance.max()),
             },
+            "crossing_share": float(np.mean([window.crossing_share for window in self.windows])),
             "moved_slots_share": float(np.mean([replan.moved_slots for replan in replans]) / all_slots),
             "rebalances": sum(replan.decision == "rebalance" for replan in replans),
             "plan_seconds": float(np.mean([replan.plan_seconds for replan in replans])),
@@ -169,6 +200,7 @@ def simulate(
     options: Mapping[str, Any] | None = None,
     steps_per_window: int = 1,
     step_model: StepModel | None = None,
+    sources: FloatArray | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[PolicyRun]:
     """Run each policy over the series.
@@ -185,6 +217,8 @@ def simulate(
             a horizon of ``10 * every`` windows.
         steps_per_window: training steps that a window stands for.
         step_model: None: the defaults of :class:`StepModel`.
+        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
+            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
         on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
 
     Raises:
@@ -210,11 +244,20 @@ def simulate(
             moe_share=1.0,
             horizon_steps=10 * every * steps_per_window,
             stall_seconds=model.stall_seconds,
+            crossing_seconds=0.0 if sources is None else model.crossing_seconds(mean_tokens, topology),
         )
         ask = _asking(
-            policy, topology, cost, groups=groups, max_moves=max_moves, gate=gate, options=dict(options or {})
+            policy,
+            topology,
+            cost,
+            groups=groups,
+            max_moves=max_moves,
+            gate=gate,
+            options=dict(options or {}),
+            sources=sources,
         )
-        game = _Game(load, topology, every, history or 4 * every, steps_per_window, model)
+        share_LNE = None if sources is None else checked_sources(sources, load.shape[1], load.shape[2], topology)
+        game = _Game(load, topology, every, history or 4 * every, steps_per_window, model, share_LNE)
         runs.append(game.play(policy, current, cost, ask, on_progress))
     return runs
 
@@ -252,6 +295,7 @@ class _Game:
     history: int
     steps_per_window: int
     model: StepModel
+    share_LNE: FloatArray | None
 
     def play(
         self,
@@ -273,13 +317,14 @@ class _Game:
             for window in range(start, min(start + self.every, len(self.load))):
                 judged = predicted_imbalance(self.load[window], current)
                 imbalance.append(judged)
-                result = self._result(policy, window, judged)
+                result = self._result(policy, window, judged, current)
                 windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
             on_progress()
         slots, steps = current.num_slots, self.steps_per_window
         return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
 
-    def _result(self, policy: str, window: int, judged: FloatArray) -> WindowResult:
+    def _result(self, policy: str, window: int, judged: FloatArray, placement: Placement) -> WindowResult:
+        received_LR2 = received(self.load[window], placement, self.topology, self.share_LNE)
         mean_tokens = self.load[window].sum(axis=1) / self.topology.num_ranks / self.steps_per_window
         return WindowResult(
             policy=policy,
@@ -287,7 +332,8 @@ class _Game:
             balancedness_mean=float((1 / judged).mean()),
             imbalance_mean=float(judged.mean()),
             imbalance_max=float(judged.max()),
-            step_seconds=self.model.seconds(judged * mean_tokens, self.topology),
+            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / self.steps_per_window),
+            crossing_share=float(received_LR2[:, :, 1].sum() / max(self.load[window].sum(), 1e-300)),
         )
 
 

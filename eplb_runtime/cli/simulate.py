@@ -115,6 +115,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
                 "p95": f"{summary['imbalance']['p95']:.4f}",
                 "max": f"{summary['imbalance']['max']:.4f}",
+                "cross-node tokens": f"{summary['crossing_share']:.1%}",
                 "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
                 "rebalances": f"{summary['rebalances']} of {len(run.replans)}",
                 "GB moved": f"{run.moved_bytes / 1e9:.1f}",

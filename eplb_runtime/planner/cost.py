@@ -31,6 +31,9 @@ class CostModel:
         moe_share: share of a step that expert compute and dispatch take, in [0, 1].
         horizon_steps: steps over which a rebalance is expected to go on paying.
         stall_seconds: fixed cost of a rebalance (agreement, commit, cold caches).
+        crossing_seconds: how much longer a step would take if every token was computed on another node than its own,
+            instead of none; with it, plans weigh such tokens against imbalance (`simulate.StepModel.crossing_seconds`
+            estimates it from a measured bandwidth).
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -42,9 +45,18 @@ class CostModel:
     moe_share: float = 0.5
     horizon_steps: int = 500
     stall_seconds: float = 0.0
+    crossing_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("home_bytes", "replica_bytes", "step_seconds", "moe_share", "horizon_steps", "stall_seconds"):
+        for name in (
+            "home_bytes",
+            "replica_bytes",
+            "step_seconds",
+            "moe_share",
+            "horizon_steps",
+            "stall_seconds",
+            "crossing_seconds",
+        ):
             value = getattr(self, name)
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: give a finite number that is not negative")
@@ -52,6 +64,12 @@ class CostModel:
     def seconds_per_imbalance(self, num_layers: int) -> float:
         """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon."""
         return self.horizon_steps * self.moe_share * self.step_seconds / num_layers
+
+    @property
+    def crossing_price(self) -> float:
+        """Imbalance of all layers that costs as much as all tokens crossing nodes; 0 where seconds are unknown."""
+        a_step = self.moe_share * self.step_seconds
+        return self.crossing_seconds / a_step if a_step > 0 else 0.0
 
     def bytes_by_link(
         self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int

@@ -20,6 +20,7 @@ from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
 from .policies.hierarchical import rule_cost
 from .terms import Settled, Terms
+from .traffic import checked_sources, crossing_share
 from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 
 
@@ -56,6 +57,9 @@ def plan(
             is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
         available: bool ``[R]``; ranks that are False are gone: their slots keep what stands there, nobody reads them,
             and every expert gets a copy elsewhere, by the fewest moves. For ``free``; None: all are there.
+        sources: tokens by where they come from, ``[N, L, E]`` by node or ``[R, L, E]`` by rank; only the proportions in
+            which an expert's tokens come from the nodes matter. None: from all alike. They count where crossing nodes
+            has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
         options: further settings of single policies.
 
     Returns:
@@ -90,6 +94,9 @@ def _request(
     scenarios, mixes = _load_to_come(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
+    share_LNE = None
+    if settled.sources is not None:
+        share_LNE = checked_sources(settled.sources, windows.shape[1], windows.shape[2], topology)
     return PlanRequest(
         load=windows,
         forecast=scenarios.mean(axis=0),
@@ -105,6 +112,8 @@ def _request(
         home_bytes=cost.home_bytes if cost else 0,
         replica_bytes=cost.replica_bytes if cost else 0,
         seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1]) if cost and priced else None,
+        crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
+        source_share_LNE=share_LNE,
         options=dict(settled.options or {}),
     )
 
@@ -134,18 +143,24 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
     moves = moves_between(current, placement, topology, request.speed_R)
     lost = 0 if current is None else lost_experts(current, request.speed_R)
     before = None if lost else before
+    crossing_before = None if lost else _crossing(request, current)
+    crossing_after = _crossing(request, placement)
+    worth_before = None if before is None else _worth(request, before, crossing_before)
+    worth_after = _worth(request, after, crossing_after)
     saved = spent = float("nan")
-    if cost is not None and current is not None and before is not None and cost.step_seconds > 0:
-        saved = float(cost.seconds_per_imbalance(request.num_layers) * (before - after).sum())
+    if cost is not None and current is not None and worth_before is not None and cost.step_seconds > 0:
+        saved = float(cost.seconds_per_imbalance(request.num_layers) * (worth_before - worth_after).sum())
         spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
-    decision, reason = _decide(settled.gate, before, after, len(np.unique(moves[:, MOVE_LAYER])), saved, spent)
+    falls = worth_before is None or float(worth_after.mean()) < float(worth_before.mean())
+    moving = len(np.unique(moves[:, MOVE_LAYER]))
+    decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent))
     if lost:
         reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {after.mean():.3f}"
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
         placement, moves = current, moves[:0]
-        after = after if before is None else before
+        after, crossing_after = after if before is None else before, crossing_before
     intra = inter = 0
     if cost is not None:
         sent, _ = cost.bytes_by_link(moves, topology, request.slots_per_rank)
@@ -165,19 +180,39 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
         decision=decision,
         reason=reason,
         plan_seconds=time.perf_counter() - began,
+        crossing_before=crossing_before,
+        crossing_after=crossing_after,
     )
 
 
+def _crossing(request: PlanRequest, placement: Placement | None) -> NDArray[np.float64] | None:
+    if placement is None or not (request.crossing_price or request.source_share_LNE is not None):
+        return None
+    return crossing_share(request.forecast, placement, request.topology, request.source_share_LNE)
+
+
+def _worth(
+    request: PlanRequest, imbalance: NDArray[np.float64], crossing: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Imbalance and, where it has a price, crossing tokens."""
+    return imbalance if crossing is None else imbalance + request.crossing_price * crossing
+
+
 def _decide(
-    gate: str, before: NDArray[np.float64] | None, after: NDArray[np.float64], moving: int, saved: float, spent: float
+    gate: str,
+    imbalance: tuple[NDArray[np.float64] | None, NDArray[np.float64]],
+    falls: bool,
+    moving: int,
+    seconds: tuple[float, float],
 ) -> tuple[str, str]:
+    (before, after), (saved, spent) = imbalance, seconds
     if before is None:
         return "rebalance", f"no placement stands yet; mean imbalance will be {after.mean():.3f}"
     change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> {after.max():.3f}"
     change += f", by moves in {moving} of {len(after)} layers"
     if moving == 0:
         return "stay", f"nothing to move: mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
-    if gate == "always" and not after.mean() < before.mean():
+    if gate == "always" and not falls:
         return "stay", f"no gain: {change}"
     if gate == "payoff" and not saved > HYSTERESIS * spent:
         return "stay", f"would save {saved:.3g} s, less than {HYSTERESIS:g} x the {spent:.3g} s it costs; {change}"

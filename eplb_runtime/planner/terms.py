@@ -25,6 +25,7 @@ class Terms(TypedDict, total=False):
     declared: ArrayLike | None
     rank_speed: ArrayLike | None
     available: ArrayLike | None
+    sources: ArrayLike | None
     options: Mapping[str, Any] | None
 
 
@@ -41,4 +42,5 @@ class Settled:
     declared: ArrayLike | None = None
     rank_speed: ArrayLike | None = None
     available: ArrayLike | None = None
+    sources: ArrayLike | None = None
     options: Mapping[str, Any] | None = None

@@ -46,6 +46,9 @@ class PlanRequest:
         seconds_per_imbalance: what one unit of one layer's imbalance costs over the horizon, in seconds; None: moves
             need not pay for themselves.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1, 0 for one that is gone; None: all alike.
+        crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
+        source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
+            nodes send alike.
         options: further settings of single policies.
     """
 
@@ -64,6 +67,8 @@ class PlanRequest:
     replica_bytes: int = 0
     seconds_per_imbalance: float | None = None
     speed_R: NDArray[np.float64] | None = None
+    crossing_price: float = 0.0
+    source_share_LNE: NDArray[np.float64] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,6 +117,9 @@ class Plan:
         decision: ``"rebalance"`` or ``"stay"``.
         reason: one sentence.
         plan_seconds: wall time of planning.
+        crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
+            they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
+            (``sources``, or a cost of crossing), or nothing stands.
     """
 
     policy: str
@@ -128,6 +136,8 @@ class Plan:
     decision: str
     reason: str
     plan_seconds: float
+    crossing_before: NDArray[np.float64] | None = None
+    crossing_after: NDArray[np.float64] | None = None
 
     @property
     def moved_slots(self) -> int:
@@ -158,6 +168,9 @@ class Plan:
         for name, values in rows:
             if values is not None:
                 lines.append(f"  {name:<24}{values.mean():>8.3f}{values.max():>8.3f}  {int(values.argmax())}")
+        if self.crossing_after is not None:
+            before = "" if self.crossing_before is None else f"{self.crossing_before.mean():.1%} -> "
+            lines.append(f"  tokens that cross nodes: {before}{self.crossing_after.mean():.1%}")
         lines += self._layers_that_move()
         return "\n".join(lines)
 

@@ -143,6 +143,7 @@ def test_simulate_json_has_the_documented_keys(load_file: Path, capsys: pytest.C
             "policy",
             "balancedness",
             "imbalance",
+            "crossing_share",
             "moved_slots_share",
             "rebalances",
             "plan_seconds",

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from ...placement import EMPTY, Placement
 from ...routing.water_filling import ballast
 from ..cost import HYSTERESIS
-from ..evaluate import imbalance_by_scenario, in_units, lowest_imbalance
+from ..evaluate import in_units, lowest_imbalance
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
-from ..search.descent import Question
 from ..search.explore import Found, Limits, Starts, make_starts, search_layer
+from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
+from ..traffic import worth_by_scenario
 from ..types import PlanRequest
 
 LEAST_GAIN = 0.005
@@ -146,8 +147,23 @@ class _Search:
         if speed_R is not None:
             ballast_WR = ballast(load_WE.sum(axis=1), speed_R)
         node = self._request.topology.ranks_per_node
-        question = Question(self._home_LE[layer], self._replica_LRK[layer], node, *self._prices(layer), *self._seconds)
+        question = Question(
+            self._home_LE[layer],
+            self._replica_LRK[layer],
+            node,
+            *self._prices(layer),
+            *self._seconds,
+            self._sources(layer),
+            self._request.crossing_price,
+        )
         return load_WE, ballast_WR, question
+
+    def _sources(self, layer: int) -> NDArray[np.float64]:
+        """float64 ``[E, N]``: where each expert's tokens come from."""
+        if self._request.source_share_LNE is not None:
+            return np.ascontiguousarray(self._request.source_share_LNE[layer].T)
+        nodes = self._request.topology.num_nodes
+        return np.full((self._request.num_experts, nodes), 1.0 / nodes)
 
     def _limits(self, layer: int) -> Limits:
         load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
@@ -190,7 +206,7 @@ def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -
 
 def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) -> Placement:
     """Layers of ``other`` whose gain, by the splitter itself, is more than the scenarios' own noise."""
-    gain_WL = imbalance_by_scenario(request, standing) - imbalance_by_scenario(request, other)
+    gain_WL = worth_by_scenario(request, standing) - worth_by_scenario(request, other)
     gain_L = gain_WL.mean(axis=0)
     error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
     return _choose((gain_L > 0) & (gain_L > NOISE * error_L), other, standing)

@@ -15,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, set_replica, settle, stands_on, swap_homes
 
 NEAR_BONUS = 1.02
@@ -25,48 +26,12 @@ TRIED = 3
 """Steps tried in earnest for each busy rank."""
 STUCK_RANKS = 6
 """So many busy ranks are tried before the search gives up."""
-SPREAD_WEIGHT = 0.1
-"""Of the mean squared deviation of rank loads, beside the busiest rank: it leads over plateaus."""
 SETTLING_SWEEPS = 3
 LEAST_FALL = 1e-6
 SURE = 1.2
 """A step's gain must be so many standard errors of its mean over the scenarios."""
 GOOD_ENOUGH = 2.0**-10
 """A rank this little above the mean needs no relief."""
-
-
-class Question(NamedTuple):
-    """What does not change during a search.
-
-    Args:
-        start_home_E: int32, where homes stand now, for the price of what is reached.
-        start_replica_RK: int32, likewise replicas.
-        ranks_per_node: consecutive ranks that share a node.
-        home_price, replica_price: of moving one, in imbalance.
-        home_seconds, replica_seconds: float64 ``[2]``, of carrying one expert inside a node and between nodes.
-    """
-
-    start_home_E: NDArray[np.int32]
-    start_replica_RK: NDArray[np.int32]
-    ranks_per_node: int
-    home_price: float
-    replica_price: float
-    home_seconds: NDArray[np.float64]
-    replica_seconds: NDArray[np.float64]
-
-
-class Track(NamedTuple):
-    """What a search has reached after 0, 1, ... N steps; filled from the front.
-
-    Args:
-        value_N: float64, mean over scenarios of max / mean rank load.
-        moved_N2: int64 ``[N, 2]``, homes and replicas that have moved by then.
-        seconds_N: float64, of the busiest link to carry these.
-    """
-
-    value_N: NDArray[np.float64]
-    moved_N2: NDArray[np.int64]
-    seconds_N: NDArray[np.float64]
 
 
 class Best(NamedTuple):
@@ -93,8 +58,9 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
     best = Best(np.zeros(TRIED), np.zeros((TRIED, 4), dtype=np.int64))
     peak_W, tried_W, kept_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
     value, goal = judge(layer, peak_W)
-    record(layer, question, track, 0, value)
-    goal += price_of_moves(layer, question)
+    crossing = crossing_cost(layer, question)
+    record(layer, question, track, 0, value + crossing)
+    goal += crossing + price_of_moves(layer, question)
     copy_state(layer, spare)
     stuck, step = 0, 0
     while step + 1 < track.value_N.size and stuck < STUCK_RANKS and value > enough:
@@ -114,13 +80,14 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
         for index in range(TRIED):
             if best.gain_M[index] <= 0.0:
                 break
-            _take(layer, best.step_M4[index])
+            take(layer, best.step_M4[index])
             settle(layer, SETTLING_SWEEPS)
             tried_value, tried = judge(layer, tried_W)
             if tried < reached:
-                tried += price_of_moves(layer, question)
+                tried_crossing = crossing_cost(layer, question)
+                tried += tried_crossing + price_of_moves(layer, question)
                 if tried < reached and _is_sure(peak_W, tried_W):
-                    reached, value, found = tried, tried_value, True
+                    reached, value, crossing, found = tried, tried_value, tried_crossing, True
                     kept_W[:] = tried_W
                     copy_state(layer, other)
             copy_state(spare, layer)
@@ -135,35 +102,8 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
         stuck_R[:] = False
         stuck = 0
         step += 1
-        record(layer, question, track, step, value)
+        record(layer, question, track, step, value + crossing)
     return step
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean over scenarios of max / mean rank load; the same with a little of the spread, which the search lowers.
-
-    Args:
-        peak_W: out, max / mean rank load of each scenario.
-    """
-    scenarios, ranks = layer.load_WR.shape
-    peaks, spread = 0.0, 0.0
-    for scenario in range(scenarios):
-        total, squares, peak = 0.0, 0.0, 0.0
-        for rank in range(ranks):
-            load = float(layer.load_WR[scenario, rank])
-            total += load
-            squares += load * load
-            peak = max(peak, load)
-        if total > 0.0:
-            mean = total / ranks
-            peak_W[scenario] = peak / mean
-            peaks += peak_W[scenario]
-            spread += squares / (mean * mean * ranks) - 1.0
-        else:
-            peak_W[scenario] = 1.0
-            peaks += 1.0
-    return peaks / scenarios, (peaks + SPREAD_WEIGHT * spread) / scenarios
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -244,7 +184,7 @@ def _find_swaps(
                     continue
                 if layer.row_E[there] >= 0 and stands_on(layer, there, busiest):
                     continue
-                _keep(best, gain, 0, here, there, 0)
+                keep_best(best, gain, 0, here, there, 0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -274,7 +214,7 @@ def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ran
                     gain -= loss_W[scenario]
                 gain *= bonus
                 if gain > best.gain_M[-1] and not stands_on(layer, expert, rank):
-                    _keep(best, gain, 1, expert, rank, slot)
+                    keep_best(best, gain, 1, expert, rank, slot)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -332,7 +272,7 @@ def _cost_of_leaving(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _keep(best: Best, gain: float, kind: int, first: int, second: int, third: int) -> None:
+def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third: int) -> None:
     """Into the list by gain; among equals the earlier stays ahead."""
     place = best.gain_M.size - 1
     while place > 0 and best.gain_M[place - 1] < gain:
@@ -345,59 +285,8 @@ def _keep(best: Best, gain: float, kind: int, first: int, second: int, third: in
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _take(layer: Layer, step_4: NDArray[np.int64]) -> None:
+def take(layer: Layer, step_4: NDArray[np.int64]) -> None:
     if step_4[0] == 0:
         swap_homes(layer, step_4[1], step_4[2])
     else:
         set_replica(layer, step_4[2], step_4[3], step_4[1])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def price_of_moves(layer: Layer, question: Question) -> float:
-    """Of homes on another rank than now, and of replicas on a rank that does not hold the expert now; in imbalance."""
-    homes, replicas = 0, 0
-    for expert in range(layer.home_E.size):
-        if layer.home_E[expert] != question.start_home_E[expert]:
-            homes += 1
-    for rank in range(layer.replica_RK.shape[0]):
-        for slot in range(layer.replica_RK.shape[1]):
-            expert = layer.replica_RK[rank, slot]
-            if expert != EMPTY and not _stood_on(question, expert, rank):
-                replicas += 1
-    return question.home_price * homes + question.replica_price * replicas
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _stood_on(question: Question, expert: int, rank: int) -> bool:
-    if question.start_home_E[expert] == rank:
-        return True
-    found = False
-    for slot in range(question.start_replica_RK.shape[1]):
-        found = found or question.start_replica_RK[rank, slot] == expert
-    return found
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def record(layer: Layer, question: Question, track: Track, step: int, value: float) -> None:
-    """Write down what has been reached and what it costs: as ``CostModel.transfer_seconds``."""
-    ranks, node = layer.replica_RK.shape[0], question.ranks_per_node
-    sent_R, received_R = np.zeros(ranks), np.zeros(ranks)
-    track.value_N[step] = value
-    track.moved_N2[step] = 0
-    for expert in range(layer.home_E.size):
-        source, rank = question.start_home_E[expert], layer.home_E[expert]
-        if source != rank:
-            seconds = question.home_seconds[1 if source // node != rank // node else 0]
-            sent_R[source] += seconds
-            received_R[rank] += seconds
-            track.moved_N2[step, 0] += 1
-    for rank in range(ranks):
-        for slot in range(layer.replica_RK.shape[1]):
-            expert = layer.replica_RK[rank, slot]
-            if expert != EMPTY and not _stood_on(question, expert, rank):
-                source = question.start_home_E[expert]
-                seconds = question.replica_seconds[1 if source // node != rank // node else 0]
-                sent_R[source] += seconds
-                received_R[rank] += seconds
-                track.moved_N2[step, 1] += 1
-    track.seconds_N[step] = max(sent_R.max(), received_R.max())

@@ -13,14 +13,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
-from .descent import GOOD_ENOUGH, LEAST_FALL, Question, Track, descend, judge, price_of_moves, record
+from .descent import GOOD_ENOUGH, LEAST_FALL, descend
+from .nearness import draw_near
+from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
 from .settle import match_ranks
-from .starts import add_chords, pack
+from .starts import add_chords, pack, pack_near
 
 SEARCHED = 2
 """Starts that are searched from, of those tried: the best by what they are and cost."""
-NUM_STARTS = 8
+NUM_STARTS = 9
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
 
@@ -117,6 +119,8 @@ def _search_from(
         if filled == steps:
             break
         steps = filled
+    if question.crossing_price > 0.0:
+        steps = draw_near(layer, spare, other, question, track, steps)
     return Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, start)
 
 
@@ -127,7 +131,8 @@ def _price(
     """What all scenarios make of a placement, and what going there costs, in imbalance."""
     track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
     stand(every, home_E, replica_RK)
-    record(every, question, track, 0, judge(every, np.empty(every.load_WR.shape[0]))[1])
+    reached = judge(every, np.empty(every.load_WR.shape[0]))[1] + crossing_cost(every, question)
+    record(every, question, track, 0, reached)
     return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
 
 
@@ -136,7 +141,7 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
     """Chords into empty slots, one after the other, where the busiest ranks gain by it; returns the steps by then."""
     ranks, slots = layer.replica_RK.shape
     peak_W = np.empty(layer.load_WR.shape[0])
-    goal = judge(layer, peak_W)[1] + price_of_moves(layer, question)
+    goal = judge(layer, peak_W)[1] + crossing_cost(layer, question) + price_of_moves(layer, question)
     for slot in range(slots):
         for rank in range(ranks):
             if layer.replica_RK[rank, slot] != EMPTY or steps + 2 >= track.value_N.size:
@@ -148,11 +153,12 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
             set_replica(layer, rank, slot, expert)
             settle(layer, 1)
             value, tried = judge(layer, peak_W)
-            tried += price_of_moves(layer, question)
+            crossing = crossing_cost(layer, question)
+            tried += crossing + price_of_moves(layer, question)
             if tried < goal - LEAST_FALL:
                 goal = tried
                 steps += 1
-                record(layer, question, track, steps, value)
+                record(layer, question, track, steps, value + crossing)
             else:
                 copy_state(spare, layer)
     return steps
@@ -190,6 +196,7 @@ def make_starts(
     for scenario in range(load_WE.shape[0]):
         load_E += load_WE[scenario]
         ballast_R += ballast_WR[scenario]
+    nearest = anew and question.crossing_price > 0.0
     room = NUM_STARTS if anew else 1
     home_XE = np.empty((room, experts), dtype=np.int32)
     replica_XRK = np.empty((room, ranks, slots), dtype=np.int32)
@@ -205,6 +212,11 @@ def make_starts(
             if kept == 0:
                 match_ranks(question.start_home_E, home_XE[count], replica_XRK[count])
             count += 1
+    if nearest:
+        pack_near(load_E, question.source_EN, question.ranks_per_node, home_XE[count])
+        replica_XRK[count] = EMPTY
+        add_chords(load_E, stride_K, home_XE[count], replica_XRK[count])
+        count += 1
     if anew and slots > 0:
         home_XE[count] = question.start_home_E
         replica_XRK[count] = question.start_replica_RK

@@ -76,6 +76,42 @@ def pack(
 
 
 @njit(nogil=True, cache=True)
+def pack_near(
+    load_E: NDArray[np.float64], source_EN: NDArray[np.float64], ranks_per_node: int, home_E: NDArray[np.int32]
+) -> None:
+    """Homes on the nodes that most of their tokens come from, those first that lose most elsewhere; in a node, heaviest
+    first, each on the lightest rank.
+
+    Args:
+        source_EN: the share of each expert's tokens that comes from each node.
+        home_E: out.
+    """
+    experts, nodes = source_EN.shape
+    homes = experts // (nodes * ranks_per_node)
+    room_N = np.full(nodes, homes * ranks_per_node, dtype=np.int64)
+    node_E = np.empty(experts, dtype=np.int64)
+    stake_E = np.empty(experts)
+    for expert in range(experts):
+        stake_E[expert] = load_E[expert] * (source_EN[expert].max() - source_EN[expert].mean())
+    for expert in np.argsort(-stake_E, kind="mergesort"):
+        best = -1
+        for node in range(nodes):
+            if room_N[node] > 0 and (best < 0 or source_EN[expert, node] > source_EN[expert, best]):
+                best = node
+        node_E[expert] = best
+        room_N[best] -= 1
+    load_R = np.zeros(nodes * ranks_per_node)
+    filled_R = np.zeros(nodes * ranks_per_node, dtype=np.int64)
+    for expert in np.argsort(-load_E, kind="mergesort"):
+        first = node_E[expert] * ranks_per_node
+        node_load_R, node_filled_R = load_R[first : first + ranks_per_node], filled_R[first : first + ranks_per_node]
+        rank = _lightest(node_load_R, node_filled_R, homes)
+        home_E[expert] = first + rank
+        node_load_R[rank] += load_E[expert]
+        node_filled_R[rank] += 1
+
+
+@njit(nogil=True, cache=True)
 def _lightest(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: int) -> int:
     best = -1
     for rank in range(load_R.size):

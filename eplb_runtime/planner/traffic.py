@@ -1,0 +1,119 @@
+"""How far tokens travel under a placement: to a copy on their own rank, on their own node, or on another.
+
+A batch's tokens go to copies on their own rank first, then on their node, then to the rest (``routing/sources.py``); so
+what leaves a node of an expert's tokens is what the copies there do not take. Sources are counted by node, the ranks of
+a node send alike.
+
+Shape suffixes besides those of ``routing``: N nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..placement import EMPTY, Placement
+from ..routing.tables import SplitTables
+from ..routing.water_filling import split_totals
+from ..topology import Topology
+from .evaluate import UNITS, imbalance_by_scenario, in_units
+from .types import PlanError, PlanRequest
+
+FloatArray = NDArray[np.float64]
+
+
+def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Topology) -> FloatArray:
+    """float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node; alike where none came.
+
+    Args:
+        sources: tokens by where they came from, ``[N, L, E]`` or ``[R, L, E]``.
+
+    Raises:
+        PlanError: another shape, or values that are no counts.
+    """
+    try:
+        counts = np.asarray(sources, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise PlanError("sources is not an array of numbers: give [nodes, layers, experts]") from None
+    nodes, ranks = topology.num_nodes, topology.num_ranks
+    if counts.shape not in ((nodes, layers, experts), (ranks, layers, experts)):
+        raise PlanError(
+            f"sources has shape {counts.shape}: give tokens by node, [{nodes}, {layers}, {experts}], or by rank, "
+            f"[{ranks}, {layers}, {experts}]"
+        )
+    if not (np.isfinite(counts).all() and (counts >= 0).all()):
+        raise PlanError("sources: give token counts, zero where nothing was counted")
+    if len(counts) != nodes:
+        counts = counts.reshape(nodes, -1, layers, experts).sum(axis=1)
+    total_LE = counts.sum(axis=0)
+    share = np.divide(counts, total_LE, out=np.full_like(counts, 1.0 / nodes), where=total_LE > 0)
+    return np.ascontiguousarray(share.transpose(1, 0, 2))
+
+
+def received(
+    load: FloatArray, placement: Placement, topology: Topology, share_LNE: FloatArray | None = None
+) -> FloatArray:
+    """float64 ``[L, R, 2]``: tokens that each rank gets from other ranks of its node, and from other nodes.
+
+    Args:
+        load: float64 ``[L, E]``.
+        share_LNE: as `checked_sources` has it; None: tokens come from all nodes alike.
+    """
+    nodes, node_ranks = topology.num_nodes, topology.ranks_per_node
+    result = np.empty((len(load), topology.num_ranks, 2))
+    for layer, (load_E, computed_ER) in enumerate(zip(load, _computed(load, placement), strict=True)):
+        share_EN = np.full((len(load_E), nodes), 1.0 / nodes) if share_LNE is None else share_LNE[layer].T
+        computed_EN = computed_ER.reshape(len(load_E), nodes, node_ranks).sum(axis=2)
+        come_EN = load_E[:, None] * share_EN
+        far_EN = np.maximum(computed_EN - come_EN, 0.0)
+        far_EN = np.divide(far_EN, computed_EN, out=np.zeros_like(far_EN), where=computed_EN > 0)
+        far_ER = computed_ER * np.repeat(far_EN, node_ranks, axis=1)
+        own_ER = np.minimum(computed_ER, np.repeat(come_EN / node_ranks, node_ranks, axis=1))
+        result[layer, :, 0] = np.maximum(computed_ER - far_ER - own_ER, 0.0).sum(axis=0)
+        result[layer, :, 1] = far_ER.sum(axis=0)
+    return result
+
+
+def crossing_share(
+    load: FloatArray, placement: Placement, topology: Topology, share_LNE: FloatArray | None = None
+) -> FloatArray:
+    """float64 ``[L]``: the share of all tokens that are computed on another node than they come from."""
+    if topology.num_nodes == 1:
+        return np.zeros(len(load))
+    total = load.sum(axis=1)
+    far = received(load, placement, topology, share_LNE)[:, :, 1].sum(axis=1)
+    return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))
+
+
+def worth_by_scenario(request: PlanRequest, placement: Placement) -> FloatArray:
+    """float64 ``[W + V, L]``: imbalance under each scenario, and what tokens that cross nodes are worth beside it."""
+    imbalance = imbalance_by_scenario(request, placement)
+    if not request.crossing_price:
+        return imbalance
+    windows = np.concatenate([request.scenarios, request.mixes])
+    crossing = [crossing_share(window, placement, request.topology, request.source_share_LNE) for window in windows]
+    return imbalance + request.crossing_price * np.stack(crossing)
+
+
+def _computed(load: FloatArray, placement: Placement) -> list[FloatArray]:
+    """For each layer float64 ``[E, R]``: the expert's tokens that a rank computes, by the split of the layout."""
+    layers, experts, ranks = len(load), placement.num_experts, placement.num_ranks
+    result: list[FloatArray] = []
+    if placement.home is None:
+        share = load / placement.copy_count
+        for layer in range(layers):
+            slots_P = placement.physical_to_logical[layer]
+            slot = np.flatnonzero(slots_P != EMPTY)
+            flat = slots_P[slot].astype(np.int64) * ranks + placement.rank_of(slot)
+            tokens = np.bincount(flat, share[layer, slots_P[slot]], minlength=experts * ranks)
+            result.append(np.asarray(tokens.reshape(experts, ranks), dtype=np.float64))
+        return result
+    tables = SplitTables.of(placement)
+    quota_LEC, total_L = split_totals(in_units(load), tables), load.sum(axis=1)
+    for layer in range(layers):
+        expert, copy = np.nonzero(tables.copy_slot_LEC[layer] >= 0)
+        computed_ER = np.zeros((experts, ranks))
+        tokens = quota_LEC[layer, expert, copy] * (total_L[layer] / UNITS)
+        computed_ER[expert, tables.rank_LEC[layer, expert, copy]] = tokens
+        result.append(computed_ER)
+    return result

@@ -1,0 +1,125 @@
+"""Tokens that cross nodes: counted as they are really sent, and fewer where experts stand near their sources."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import CostModel, PlanError, plan
+from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.traffic import checked_sources, crossing_share, received
+from eplb_runtime.routing import sources
+from eplb_runtime.routing.tables import SplitTables
+from eplb_runtime.simulate import StepModel, simulate
+from eplb_runtime.topology import Topology
+
+TOPOLOGY = Topology(8, 4)
+LAYERS, EXPERTS = 3, 64
+COST = CostModel(home_bytes=1, replica_bytes=1, step_seconds=1.0, moe_share=0.5, crossing_seconds=0.25)
+
+
+def domains(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Loads ``[4, L, E]``, and sources ``[2, L, E]``: each expert is mostly asked for by one of two nodes."""
+    generator = np.random.default_rng(seed)
+    load = generator.lognormal(0.0, 0.6, (LAYERS, EXPERTS)) * generator.normal(1.0, 0.05, (4, LAYERS, EXPERTS)) * 1e4
+    mostly = generator.random((LAYERS, EXPERTS)) < 0.5
+    share = np.where(mostly, 0.9, 0.1)
+    return load, np.stack([share, 1 - share]) * load.mean(axis=0)
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_crossing_tokens_are_those_that_routing_sends_to_other_nodes(replicas: int) -> None:
+    load, by_node = domains()
+    current = Placement.initial(LAYERS, EXPERTS, 8, replicas)
+    placement = plan(load, TOPOLOGY, slots_per_rank=8 + replicas, current=current).placement
+    tables = SplitTables.of(placement)
+    counts_LRE = np.repeat(by_node / 4, 4, axis=0).transpose(1, 0, 2).round().astype(np.int64)
+    totals = counts_LRE.sum(axis=1).astype(float)
+    share = checked_sources(counts_LRE.transpose(1, 0, 2), LAYERS, EXPERTS, TOPOLOGY)
+    come = received(totals, placement, TOPOLOGY, share)
+    node_of_copy = np.where(tables.rank_LEC < 0, -1, tables.rank_LEC // 4)
+    for layer in range(LAYERS):
+        sent = [sources.split_for_rank(counts_LRE[layer], tables, layer, r, ranks_per_node=4)[0] for r in range(8)]
+        far = sum(sent[r][(node_of_copy[layer] != r // 4) & (node_of_copy[layer] >= 0)].sum() for r in range(8))
+        own = sum(sent[r][tables.rank_LEC[layer] == r].sum() for r in range(8))
+        assert come[layer, :, 1].sum() == pytest.approx(far, abs=8 * EXPERTS)
+        assert totals[layer].sum() - come[layer].sum() == pytest.approx(own, abs=16 * EXPERTS)
+    free = plan(load, TOPOLOGY, slots_per_rank=8 + max(replicas, 1), policy="free").placement
+    alike = crossing_share(totals, free, TOPOLOGY)
+    assert (alike <= 0.5).all() and (alike > 0.2).all()
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_experts_stand_near_their_sources_where_crossing_costs(replicas: int, first: bool) -> None:
+    load, by_node = domains()
+    asked = {
+        "slots_per_rank": 8 + replicas,
+        "current": None if first else Placement.initial(LAYERS, EXPERTS, 8, replicas),
+    }
+    blind = plan(load, TOPOLOGY, sources=by_node, **asked)
+    near = plan(load, TOPOLOGY, sources=by_node, cost=COST, **asked)
+    assert blind.crossing_after is not None and near.crossing_after is not None
+    assert blind.crossing_after.mean() > 0.4, "half of the tokens, by chance"
+    assert near.crossing_after.mean() < 0.2, "a tenth at best"
+    assert near.imbalance_after.mean() < blind.imbalance_after.mean() + 0.03
+    assert np.allclose(
+        near.crossing_after, crossing_share(load.mean(axis=0), near.placement, TOPOLOGY, share_of(by_node)), atol=0.02
+    )
+    assert f"tokens that cross nodes: {'' if first else '50'}"[:24] in str(near)
+
+
+def share_of(by_node: np.ndarray) -> np.ndarray:
+    return checked_sources(by_node, LAYERS, EXPERTS, TOPOLOGY)
+
+
+def test_without_a_cost_of_crossing_sources_change_no_plan() -> None:
+    load, by_node = domains()
+    current = Placement.initial(LAYERS, EXPERTS, 8, 1)
+    plain = plan(load, TOPOLOGY, slots_per_rank=9, current=current)
+    told = plan(load, TOPOLOGY, slots_per_rank=9, current=current, sources=by_node)
+    assert told.placement == plain.placement and plain.crossing_after is None
+    inside = plan(load, Topology(8), slots_per_rank=9, current=current, sources=by_node.sum(0)[None], cost=COST)
+    assert inside.placement == plan(load, Topology(8), slots_per_rank=9, current=current, cost=COST).placement
+
+
+def test_a_move_for_nearness_alone_is_taken_when_it_pays_and_left_when_it_does_not() -> None:
+    _, by_node = domains()
+    load = by_node.sum(axis=0)
+    balanced = plan(load, TOPOLOGY, slots_per_rank=9).placement
+    asked = {"slots_per_rank": 9, "current": balanced, "sources": by_node, "gate": "payoff"}
+    cost = {"home_bytes": 10**9, "replica_bytes": 10**8, "step_seconds": 1.0, "crossing_seconds": 0.25}
+    pays = plan(load, TOPOLOGY, cost=CostModel(**cost, horizon_steps=1000), **asked)
+    assert pays.decision == "rebalance" and pays.crossing_after.mean() < 0.5 * pays.crossing_before.mean()
+    assert pays.seconds_saved > 10
+    assert plan(load, TOPOLOGY, cost=CostModel(**cost, horizon_steps=1), **asked).decision == "stay"
+
+
+def test_the_step_model_counts_tokens_that_travel() -> None:
+    load, by_node = domains()
+    model, mean = StepModel(training=False), load[0].sum(axis=1) / 8
+    start = Placement.initial(LAYERS, EXPERTS, 8)
+    busiest = predicted_imbalance(load[0], start) * mean
+    alike = received(load[0], start, TOPOLOGY)
+    assert model.seconds(busiest, TOPOLOGY, alike) == pytest.approx(model.seconds(busiest, TOPOLOGY))
+    runs = {
+        told: simulate(
+            load, TOPOLOGY, slots_per_rank=9, every=2, policies=["incremental"], sources=by_node if told else None
+        )[0].summary()
+        for told in (False, True)
+    }
+    assert runs[True]["crossing_share"] < 0.2 < 0.4 < runs[False]["crossing_share"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (np.ones((3, LAYERS, EXPERTS)), r"\[2, 3, 64\], or by rank, \[8, 3, 64\]"),
+        (-np.ones((2, LAYERS, EXPERTS)), "token counts"),
+        ("here", "not an array of numbers"),
+    ],
+)
+def test_sources_that_are_none_are_refused(given: object, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(np.ones((LAYERS, EXPERTS)), TOPOLOGY, slots_per_rank=8, sources=given)
