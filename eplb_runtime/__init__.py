@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
     from .gradients.scaler import GradScaler
-    from .hosts import attach, shard_experts
+    from .hosts import MoE, attach, shard_experts, stack_experts
     from .placement import Placement
     from .planner import Plan, plan, rebalance_experts
     from .topology import Topology
@@ -24,6 +24,7 @@ __all__ = [
     "Balancer",
     "BalancerConfig",
     "GradScaler",
+    "MoE",
     "Placement",
     "Plan",
     "Topology",
@@ -33,6 +34,7 @@ __all__ = [
     "plan",
     "rebalance_experts",
     "shard_experts",
+    "stack_experts",
     "verify",
 ]
 
@@ -40,6 +42,7 @@ _ROOM_OF = {
     "Balancer": "balancer",
     "BalancerConfig": "config",
     "GradScaler": "gradients.scaler",
+    "MoE": "hosts",
     "Placement": "placement",
     "Plan": "planner",
     "Topology": "topology",
@@ -49,6 +52,7 @@ _ROOM_OF = {
     "plan": "planner",
     "rebalance_experts": "planner",
     "shard_experts": "hosts",
+    "stack_experts": "hosts",
     "verify": "verification",
 }
 

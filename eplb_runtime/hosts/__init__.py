@@ -20,8 +20,10 @@ from ..attaching.sharding import shard_host
 from ..balancer import Balancer
 from ..config import BalancerConfig
 from ..ranks import Ranks
+from . import module
+from .module import MoE, stack_experts
 
-__all__ = ["AttachError", "attach", "shard_experts"]
+__all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
 _HOSTS = {"transformers": "transformers"}
 """Room in here -> the extra that installs its framework; imported when a model is described."""
@@ -31,6 +33,7 @@ def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None = None,
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
     ranks: Ranks | None = None,
@@ -50,8 +53,8 @@ def attach(
     ``set_gradient_divide_factor`` alone.
 
     Args:
-        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface; or the
-            list of this rank's pipeline stages, such modules each.
+        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface, or any
+            module with ``layers``; or the list of this rank's pipeline stages, such modules each.
         optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). Several, as a list, step once
             each in a training step, on every rank. None: inference, load counts in evaluation too.
         config: settings, the same on every rank.
@@ -78,13 +81,14 @@ def attach(
         optimizers = list(optimizer)
     if ranks is not None and ep_group is not None:
         raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+    layers_of = _layers_of(models, layers)
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
     if ranks is None:
         ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
     numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
     stages = [
-        Stage(number, part, _describe(part, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
-        for number, part in zip(numbers, models, strict=False)
+        Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
+        for number, part, own in zip(numbers, models, layers_of, strict=False)
     ]
     return attach_stages(
         stages, optimizers, config=config if config is not None else BalancerConfig(), ranks=ranks, device=device
@@ -92,7 +96,11 @@ def attach(
 
 
 def shard_experts(
-    model: nn.Module, *, config: BalancerConfig | None = None, ep_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    layers: Sequence[MoE] | None = None,
+    config: BalancerConfig | None = None,
+    ep_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Leave each rank its E/R experts of every MoE layer, and do nothing else yet. Collective.
 
@@ -109,21 +117,42 @@ def shard_experts(
         balancer = eplb.attach(model, optimizer, ep_group=ep_group)
 
     Args:
-        model: as for ``attach``; the same on every rank.
+        model, layers: as for ``attach``; the same on every rank.
         config: as for ``attach``; its ``initial_placement`` counts here.
         ep_group: as for ``attach``.
 
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.
     """
-    shard_host(model, _describe(model), config=config, ep_group=ep_group)
+    shard_host(model, _describe(model, layers), config=config, ep_group=ep_group)
 
 
-def _describe(model: nn.Module, may_be_dense: bool = False) -> HostModel:
+def _layers_of(
+    models: Sequence[nn.Module], layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None
+) -> list[list[MoE] | None]:
+    """What ``layers`` says of each model."""
+    if layers is None:
+        return [None] * len(models)
+    of_each: list[list[MoE] | None] = []
+    flat = [layer for layer in layers if isinstance(layer, MoE)]
+    if len(models) == 1 and len(flat) == len(layers):
+        of_each.append(flat)
+    else:
+        of_each.extend([layer for layer in own if isinstance(layer, MoE)] for own in layers if not isinstance(own, MoE))
+    if len(of_each) != len(models):
+        raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
+    return of_each
+
+
+def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool = False) -> HostModel:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
     if hasattr(model, "_eplb_runtime_balancer"):
         raise AttachError("the model is attached already: close() does not undo sharding; build the model anew")
+    if layers is not None:
+        if not layers and not may_be_dense:
+            raise AttachError("layers=[] names no MoE layer: nothing to balance")
+        return module.describe(model, layers)
     missing = []
     for room, extra in _HOSTS.items():
         try:
@@ -134,7 +163,11 @@ def _describe(model: nn.Module, may_be_dense: bool = False) -> HostModel:
         if host.layers or may_be_dense:
             return host
     if len(missing) == len(_HOSTS):
-        raise AttachError(f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]'")
+        raise AttachError(
+            f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]', or name the layers of a "
+            "model of your own by attach(..., layers=[eplb.MoE(...)])"
+        )
     raise AttachError(
-        f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: nothing to balance"
+        f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
+        "of a model of your own by attach(..., layers=[eplb.MoE(...)])"
     )

@@ -1,0 +1,240 @@
+"""Any module: MoE layers of the user's own, named one by one.
+
+A layer keeps its experts in tensors ``[E, ...]`` and computes them by a function of the user's, or it keeps them in an
+``nn.ModuleList`` of equal modules. `stack_experts` makes tensors ``[E, ...]`` of such a list, and one of its modules
+then computes every expert, with that expert's weights in the place of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..attaching.description import AttachError, HostModel, MoELayer, spread_of
+from ..experts.compute import SlotCounts
+from ..layer import ExpertParallelLayer
+
+RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
+
+_LEVEL = "__"
+"""Stands for the dot in the names of stacked tensors, which may have none."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Where one MoE layer of a model has its experts, and how they run.
+
+    The router and all else of the layer stay as they are: the method named by ``run`` is replaced, nothing more. It is
+    given hidden states ``[..., D]``, expert ids ``[..., K]`` (integers from 0 to E - 1) and router weights
+    ``[..., K]``, and gives ``[..., D]``: for each token the sum over its choices of weight times expert.
+
+    Args:
+        experts: name, within the model, of the module that holds the experts.
+        run: name of the method that runs them: of that module itself, or, if it has none of this name (as an
+            ``nn.ModuleList``), of the module that it is a part of.
+        compute: ``(rows, counts, parameters) -> rows``, for experts in tensors ``[E, ...]``: rows ``[M, D]`` of the
+            experts of this rank, one after the other; how many each has (`experts.compute.SlotCounts`: ``known()`` are
+            numbers, ``offsets_S`` is what grouped GEMMs take); tensors ``[slots, ...]`` by name. Router weights are
+            not its business, and each row's result must depend on that row alone. None: the experts are an
+            ``nn.ModuleList`` that `stack_experts` has stacked.
+    """
+
+    experts: str
+    run: str
+    compute: RowsThroughSlots | None = None
+
+
+def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
+    """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
+
+    The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. Layers whose experts are stacked
+    already are left alone. Checkpoints of the unstacked model are loaded before this call.
+
+    Args:
+        model: whole, not attached.
+        layers: as ``attach`` will be given; those with a ``compute`` of their own have nothing to stack.
+
+    Raises:
+        AttachError: the experts of a list are not equal modules, or share tensors, or keep buffers; nothing is changed.
+    """
+    made = []
+    for layer in layers:
+        experts = _module(model, layer.experts)
+        if layer.compute is None and not isinstance(experts, StackedExperts):
+            if not isinstance(experts, nn.ModuleList):
+                raise AttachError(
+                    f"{layer.experts} is no nn.ModuleList but {type(experts).__name__}: say by compute= how rows run "
+                    "through its tensors"
+                )
+            made.append((layer.experts, _stacked(layer.experts, experts)))
+    for name, stacked in made:
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, stacked)
+
+
+class StackedExperts(nn.Module):
+    """The experts of a list, each of their tensors as one ``[E, ...]``.
+
+    Args:
+        template: computes one expert; its own tensors hold nothing.
+        tensors: by the name that each has in an expert.
+    """
+
+    def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        # In a list, so that its empty tensors are no part of this module.
+        self._template = [template]
+        self._names = tuple(tensors)
+        for name, tensor in tensors.items():
+            setattr(self, name.replace(".", _LEVEL), tensor)
+
+    def __len__(self) -> int:
+        return int(next(self.parameters()).shape[0])
+
+    def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+        """An `experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
+        template = self._template[0].train(self.training)
+        of_slots = zip(*(parameter.unbind() for parameter in parameters), strict=True)
+        results = [
+            functional_call(template, dict(zip(self._names, tensors, strict=True)), (rows,))
+            for rows, tensors in zip(rows_MD.split(list(counts_S.known())), of_slots, strict=True)
+            if rows.shape[0]
+        ]
+        return torch.cat(results)
+
+
+def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
+    """The named layers of ``model``.
+
+    Raises:
+        AttachError: a name is wrong, a list is not stacked yet, or tensors have no expert dimension.
+    """
+    described = tuple(_describe_layer(model, layer) for layer in layers)
+    if len({id(layer.experts) for layer in described}) < len(described):
+        raise AttachError("layers= names the same experts twice")
+    return HostModel(
+        described,
+        lambda tokens: None,
+        lambda: model.register_forward_pre_hook(lambda *_: None),
+        lambda module: None,
+    )
+
+
+def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
+    experts = _module(model, layer.experts)
+    if layer.compute is None and not isinstance(experts, StackedExperts):
+        mend = "call eplb.stack_experts(model, layers) before the optimizer is made"
+        if not isinstance(experts, nn.ModuleList):
+            mend = "say by MoE(..., compute=) how rows run through its tensors"
+        raise AttachError(f"{layer.experts} is a {type(experts).__name__}: {mend}")
+    named = dict(experts.named_parameters())
+    spread = spread_of(experts)
+    sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in named.items()}
+    if not named or len(set(sizes.values())) > 1 or any("." in name for name in named):
+        raise AttachError(
+            f"{layer.experts} ({type(experts).__name__}) must hold nothing but tensors of its own with the experts as "
+            f"first dimension; it has {', '.join(f'{n} {list(t.shape)}' for n, t in named.items()) or 'none'}"
+        )
+    buffers = [name for name, _ in experts.named_buffers()]
+    if buffers:
+        raise AttachError(f"{layer.experts} keeps buffers ({', '.join(buffers)}), which would not move with experts")
+    rows = next(iter(sizes.values()))
+    if spread is not None and rows != spread.rows:
+        raise AttachError(f"{layer.experts} has {rows} experts here, and shard_experts left {spread.rows}")
+    owner = _owner_of_run(model, layer, experts)
+    return MoELayer(
+        name=layer.experts,
+        experts=experts,
+        num_experts=rows if spread is None else spread.rows * len(spread.ep_ranks),
+        parameters=tuple(named),
+        compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
+        install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
+    )
+
+
+@dataclass(frozen=True)
+class _UsersCompute:
+    """An `experts.compute.Compute` around ``MoE.compute``."""
+
+    layer: MoE
+    names: tuple[str, ...]
+
+    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+        assert self.layer.compute is not None
+        out_MD = self.layer.compute(rows_MD, counts_S, dict(zip(self.names, parameters, strict=True)))
+        if not isinstance(out_MD, Tensor) or out_MD.shape != rows_MD.shape:
+            given = f"{list(out_MD.shape)}" if isinstance(out_MD, Tensor) else type(out_MD).__name__
+            raise ValueError(f"compute of {self.layer.experts} gave {given} for rows {list(rows_MD.shape)}")
+        return out_MD
+
+
+def _run(layer: MoE, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:
+    """What stands in the place of the method: the same arguments, by position or name."""
+    signature = inspect.signature(own)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        hidden, topk_ids, topk_weights = signature.bind(*args, **kwargs).arguments.values()
+        top_k = topk_ids.shape[-1]
+        if hidden.shape[:-1] != topk_ids.shape[:-1] or topk_ids.shape != topk_weights.shape:
+            raise ValueError(
+                f"{layer.run} of {layer.experts} was given hidden states {list(hidden.shape)}, expert ids "
+                f"{list(topk_ids.shape)} and router weights {list(topk_weights.shape)}: [..., D], [..., K], [..., K]"
+            )
+        out_TD = parallel(
+            hidden.reshape(-1, hidden.shape[-1]), topk_ids.reshape(-1, top_k).long(), topk_weights.reshape(-1, top_k)
+        )
+        return out_TD.reshape(hidden.shape)
+
+    return run
+
+
+def _owner_of_run(model: nn.Module, layer: MoE, experts: nn.Module) -> nn.Module:
+    """The module whose method is replaced; it must take three things."""
+    owner = experts
+    if not callable(getattr(experts, layer.run, None)) or isinstance(experts, nn.ModuleList | StackedExperts):
+        owner = model.get_submodule(layer.experts.rpartition(".")[0])
+    own = getattr(owner, layer.run, None)
+    if not callable(own):
+        raise AttachError(f"neither {layer.experts} nor {type(owner).__name__}, which has it, has a method {layer.run}")
+    count = len(inspect.signature(own).parameters)
+    if count != 3:
+        raise AttachError(
+            f"{layer.run} of {type(owner).__name__} takes {count} arguments: it must take hidden states, expert ids "
+            "and router weights, and run the experts alone"
+        )
+    return owner
+
+
+def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
+    if not len(experts):
+        raise AttachError(f"{name} is empty")
+    first = experts[0]
+    named = [dict(expert.named_parameters()) for expert in experts]
+    kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
+    for number, expert in enumerate(experts):
+        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0]:
+            raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
+        if any(True for _ in expert.buffers()):
+            raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
+    ids = {id(tensor) for own in named for tensor in own.values()}
+    if len(ids) < len(named) * len(named[0]):
+        raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")
+    tensors = {
+        key: nn.Parameter(torch.stack([own[key].detach() for own in named]), requires_grad=named[0][key].requires_grad)
+        for key in named[0]
+    }
+    return StackedExperts(deepcopy(first).to("meta"), tensors).train(experts.training)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise AttachError(f"the model has no module {name}, which layers= names") from None

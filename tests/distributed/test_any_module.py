@@ -1,0 +1,237 @@
+"""Models of the user's own: named layers, lists of experts or stacked tensors, against the same model without us."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+
+import eplb_runtime as eplb
+from eplb_runtime.experts.compute import SlotCounts
+from eplb_runtime.hosts import AttachError
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "any_module.py"
+STEPS = 12
+
+
+def example() -> ModuleType:
+    """``launch/examples/any_module.py`` as it is."""
+    if "any_module" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("any_module", EXAMPLE)
+        assert spec is not None and spec.loader is not None
+        sys.modules["any_module"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["any_module"])
+    return sys.modules["any_module"]
+
+
+def config(**options: object) -> eplb.BalancerConfig:
+    return eplb.BalancerConfig(interval=3, gate="always", dense_gradients="allreduce", **options)
+
+
+class StackedLayer(nn.Module):
+    """The example's layer with its experts in tensors of its own and its tokens ``[1, T, D]``."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self.router = like.router
+        self.experts = nn.Module()
+        for key in ("0.weight", "0.bias", "2.weight", "2.bias"):
+            stacked = torch.stack([dict(expert.named_parameters())[key].detach() for expert in like.experts])
+            name = {"0": "up", "2": "down"}[key[0]] + "_" + key[2:]
+            self.experts.register_parameter(name, nn.Parameter(stacked))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, ids = self.router(tokens).softmax(-1).topk(example().TOP_K)
+        batch = {"probabilities": weights, "tokens": tokens, "ids": ids.int()}
+        return tokens + self.mix(**{name: tensor.unsqueeze(0) for name, tensor in batch.items()}).squeeze(0)
+
+    def mix(self, tokens: Tensor, ids: Tensor, probabilities: Tensor) -> Tensor:
+        raise AssertionError("replaced")
+
+
+def compute(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
+    results = []
+    for slot, mine in enumerate(rows.split(list(counts.known()))):
+        up = functional.gelu(functional.linear(mine, weights["up_weight"][slot], weights["up_bias"][slot]))
+        results.append(functional.linear(up, weights["down_weight"][slot], weights["down_bias"][slot]))
+    return torch.cat(results)
+
+
+def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **options: object) -> tuple:
+    """Losses of this rank, logical state, how many experts moved."""
+    ours = example()
+    torch.manual_seed(0)
+    model = ours.Model()
+    layers = ours.LAYERS_TO_BALANCE
+    if stacked:
+        model.layers = nn.ModuleList(StackedLayer(layer) for layer in model.layers)
+        layers = [eplb.MoE(layer.experts, run="mix", compute=compute) for layer in layers]
+    else:
+        eplb.stack_experts(model, layers)
+    model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    balancer = eplb.attach(model, optimizer, layers=layers, config=config(**options))
+    if move:
+        balancer._plan_with(plan_shuffle)
+    losses = []
+    for step in range(STEPS):
+        ids = ours.batch(rank, step)
+        loss = functional.cross_entropy(model(ids[:-1]), ids[1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = eplb.logical_state_dict(model, optimizer)
+    moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
+    balancer.close()
+    return losses, state, moved
+
+
+def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The example's model without us, in this process: the loss of each rank's batch by step, and its weights."""
+    ours = example()
+    torch.manual_seed(0)
+    model = ours.Model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        of_ranks = []
+        for rank in range(ranks):
+            ids = ours.batch(rank, step)
+            loss = functional.cross_entropy(model(ids[:-1]), ids[1:])
+            (loss / ranks).backward()
+            of_ranks.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(of_ranks)
+    return losses, dict(model.named_parameters())
+
+
+def everything(rank: int) -> dict[str, tuple]:
+    return {
+        "list": losses_of(rank, False, torch.float64, move=False),
+        "stacked": losses_of(rank, True, torch.float64, move=False),
+        "copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1),
+        "static": losses_of(rank, False, torch.float32, move=False, policy="static"),
+        "moving": losses_of(rank, False, torch.float32, move=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, tuple]]:
+    return run_ranks(2, everything)
+
+
+@pytest.mark.parametrize("way", ["list", "stacked", "copies"])
+def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) -> None:
+    losses, parameters = whole(torch.float64, 2)
+    for rank, ways in enumerate(results):
+        for mine, of_ranks in zip(ways[way][0], losses, strict=True):
+            assert abs(mine - of_ranks[rank]) < 1e-11
+    up = torch.stack([parameters[f"layers.1.experts.{expert}.0.weight"] for expert in range(example().EXPERTS)])
+    name = "up_weight" if way == "stacked" else "0__weight"
+    mine = results[0][way][1][f"model.layers.1.experts.{name}"]
+    assert (mine - up).abs().max() < 1e-9
+
+
+def test_control_another_expert_order_would_be_noticed(results: list[dict[str, tuple]]) -> None:
+    _, parameters = whole(torch.float64, 2)
+    up = torch.stack([parameters[f"layers.1.experts.{expert}.0.weight"] for expert in range(example().EXPERTS)])
+    mine = results[0]["list"][1]["model.layers.1.experts.0__weight"]
+    assert (mine.roll(1, 0) - up).abs().max() > 1e-3
+
+
+def test_moving_experts_changes_no_bit(results: list[dict[str, tuple]]) -> None:
+    for ways in results:
+        (static_losses, static, none), (losses, state, moved) = ways["static"], ways["moving"]
+        assert moved > 0 == none and losses == static_losses
+        assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
+
+
+def one_process(rank: int) -> tuple:
+    return losses_of(rank, False, torch.float64, move=False)
+
+
+def test_one_process_alone_works_too() -> None:
+    losses, _ = whole(torch.float64, 1)
+    mine, _, _ = run_ranks(1, one_process)[0]
+    assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
+
+
+def refusals(rank: int) -> list[str]:
+    ours, said = example(), []
+
+    def refused(layers: list[eplb.MoE], stack: bool = False, model: nn.Module | None = None) -> None:
+        model = model if model is not None else ours.Model()
+        before = {name: id(parameter) for name, parameter in model.named_parameters()}
+        try:
+            if stack:
+                eplb.stack_experts(model, layers)
+            else:
+                eplb.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), layers=layers, config=config())
+        except AttachError as error:
+            said.append(str(error))
+            assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
+        else:
+            said.append("accepted")
+
+    moe = eplb.MoE("layers.0.experts", run="run_experts")
+    refused([moe])
+    refused([eplb.MoE("layers.7.experts", run="run_experts")])
+    refused([])
+    stacked = ours.Model()
+    eplb.stack_experts(stacked, ours.LAYERS_TO_BALANCE)
+    refused([eplb.MoE("layers.0.experts", run="run")], model=stacked)
+    refused([eplb.MoE("layers.0.experts", run="forward")], model=stacked)
+    refused([moe, moe], model=stacked)
+    refused([eplb.MoE("head", run="forward", compute=compute)])
+    odd = ours.Model()
+    odd.layers[0].experts[3] = nn.Linear(ours.HIDDEN, ours.HIDDEN)
+    refused([moe], stack=True, model=odd)
+    shared = ours.Model()
+    shared.layers[0].experts[1] = shared.layers[0].experts[0]
+    refused([moe], stack=True, model=shared)
+    normed = ours.Model()
+    for expert in normed.layers[0].experts:
+        expert.append(nn.BatchNorm1d(ours.HIDDEN))
+    refused([moe], stack=True, model=normed)
+    dist.barrier()
+    return said
+
+
+def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed() -> None:
+    wanted = (
+        "call eplb.stack_experts",
+        "has no module layers.7.experts",
+        "names no MoE layer",
+        "has a method run",
+        "takes 1 arguments",
+        "names the same experts twice",
+        "forward of Linear takes 1 arguments",
+        "only equal experts",
+        "share tensors",
+        "keeps buffers",
+    )
+    said = run_ranks(2, refusals)
+    assert said[0] == said[1]
+    for line, part in zip(said[0], wanted, strict=True):
+        assert part in line and "\n" not in line
+
+
+@pytest.mark.parametrize("options", [[], ["--static"]], ids=["moving", "static"])
+def test_the_example_runs_as_it_is(options: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "8"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
