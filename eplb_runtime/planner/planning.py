@@ -91,7 +91,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    scenarios, mixes = _load_to_come(windows, settled, topology.num_ranks)
+    expected, scenarios, mixes = _load_to_come(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -99,7 +99,7 @@ def _request(
         share_LNE = checked_sources(settled.sources, windows.shape[1], windows.shape[2], topology)
     return PlanRequest(
         load=windows,
-        forecast=scenarios.mean(axis=0),
+        forecast=expected,
         scenarios=scenarios,
         mixes=mixes,
         topology=topology,
@@ -120,19 +120,22 @@ def _request(
 
 def _load_to_come(
     windows: NDArray[np.float64], settled: Settled, ranks: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 ``[W, L, E]``: the loads declared, or else foretold; and ``[V, L, E]``, mixes of the latter."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """float64 ``[L, E]``, the mean of what is declared, or else foretold; ``[W, L, E]``, loads that may come; and
+    ``[V, L, E]``, mixes of these."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
         if known.shape[1:] != windows.shape[1:]:
             raise PlanError(
                 f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
             )
-        return coarsen(known), known[:0]
+        known = coarsen(known)
+        return known.mean(axis=0), known, known[:0]
     try:
-        return forecasts.scenarios(windows, forecasts.forecast(windows, settled.forecast, ranks=ranks))
+        expected = forecasts.forecast(windows, settled.forecast, ranks=ranks)
     except ValueError as error:
         raise PlanError(str(error)) from None
+    return expected, *forecasts.scenarios(windows, expected)
 
 
 def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:

@@ -176,8 +176,9 @@ class _Search:
 
 
 def _stray(request: PlanRequest) -> NDArray[np.float64]:
-    """float64 ``[L]``: the share of tokens that go to other experts than the forecast says, mean over the scenarios."""
-    expected = request.forecast / np.maximum(request.forecast.sum(axis=1, keepdims=True), 1e-300)
+    """float64 ``[L]``: the share of tokens that go to other experts than on average, mean over the scenarios."""
+    mean = request.scenarios.mean(axis=0)
+    expected = mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-300)
     come = request.scenarios / np.maximum(request.scenarios.sum(axis=2, keepdims=True), 1e-300)
     return np.asarray(0.5 * np.abs(come - expected).sum(axis=2).mean(axis=0))
 
