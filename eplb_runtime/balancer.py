@@ -21,8 +21,10 @@ from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
 from .experts.registry import ExpertTensors, RegistryError
 from .experts.slices import is_sliced
+from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard, Watched
+from .layer import ExpertParallelLayer
 from .load.counter import LoadCounter, in_recompute
 from .load.declared import checked_declaration
 from .migration.transports.base import Transport
@@ -31,6 +33,7 @@ from .planner import Plan
 from .process_groups import ProcessGroups
 from .ranks import Job
 from .rebalancing import Maps, Rebalancer
+from .structure import Structure
 from .topology import Topology
 
 
@@ -46,11 +49,11 @@ class Parts:
         maps: what follows the placement.
         transport: carries experts, warmed up.
         dense_parameters: the rest of the model, by name.
-        calls: forwards of MoE layers so far.
         device: of the model.
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
-        optimizers: that step it; none: inference, where load counts in evaluation, too.
+        layers: the MoE layers that are here.
+        structure: what in a model must stay as it is.
     """
 
     config: BalancerConfig
@@ -62,21 +65,21 @@ class Parts:
     maps: Maps
     transport: Transport
     dense_parameters: Mapping[str, Tensor]
-    calls: Callable[[], int]
     device: torch.device
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
-    optimizers: Sequence[torch.optim.Optimizer]
+    layers: Sequence[ExpertParallelLayer]
+    structure: Structure
 
 
-def _watched(parts: Parts) -> Watched:
+def _watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Watched:
     return Watched(
-        dense=parts.dense_parameters,
+        dense=dense,
         experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
-        optimizers=parts.optimizers,
+        optimizers=optimizers,
         average_dense=parts.config.dense_gradients == "allreduce",
         counts=lambda: int(parts.counter.counts.sum()),
-        calls=parts.calls,
+        calls=lambda: sum(layer.calls for layer in parts.layers),
     )
 
 
@@ -98,21 +101,29 @@ class Balancer:
         self._registry = parts.registry
         self._counter = parts.counter
         self._maps = parts.maps
-        self._training = bool(parts.optimizers)
+        self._layers = parts.layers
+        self._structure = parts.structure
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._dense = dict(parts.dense_parameters)
+        self._training = False
         self._device = parts.device
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
+        self._adopt: Callable[[torch.optim.Optimizer], None]
         self._closed = False
         self._in_step = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._gradients = Gradients(
             parts.registry,
             parts.maps.replicas,
-            list(parts.dense_parameters.values()),
+            self._dense,
             parts.groups,
             average_dense=parts.config.dense_gradients == "allreduce",
         )
-        self._guard = Guard(parts.config.guard, parts.groups, _watched(parts), parts.device)
+        self._division = Division(parts.parameters, parts.groups.job.gradient_divisor, parts.config.replica_slots > 0)
+        self._guard = Guard(
+            parts.config.guard, parts.groups, _watched(parts, self._dense, self._optimizers), parts.device
+        )
         self._rebalancer = Rebalancer(
             parts.config,
             parts.groups,
@@ -210,6 +221,39 @@ class Balancer:
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
             self._maps.replicas.refresh()
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
+
+        Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's are taken
+        for a part of the model that is the same on every rank.
+
+        Args:
+            optimizer: element-wise; made from the attached model's parameters.
+
+        Raises:
+            AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
+                place for gradients.
+        """
+        self._adopt(optimizer)
+
+    def _trained_by(self, optimizer: torch.optim.Optimizer, outside: Mapping[str, Tensor]) -> None:
+        """An optimizer is about to be hooked.
+
+        Args:
+            outside: what it steps besides the model, by what to call it.
+        """
+        self._optimizers.append(optimizer)
+        self._registry.stepped_by(optimizer)
+        self._dense.update(outside)
+        self._structure.know(list(outside.values()))
+        if not self._training:
+            self._training = self._division.training = True
+            for layer in self._layers:
+                layer.counts_in_evaluation = False
+            self._guard.begin()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -405,7 +449,9 @@ class Balancer:
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._training:
+            self._division.follow()
+            self._structure.check(thoroughly=self._guard.is_new)
             self._in_step = True
             if self._maps.replicas is not None and not in_recompute():
                 self._maps.replicas.abandon()

@@ -44,7 +44,7 @@ class Watched:
     Args:
         dense: parameters outside the experts, by name; equal on ranks that hold the same stages.
         experts: home rows ``[E/R, ...]`` by name.
-        optimizers: that step them; none: inference.
+        optimizers: that step them; none: inference. One may be adopted later.
         average_dense: whether the balancer averages the dense gradients itself.
         counts: tokens that this rank counted in the running step.
         calls: forwards of MoE layers so far.
@@ -117,12 +117,17 @@ class Guard:
         self._looked_before_forward = False
         self._distinct = True
         self._meetings = 0
+        self._before: list[tuple[str, int, Tensor]] = []
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
-        if mode != "off" and watched.optimizers:
+
+    def begin(self) -> None:
+        """Training begins: there is an optimizer now. Collective."""
+        self._steps = 0
+        if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
             look = self._look("weights", dense=False)
-            self._distinct = not self._alike(look, self._exchange(look, groups.data, on_device=True)[1])
+            self._distinct = not self._alike(look, self._exchange(look, self._groups.data, on_device=True)[1])
 
     @property
     def is_new(self) -> bool:
@@ -145,11 +150,14 @@ class Guard:
         """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
         if self.is_new:
             self._settle(self._meet(self._look("gradients"), "the end of the reduction of gradients"))
+            if not self._before:  # with several optimizers: before the first of them
+                self._before = [(name, p._version, self._piece(p).clone()) for name, p in self._stepped()]
 
     def after_step(self) -> None:
         """A training step is over, counts not yet closed."""
         if self.is_new:
-            self._settle(self._meet(self._look("weights", problem=self._uncounted()), "the end of a step"))
+            problem = self._uncounted() or self._not_stepped()
+            self._settle(self._meet(self._look("weights", problem=problem), "the end of a step"))
         self._steps += 1
         self._looked_before_forward = False
 
@@ -227,6 +235,40 @@ class Guard:
                 "the MoE layers ran, but no token was counted: the model is in evaluation mode (call model.train(), as "
                 "from_pretrained leaves it there), or every token is padding"
             )
+        return ""
+
+    def _stepped(self) -> list[tuple[str, Tensor]]:
+        """Some parameters with gradients, that an optimizer is about to write."""
+        both = {**self._watched.experts, **self._watched.dense}
+        chosen = self._chosen(list(self._watched.experts)) + self._chosen(list(self._watched.dense))
+        held = {
+            id(p): group.get("lr", 1)
+            for optimizer in self._watched.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
+
+    def _not_stepped(self) -> str:
+        """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
+        before, self._before = self._before, []
+        now = dict(self._stepped())
+        for name, version, piece in before:
+            parameter = now.get(name)
+            # Writing through .data leaves no version; the values tell then, where rounding hides no update.
+            if (
+                parameter is not None
+                and parameter._version == version
+                and parameter.dtype in (torch.float32, torch.float64)
+                and piece.numel()
+                and bool(self._piece(parameter.grad).any())
+                and torch.equal(self._piece(parameter), piece)
+            ):
+                return (
+                    f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step "
+                    "other tensors, or a part of the parameters on each rank, as ZeroRedundancyOptimizer does): use an "
+                    "optimizer that steps all that it lists, on every rank"
+                )
         return ""
 
     # -- meeting and comparing ----------------------------------------------------------------------------------------

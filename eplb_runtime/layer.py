@@ -24,11 +24,11 @@ class ExpertParallelLayer:
         module: the host's experts module; its ``training`` flag decides what counts as load.
         experts: the slots of this rank.
         splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
-        counts_in_evaluation: whether load counts outside training (inference has nothing else).
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
 
     Attributes:
         calls: forwards so far that gradients can follow.
+        counts_in_evaluation: whether load counts outside training; inference has nothing else.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class ExpertParallelLayer:
         splitter: BatchSplitter | None,
         dispatcher: Dispatcher,
         exchange_counts: CountExchange,
-        counts_in_evaluation: bool,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
         self.index = index
@@ -53,7 +52,7 @@ class ExpertParallelLayer:
         self._splitter = splitter
         self._dispatcher = dispatcher
         self._exchange_counts = exchange_counts
-        self._counts_in_evaluation = counts_in_evaluation
+        self.counts_in_evaluation = True
         self._real_tokens = real_tokens
         self._in_flight = InFlight()
         self.calls = 0
@@ -64,7 +63,7 @@ class ExpertParallelLayer:
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
         self.calls += torch.is_grad_enabled()
-        if self._module.training or self._counts_in_evaluation:
+        if self._module.training or self.counts_in_evaluation:
             self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
         self._in_flight.begin(self._counter.closed_steps)
         combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +36,12 @@ from ..replicas.shared import SharedReplicas
 from ..replicas.sync import ReplicaSync
 from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
+from ..structure import Structure
 from ..topology import Topology
 from .checks import check, device_of
 from .description import AttachError, MoELayer, Stage, spread_of
 from .meta import MetaError, make_buffers, make_parameters
+from .optimizers import Optimizers
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
 from .state_hooks import mark_state
 
@@ -128,11 +129,14 @@ class _Attaching:
                     for name, parameter in stage.model.named_parameters()
                     if id(parameter) not in experts
                 },
-                calls=lambda: sum(layer.calls for layer in layers),
                 device=self.device,
                 layer_of_parameter=self.layer_of_parameter,
                 parameters=self.parameters,
-                optimizers=self.optimizers,
+                layers=layers,
+                structure=Structure(
+                    {stage.prefix: stage.model for stage in self.stages},
+                    [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
+                ),
             )
         )
         for stage in self.stages:
@@ -156,7 +160,7 @@ class _Attaching:
 
     def _cut_layers(self) -> None:
         """Leave this rank its experts, in the modules and the optimizers, and register them."""
-        training, divisor = bool(self.optimizers), self._job.gradient_divisor
+        training = bool(self.optimizers)
         slots = self.config.replica_slots
         shared_rows = ReplicaPool(slots) if self.config.shared_between_layers else None
         replica_gradients = ReplicaPool(slots) if training else None
@@ -172,8 +176,6 @@ class _Attaching:
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not getattr(layer.experts, own_name):
                     install(layer.experts, own_name, parameter, None if spread else rows, self.optimizers)
-                if training and parameter.requires_grad and not is_sliced(parameter):
-                    parameter.register_hook(lambda gradient: gradient / divisor)
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index
                 self.parameters[f"{name}.{own_name}"] = parameter
@@ -219,7 +221,6 @@ class _Attaching:
                 splitter=maps.splitter,
                 dispatcher=dispatcher,
                 exchange_counts=exchange_counts,
-                counts_in_evaluation=not self.optimizers,
                 real_tokens=real_tokens[id(layer)],
             )
             layer.install(parallel)
@@ -250,53 +251,11 @@ def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torc
     """Let batches, forwards and optimizer steps reach the balancer."""
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
-        if optimizers:
-            stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
-    steps = _Steps(len(optimizers), balancer)
-    for number, optimizer in enumerate(optimizers):
-        optimizer.register_step_pre_hook(partial(_before_step, balancer))
-        balancer._end_with(optimizer.register_step_post_hook(lambda *_, number=number: steps.done(number)))
-
-
-def _before_step(
-    balancer: Balancer, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        balancer._before_optimizer()
-        return None
-
-    def reduced() -> Any:
-        loss = closure()
-        balancer._gradients.begin()
-        balancer._before_optimizer()
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": reduced}
-    return (args[0], reduced, *args[2:]), kwargs
-
-
-class _Steps:
-    """Ends a training step when each optimizer has made its own."""
-
-    def __init__(self, count: int, balancer: Balancer) -> None:
-        self._count = count
-        self._balancer = balancer
-        self._done: set[int] = set()
-
-    def done(self, number: int) -> None:
-        if number in self._done:
-            others = sorted(set(range(self._count)) - self._done)
-            raise RuntimeError(
-                f"optimizer {number} of the attached ones has stepped twice, number {', '.join(map(str, others))} not "
-                "at all: step each once in a training step, on every rank"
-            )
-        self._done.add(number)
-        if len(self._done) == self._count:
-            self._done.clear()
-            self._balancer.step()
+        stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
+    parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
+    hooked = Optimizers(balancer, parameters)
+    hooked.add(optimizers)
+    balancer._adopt = hooked.adopt
 
 
 def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:

@@ -59,7 +59,7 @@ class ExpertTensors:
     Args:
         num_layers: L, MoE layers of the whole model.
         homes_per_rank: E/R, the rows that every registered tensor has.
-        optimizers: where the state of the registered parameters lives; none for inference.
+        optimizers: where the state of the registered parameters lives; none for inference, others may follow.
         move_gradients: whether gradients that exist move too.
     """
 
@@ -72,7 +72,7 @@ class ExpertTensors:
     ) -> None:
         self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
         self._homes_per_rank = homes_per_rank
-        self._optimizers = tuple(optimizers)
+        self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
 
     @property
@@ -99,6 +99,11 @@ class ExpertTensors:
         if any(entry.name == name for entry in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
         self._layers[layer].append(_Registered(name, tensor, kind))
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state of registered parameters lives in this optimizer, too."""
+        if not any(optimizer is other for other in self._optimizers):
+            self._optimizers.append(optimizer)
 
     def settle_gradients(self, layer: int, local_slots: Sequence[int]) -> None:
         """Gradients that did not move along belong to the experts that left: nothing of them may stay behind."""

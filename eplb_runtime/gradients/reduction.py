@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class Gradients:
     Args:
         registry: has the expert parameters.
         replicas: brings copies' gradients home; None: there are no copies.
-        dense_parameters: the rest of the model.
+        dense_parameters: the rest of the model, by name; more may join.
         average_dense: whether the rest is averaged here, or by the host.
     """
 
@@ -29,14 +29,14 @@ class Gradients:
         self,
         registry: ExpertTensors,
         replicas: ReplicaSync | None,
-        dense_parameters: Sequence[Tensor],
+        dense_parameters: Mapping[str, Tensor],
         groups: ProcessGroups,
         *,
         average_dense: bool,
     ) -> None:
         self._registry = registry
         self._replicas = replicas
-        self._dense_parameters = list(dense_parameters)
+        self._dense_parameters = dense_parameters
         self._groups = groups
         self._average_dense = average_dense
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
@@ -61,14 +61,14 @@ class Gradients:
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
         if self._average_dense:
-            average_gradients(self._dense_parameters, self._groups.data, self._groups.job.gradient_divisor)
+            average_gradients(self._dense_parameters.values(), self._groups.data, self._groups.job.gradient_divisor)
         if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
         self._reduced = True
 
     def _versions(self) -> list[tuple[int, int]]:
         """Tells whether any gradient was written or replaced since."""
-        gradients = (p.grad for p in (*self._registry.parameters(), *self._dense_parameters))
+        gradients = (p.grad for p in (*self._registry.parameters(), *self._dense_parameters.values()))
         return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Gradients:
             for parameter in self._registry.parameters(layer)
             if parameter.grad is not None
         ]
-        dense = [p.grad for p in self._dense_parameters if p.grad is not None]
+        dense = [p.grad for p in self._dense_parameters.values() if p.grad is not None]
         slices = self._groups.expert_data if self._sliced else None
         squares = [
             *squares_of_experts(experts, logical_of_rows_LH, num_experts, self._groups.dispatch, slices),

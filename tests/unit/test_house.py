@@ -33,7 +33,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "decision", "rebalancing", "balancer"},
+    {"layer", "guard", "structure", "decision", "rebalancing", "balancer"},
     {"observe"},
     {"attaching"},
     {"checkpoint"},

@@ -1,0 +1,142 @@
+"""Optimizers and the balancer: gradients are ready before each steps, and a training step ends when all have.
+
+Who steps the model's parameters must be known here, since gradients are reduced ahead of it. Another optimizer that
+holds one of them is refused at its first step, whoever made it and whenever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..balancer import Balancer
+from ..experts.element_wise import check_element_wise
+from ..experts.optimizer_state import OptimizerStateError
+from .description import AttachError
+
+
+class Optimizers:
+    """Those that step one attached model.
+
+    Args:
+        parameters: of the model, experts as they lie here, by name.
+    """
+
+    def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
+        self._balancer = balancer
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = parameters
+        self._known: list[torch.optim.Optimizer] = []
+        self._done: set[int] = set()
+        self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepping = False
+        balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """`Balancer.adopt`."""
+        if any(optimizer is known for known in self._known):
+            raise AttachError("the balancer has this optimizer already: adopt each once")
+        if self._balancer.config.replica_slots and not self._known:
+            raise AttachError(
+                "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
+                "give the optimizer to attach, or use replica_slots=0"
+            )
+        held = [id(p) for known in [*self._known, optimizer] for group in known.param_groups for p in group["params"]]
+        twice = [name for number, name in self._names.items() if held.count(number) > 1]
+        if twice:
+            raise AttachError(f"{twice[0]} is in several optimizers: give each parameter to one")
+        try:
+            check_element_wise(optimizer)
+        except OptimizerStateError as error:
+            raise AttachError(str(error)) from None
+        self.add([optimizer])
+
+    def add(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
+        for optimizer in optimizers:
+            number = len(self._known)
+            outside = {
+                f"parameter {index} of group {group_number} of optimizer {number}": parameter
+                for group_number, group in enumerate(optimizer.param_groups)
+                for index, parameter in enumerate(group["params"])
+                if id(parameter) not in self._names
+            }
+            self._balancer._trained_by(optimizer, outside)
+            self._known.append(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+            self._balancer._end_with(optimizer.register_step_post_hook(partial(self._after_step, number)))
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
+        self._stepping = True
+        if self._balancer._guard.is_new:
+            _refuse_foreign_scaler()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._balancer._before_optimizer()
+            return None
+
+        def reduced() -> Any:
+            loss = closure()
+            self._balancer._gradients.begin()
+            self._balancer._before_optimizer()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": reduced}
+        return (args[0], reduced, *args[2:]), kwargs
+
+    def _after_step(self, number: int, *_: Any) -> None:
+        """A training step ends when each optimizer has made its own."""
+        self._stepping = False
+        if number in self._done:
+            others = sorted(set(range(len(self._known))) - self._done)
+            raise RuntimeError(
+                f"optimizer {number} of the attached ones has stepped twice, number {', '.join(map(str, others))} not "
+                "at all: step each once in a training step, on every rank"
+            )
+        self._done.add(number)
+        if len(self._done) == len(self._known):
+            self._done.clear()
+            self._balancer.step()
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Runs before any optimizer of the process steps."""
+        # An optimizer may step others inside, as wrappers of optimizers do.
+        if self._stepping or optimizer in self._strangers or any(optimizer is known for known in self._known):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    raise RuntimeError(
+                        f"a {type(optimizer).__name__} that the balancer does not know steps {name} of the attached "
+                        "model, with gradients that are not reduced: give all optimizers to attach(model, [first, "
+                        "second]), or one that is made later to balancer.adopt(optimizer)"
+                    )
+        self._strangers.add(optimizer)
+
+
+def _refuse_foreign_scaler() -> None:
+    """A scaler of torch's own skips steps on each rank by what that rank saw. It is to be seen on the stack alone."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if type(caller) is torch.amp.GradScaler or type(caller) is torch.cuda.amp.GradScaler:
+            if caller.is_enabled():
+                raise RuntimeError(
+                    "torch's GradScaler decides on each rank by itself whether a step is skipped, and experts differ "
+                    "between ranks, so ranks would diverge: use eplb.GradScaler(balancer), which skips a step on all "
+                    "ranks or on none"
+                )
+            return
+        frame = frame.f_back  # type: ignore[assignment]

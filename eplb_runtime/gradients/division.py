@@ -1,0 +1,57 @@
+"""Gradients of experts are divided as averaging over ranks divides the others', whenever a parameter is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..experts.slices import is_sliced
+
+
+class Division:
+    """Divides the gradients of expert parameters as soon as a backward pass makes them.
+
+    Args:
+        parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed.
+        divisor: see `ranks.Job.gradient_divisor`.
+        has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
+
+    Attributes:
+        training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], divisor: int, has_copies: bool) -> None:
+        self.training = False
+        self._parameters = {name: p for name, p in parameters.items() if not is_sliced(p)}
+        self._divisor = divisor
+        self._has_copies = has_copies
+        self._divided = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        for name in self._divided:
+            self._parameters[name].register_hook(self._divide)
+
+    def follow(self) -> None:
+        """Parameters that are trained since the last call join.
+
+        Raises:
+            RuntimeError: copies have no place for their gradients.
+        """
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and name not in self._divided:
+                if self._has_copies:
+                    raise RuntimeError(
+                        f"{name} was frozen when the model was attached and is trained now, but its copies gather no "
+                        "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
+                    )
+                parameter.register_hook(self._divide)
+                self._divided.add(name)
+
+    def _divide(self, gradient: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError(
+                "a backward pass through experts that were attached without an optimizer: their gradients would not be "
+                "scaled nor reduced; give the optimizer to attach, or one that is made later to "
+                "balancer.adopt(optimizer), on every rank"
+            )
+        return torch.div(gradient, self._divisor)

@@ -1,0 +1,81 @@
+"""What of a model must stay as it was attached: which module holds which expert weights, and what is trained.
+
+Frameworks replace parameters (sharding), put modules around others (adapters) and add what is trained. Each is right
+before attach; after it, experts would be computed, averaged or moved without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class StructureError(RuntimeError):
+    """A model was changed after ``attach`` in a way that the balancer cannot follow."""
+
+
+class Structure:
+    """The models of one rank, as they were attached.
+
+    Args:
+        models: with what prefix their names have.
+        experts: name, module and names of the parameters, of each experts module, named with the prefix.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], experts: Sequence[tuple[str, nn.Module, Sequence[str]]]
+    ) -> None:
+        self._models = dict(models)
+        self._experts = list(experts)
+        parameters = [p for model in self._models.values() for p in model.parameters()]
+        # FSDP2 puts other tensors into a module while it computes.
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._held = [] if self._sharded else [(m, key, m._parameters[key]) for _, m, keys in experts for key in keys]
+        self._known = {id(parameter) for parameter in parameters}
+
+    def know(self, parameters: Sequence[Tensor]) -> None:
+        """These are trained and averaged, too."""
+        self._known.update(map(id, parameters))
+
+    def check(self, *, thoroughly: bool) -> None:
+        """Whether all is as it was; cheap enough for each forward.
+
+        Args:
+            thoroughly: walk through the whole model.
+
+        Raises:
+            StructureError: it is not.
+        """
+        for module, key, parameter in self._held:
+            if module._parameters.get(key) is not parameter:
+                self._raise_replaced(module, key)
+        if thoroughly and not self._sharded:
+            for prefix, model in self._models.items():
+                self._check_tree(prefix, model)
+
+    def _raise_replaced(self, module: nn.Module, key: str) -> None:
+        name = next(name for name, other, _ in self._experts if other is module)
+        if isinstance(module._parameters.get(key), DTensor):
+            raise StructureError(
+                f"{name}.{key} was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model) and "
+                "fully_shard first, then make the optimizer and attach"
+            )
+        raise StructureError(f"{name}.{key} was replaced after attach: do that first, then attach")
+
+    def _check_tree(self, prefix: str, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for name, experts, _ in self._experts:
+            if name.startswith(prefix) and modules.get(name.removeprefix(prefix), experts) is not experts:
+                raise StructureError(
+                    f"a {type(modules[name.removeprefix(prefix)]).__name__} was put around {name} after attach "
+                    "(adapters?): put it there first, then make the optimizer and attach"
+                )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise StructureError(
+                    f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer knows "
+                    "holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
+                    "balancer.adopt(optimizer)"
+                )

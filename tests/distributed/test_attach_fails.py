@@ -1,0 +1,214 @@
+"""An attach that fails, wherever and on whichever rank, fails on all and leaves models and optimizers as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import eplb_runtime as eplb
+from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.attaching.undo import Before
+from eplb_runtime.hosts import AttachError
+
+EXPERTS = 8
+CONFIG = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=5, replica_slots=1)
+
+
+class WithoutHooks(torch.optim.Optimizer):
+    """Stands before another optimizer and lacks what that has, as wrappers of some libraries do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.inner.defaults
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> eplb.Balancer:
+    return eplb.attach(model, optimizer, config=CONFIG)
+
+
+def raising(*_: object, **__: object) -> None:
+    raise MemoryError("made to fail")
+
+
+def failing_in(name: str, only_on: int) -> Callable[[int, nn.Module, torch.optim.Optimizer], None]:
+    """A part of attaching raises on one rank."""
+
+    def case(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        whole = getattr(attaching, name)
+        if rank == only_on:
+            setattr(attaching, name, raising)
+        try:
+            attach(model, optimizer)
+        finally:
+            setattr(attaching, name, whole)
+
+    return case
+
+
+def without_hooks(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    attach(model, WithoutHooks(optimizer))
+
+
+def another_model_on_one_rank(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    attach(model if rank else nn.Sequential(nn.Linear(4, 4)), optimizer)
+
+
+def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The first layer is cut already when the second fails."""
+    second = model.model.layers[1].mlp.experts
+    own = attaching.install
+
+    def install(experts: nn.Module, *args: Any) -> None:
+        if rank == 0 and experts is second:
+            raise ValueError("made to fail")
+        own(experts, *args)
+
+    attaching.install = install
+    try:
+        attach(model, optimizer)
+    finally:
+        attaching.install = own
+
+
+CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {
+    "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
+    "cutting": (failing_in("cut", 1), "MemoryError: made to fail"),
+    "the second layer": (late_part_of_a_layer, "ValueError: made to fail"),
+    "copies": (failing_in("ReplicaSync", 0), "MemoryError: made to fail"),
+    "marking": (failing_in("mark_state", 1), "MemoryError: made to fail"),
+    "hooks": (without_hooks, "WithoutHooks"),
+}
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that an attach changes, by identity and by value."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "parameters": {name: id(p) for name, p in model.named_parameters()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "hooks": {n: (len(m._forward_pre_hooks), len(m._state_dict_hooks)) for n, m in model.named_modules()},
+        "held": [id(p) for p in held],
+        "states": [id(optimizer.state[p]["exp_avg"]) for p in held],
+        "optimizer hooks": (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
+    }
+
+
+def step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ids = batch_of(rank, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fails(rank: int, broken: bool) -> dict[str, Any]:
+    if broken:
+        Before.restore = lambda self: None
+    model = make_model("olmoe", experts=EXPERTS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(0, model, optimizer)  # state, equal on all ranks
+    before = everything(model, optimizer)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    ids = batch_of(rank, 1)
+    logits = model(input_ids=ids).logits
+    said, changed = {}, []
+    for name, (case, _) in CASES.items():
+        try:
+            case(rank, model, optimizer)
+        except (AttachError, RuntimeError) as error:
+            said[name] = str(error)
+        if everything(model, optimizer) != before:
+            changed.append(name)
+            break
+        assert torch.equal(model(input_ids=ids).logits, logits)
+        assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    if not changed:
+        balancer = attach(model, optimizer)
+        step(rank, model, optimizer)
+        said["right"] = str(len(optimizer.state))
+        balancer.close()
+    return {"said": said, "changed": changed}
+
+
+def test_an_attach_that_fails_changes_nothing_and_the_next_one_works() -> None:
+    for result in run_ranks(2, fails, False):
+        assert result["changed"] == [] and result["said"].keys() == {*CASES, "right"}
+        for name, (_, expected) in CASES.items():
+            assert expected in result["said"][name], result["said"][name]
+            assert "\n" not in result["said"][name]
+
+
+def test_control_what_is_left_behind_is_noticed() -> None:
+    for result in run_ranks(2, fails, True):
+        assert result["changed"] == ["cutting"]
+
+
+def meta(rank: int) -> str:
+    """Rank 1's code does not make a buffer anew that is in no checkpoint."""
+    with torch.device("meta"):
+        model = make_model("olmoe", experts=EXPERTS)
+    if rank:
+        model._init_weights = lambda module: None
+    said = "nothing"
+    try:
+        eplb.attach(model, config=CONFIG, device="cpu")
+    except AttachError as error:
+        said = str(error)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    return said
+
+
+def test_a_model_that_one_rank_cannot_make_stays_on_the_meta_device_on_all() -> None:
+    for said in run_ranks(2, meta):
+        assert "is in no checkpoint and the model's code does not make it anew" in said
+
+
+def alone(rank: int) -> str:
+    model = make_model("olmoe", experts=EXPERTS)
+    said = ""
+    if rank == 0:
+        try:
+            attach(model, None)
+        except RuntimeError as error:
+            said = str(error)
+    attached = attach(model, None) if rank else None
+    del attached
+    return said
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    (said,) = run_ranks(1, lone)
+    assert said == "rank 1 did not call attach within 5 s: it is collective"
+
+
+def lone(rank: int) -> str:
+    """Of a job of two, of which one is not there."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from eplb_runtime.attaching import meeting
+    from eplb_runtime.ranks import Ranks
+
+    assert dist.is_initialized() and timedelta
+    meeting.job_ranks = lambda ranks: (0, 1)
+    try:
+        meeting.meet(Ranks(), None, "attach", 5)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,389 @@
+"""Models and optimizers that are made, wrapped or changed after attach: right, or refused in one line on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import eplb_runtime as eplb
+
+EXPERTS = 8
+AdamW = torch.optim.AdamW
+
+
+def moe_model() -> nn.Module:
+    return make_model("olmoe", experts=EXPERTS)
+
+
+def config(**options: object) -> eplb.BalancerConfig:
+    settings = {"interval": 2, "lag": 1, "gate": "always", "dense_gradients": "allreduce", "guard": "raise", **options}
+    return eplb.BalancerConfig(**settings)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    ids = batch_of(dist.get_rank(), step) % 12 + 12 * (step // 4)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 8) -> None:
+    model.train()
+    for step in range(steps):
+        loss_of(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters in two parts, experts in both."""
+    named = dict(model.named_parameters())
+    second = [p for name, p in named.items() if "layers.1" in name or "lm_head" in name]
+    return [p for p in named.values() if not any(p is q for q in second)], second
+
+
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return eplb.logical_state_dict(model, optimizers[0] if len(optimizers) == 1 else None)
+
+
+# -- right -----------------------------------------------------------------------------------------------------------
+
+
+def given(rank: int) -> dict[str, Tensor]:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    balancer = eplb.attach(model, optimizer, config=config())
+    train(model, optimizer)
+    assert balancer.placement.epoch
+    return state_of(model, optimizer)
+
+
+def adopted(rank: int) -> dict[str, Tensor]:
+    model = moe_model()
+    balancer = eplb.attach(model, config=config())
+    optimizer = AdamW(model.parameters())
+    balancer.adopt(optimizer)
+    train(model, optimizer)
+    assert balancer.placement.epoch
+    return state_of(model, optimizer)
+
+
+def two_given(rank: int) -> dict[str, Tensor]:
+    model = moe_model()
+    optimizers = [AdamW(part) for part in halves(model)]
+    eplb.attach(model, optimizers, config=config())
+    train(model, *optimizers)
+    return state_of(model)
+
+
+def second_adopted(rank: int) -> dict[str, Tensor]:
+    model = moe_model()
+    first, second = halves(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    later = [names[id(p)] for p in second]
+    for parameter in second:
+        parameter.requires_grad_(False)
+    optimizer = AdamW(first)
+    balancer = eplb.attach(model, optimizer, config=config())
+    parameters = [p.requires_grad_() for name, p in model.named_parameters() if name in later]
+    other = AdamW(parameters)
+    balancer.adopt(other)
+    train(model, optimizer, other)
+    return state_of(model)
+
+
+class WithHead(nn.Module):
+    """Attached is what stands below the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = moe_model()
+        torch.manual_seed(1)
+        self.head = nn.Linear(self.backbone.config.vocab_size, 8)
+
+    def forward(self, step: int) -> Tensor:
+        return self.head(self.backbone(input_ids=batch_of(dist.get_rank(), step)).logits).square().mean()
+
+
+def head_outside(rank: int) -> dict[str, Tensor]:
+    whole = WithHead()
+    optimizer = AdamW(whole.parameters())
+    eplb.attach(whole.backbone, optimizer, config=config())
+    whole.train()
+    for step in range(4):
+        whole(step).backward()
+        mine = whole.head.weight.grad.clone()
+        optimizer.step()
+        assert not torch.equal(mine, whole.head.weight.grad), "the ranks' own differ"
+        optimizer.zero_grad()
+    return {"head": whole.head.weight.detach()}
+
+
+def adapters_adopted(rank: int) -> dict[str, Tensor]:
+    model = moe_model().requires_grad_(False)
+    balancer = eplb.attach(model, config=config())
+    adapt(model)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    balancer.adopt(optimizer)
+    train(model, optimizer)
+    return {"adapter": model.lm_head.adapter.weight.detach()}
+
+
+def adapt(model: nn.Module) -> None:
+    """A trained map beside a frozen one, as adapters are."""
+    torch.manual_seed(2)
+    adapter = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    model.lm_head.adapter = adapter
+    model.lm_head.register_forward_hook(lambda module, args, out: out + module.adapter(args[0]))
+
+
+def unfrozen(rank: int) -> dict[str, Tensor]:
+    """Trained from the second step on: gradients as where they were trained from the start."""
+    found = []
+    for frozen_first in (True, False):
+        model = moe_model()
+        for layer in model.model.layers:
+            layer.mlp.experts.requires_grad_(not frozen_first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        eplb.attach(model, optimizer, config=config(policy="static"))
+        train(model, optimizer, steps=2)
+        for layer in model.model.layers:
+            layer.mlp.experts.requires_grad_(True)
+        loss_of(model, 3).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return {}
+
+
+def unused_scaler(rank: int) -> dict[str, Tensor]:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    balancer = eplb.attach(model, optimizer, config=config())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ours = eplb.GradScaler(balancer, init_scale=8.0)
+    for step in range(4):
+        used = ours if step % 2 else scaler
+        used.scale(loss_of(model, step)).backward()
+        used.step(optimizer)
+        used.update()
+        optimizer.zero_grad()
+    return {"head": model.lm_head.weight.detach()}
+
+
+RIGHT = [
+    given,
+    adopted,
+    two_given,
+    second_adopted,
+    head_outside,
+    adapters_adopted,
+    unfrozen,
+    unused_scaler,
+]
+
+
+def right(rank: int) -> dict[str, dict[str, Tensor]]:
+    return {case.__name__: case(rank) for case in RIGHT}
+
+
+@pytest.fixture(scope="module")
+def states() -> list[dict[str, dict[str, Tensor]]]:
+    return run_ranks(2, right)
+
+
+def test_ranks_agree_and_nothing_is_found(states: list[dict[str, dict[str, Tensor]]]) -> None:
+    for name, state in states[0].items():
+        assert all(torch.equal(tensor, states[1][name][key]) for key, tensor in state.items()), name
+
+
+@pytest.mark.parametrize(("one", "other"), [("given", "adopted"), ("two_given", "second_adopted")])
+def test_an_adopted_optimizer_is_as_one_that_was_given(
+    states: list[dict[str, dict[str, Tensor]]], one: str, other: str
+) -> None:
+    for state in states:
+        assert state[one].keys() == state[other].keys()
+        assert all(torch.equal(tensor, state[other][key]) for key, tensor in state[one].items())
+    assert not all(torch.equal(tensor, states[0]["given"][key]) for key, tensor in state_of(moe_model()).items())
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def not_adopted() -> None:
+    model = moe_model()
+    eplb.attach(model, config=config())
+    train(model, AdamW(model.parameters()))
+
+
+def stepped_by_hand() -> None:
+    model = moe_model()
+    balancer = eplb.attach(model, config=config())
+    optimizer = AdamW(model.parameters())
+    loss_of(model, 0).backward()
+    balancer.step()
+    optimizer.step()
+
+
+def unknown_second_optimizer() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config())
+    loss_of(model, 0).backward()
+    AdamW([model.lm_head.weight]).step()
+
+
+def adopted_twice() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config()).adopt(optimizer)
+
+
+def adopted_what_another_has() -> None:
+    model = moe_model()
+    balancer = eplb.attach(model, AdamW(model.parameters()), config=config())
+    balancer.adopt(AdamW([model.lm_head.weight]))
+
+
+def adopted_what_mixes() -> None:
+    model = moe_model()
+    balancer = eplb.attach(model, config=config())
+    balancer.adopt(torch.optim.Adafactor(model.parameters()))
+
+
+def adopted_with_copies() -> None:
+    model = moe_model()
+    balancer = eplb.attach(model, config=config(replica_slots=1))
+    balancer.adopt(AdamW(model.parameters()))
+
+
+def sharded_later() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config(dense_gradients="host"))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    train(model, optimizer)
+
+
+def wrapped_experts() -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Tensor) -> Tensor:
+            return self.inner(*args)
+
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config())
+    model.model.layers[0].mlp.experts = Around(model.model.layers[0].mlp.experts)
+    train(model, optimizer)
+
+
+def adapters_unknown() -> None:
+    model = moe_model().requires_grad_(False)
+    model.lm_head.requires_grad_()
+    optimizer = AdamW([model.lm_head.weight])
+    eplb.attach(model, optimizer, config=config())
+    adapt(model)
+    train(model, optimizer)
+
+
+def replaced() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config())
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().clone())
+    train(model, optimizer)
+
+
+def unfrozen_with_copies() -> None:
+    model = moe_model()
+    model.model.layers[0].mlp.experts.requires_grad_(False)
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config(replica_slots=1))
+    train(model, optimizer, steps=1)
+    model.model.layers[0].mlp.experts.requires_grad_(True)
+    train(model, optimizer)
+
+
+def scaled_by_torch() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+
+
+def whole_in_ddp() -> None:
+    whole = WithHead()
+    optimizer = AdamW(whole.parameters())
+    eplb.attach(whole.backbone, optimizer, config=config(dense_gradients="host"))
+    DistributedDataParallel(whole)(0)
+
+
+def compiled_in_ddp() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=config(dense_gradients="host"))
+    train(DistributedDataParallel(torch.compile(model, backend="eager")), optimizer)
+
+
+def each_rank_a_part() -> None:
+    """An optimizer that updates on each rank a part of what it lists and sends the others that."""
+    model = moe_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW)
+    eplb.attach(model, optimizer, config=config())
+    train(model, optimizer)
+
+
+REFUSED: dict[Callable[[], None], str] = {
+    not_adopted: "balancer.adopt(optimizer)",
+    stepped_by_hand: "balancer.adopt(optimizer)",
+    unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
+    adopted_twice: "adopt each once",
+    adopted_what_another_has: "lm_head.weight is in several optimizers",
+    adopted_what_mixes: "Adafactor mixes the experts",
+    adopted_with_copies: "attached without an optimizer and with replica slots",
+    sharded_later: "was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model)",
+    wrapped_experts: "a Around was put around model.layers.0.mlp.experts after attach",
+    adapters_unknown: "lm_head.adapter.weight was added after attach",
+    replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
+    unfrozen_with_copies: "was frozen when the model was attached and is trained now",
+    scaled_by_torch: "use eplb.GradScaler(balancer)",
+    whole_in_ddp: "wrap the very module that was attached",
+    compiled_in_ddp: "wrap the very module that was attached",
+    each_rank_a_part: "and its step does not write it",
+}
+
+
+def refused(rank: int) -> dict[str, str]:
+    said = {}
+    for case in REFUSED:
+        said[case.__name__] = "nothing"
+        try:
+            case()
+        except (RuntimeError, ValueError) as error:
+            said[case.__name__] = str(error)
+        torch._dynamo.reset()
+    return said
+
+
+def test_what_would_be_wrong_is_refused_in_one_line_on_every_rank() -> None:
+    for said in run_ranks(2, refused):
+        for case, expected in REFUSED.items():
+            assert expected in said[case.__name__], said[case.__name__]
+            assert "\n" not in said[case.__name__]
