@@ -141,7 +141,13 @@ class Balancer:
         self.events: EventLog = self._rebalancer.events
         if parts.maps.replicas is not None:
             parts.maps.replicas.follow(parts.placement)
-            parts.maps.replicas.refresh()
+
+    def _begin(self) -> None:
+        """Every rank has a balancer now. Collective."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.refresh()
+        if self._training:
+            self._guard.begin()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -237,7 +243,10 @@ class Balancer:
             AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
                 place for gradients.
         """
+        began = self._training
         self._adopt(optimizer)
+        if not began:
+            self._guard.begin()
 
     def _trained_by(self, optimizer: torch.optim.Optimizer, outside: Mapping[str, Tensor]) -> None:
         """An optimizer is about to be hooked.
@@ -253,7 +262,6 @@ class Balancer:
             self._training = self._division.training = True
             for layer in self._layers:
                 layer.counts_in_evaluation = False
-            self._guard.begin()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -450,8 +458,9 @@ class Balancer:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
         if torch.is_grad_enabled() and self._training:
-            self._division.follow()
-            self._structure.check(thoroughly=self._guard.is_new)
+            with self._guard.clocked():
+                self._division.follow()
+                self._structure.check(thoroughly=self._guard.is_new)
             self._in_step = True
             if self._maps.replicas is not None and not in_recompute():
                 self._maps.replicas.abandon()

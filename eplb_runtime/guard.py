@@ -9,7 +9,9 @@ with each decision. All ranks come to the same finding before any of them raises
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +104,7 @@ class Guard:
     Attributes:
         run: does work on the control group, one thing at a time and in the same order on every rank.
         on_finding: hears each finding once.
+        seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
     """
 
     def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device) -> None:
@@ -117,6 +120,7 @@ class Guard:
         self._looked_before_forward = False
         self._distinct = True
         self._meetings = 0
+        self.seconds, self.clocked_steps = 0.0, 0
         self._before: list[tuple[str, int, Tensor]] = []
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
@@ -133,6 +137,16 @@ class Guard:
     def is_new(self) -> bool:
         """Whether these are the first steps, in which everything is looked at."""
         return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """What runs inside is a cost of looking; the first steps do not count."""
+        counts, began = not self.is_new, time.perf_counter()
+        try:
+            yield
+        finally:
+            if counts:
+                self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
         """In the first steps, ahead of the first forward of each: nobody else has written expert weights."""
@@ -158,6 +172,8 @@ class Guard:
         if self.is_new:
             problem = self._uncounted() or self._not_stepped()
             self._settle(self._meet(self._look("weights", problem=problem), "the end of a step"))
+        else:
+            self.clocked_steps += 1
         self._steps += 1
         self._looked_before_forward = False
 
@@ -165,7 +181,8 @@ class Guard:
         """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
         if self._mode == "off" or not self._watched.optimizers:
             return None
-        return self._look("weights")
+        with self.clocked():
+            return self._look("weights")
 
     def finding(self, look: Look, control: dist.ProcessGroup) -> str:
         """Compare over the job, on any thread; the same on every rank, empty if all is well. Collective."""
@@ -173,7 +190,8 @@ class Guard:
 
     def computed(self) -> bool:
         """Whether MoE layers ran since the last time that this was asked."""
-        before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
+        with self.clocked():
+            before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
         return self._calls_at_decision > before
 
     def report(self, finding: str) -> None:

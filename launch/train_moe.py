@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.launching import repeat_every_bit
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0
@@ -233,9 +234,7 @@ def main() -> None:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Some CUDA kernels add in any order unless told not to; then no run would repeat another bit by bit.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        repeat_every_bit()
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.backend == "nccl" else "gloo")
 
     runs = {

@@ -1,7 +1,8 @@
 """From described models and optimizers to a running balancer, the same way for every framework.
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here. First
-all that can fail: connections, measurements, checks. Then the model is cut.
+all that is expected to fail: connections, measurements, checks. Then the model is cut; what fails from there on, on any
+rank, leaves models and optimizers on all ranks as they were.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from ..structure import Structure
 from ..topology import Topology
-from .checks import check, device_of
+from .checks import check, raise_on_all
 from .description import AttachError, MoELayer, Stage, spread_of
+from .meeting import meet
 from .meta import MetaError, make_buffers, make_parameters
 from .optimizers import Optimizers
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
 from .state_hooks import mark_state
+from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -54,40 +57,60 @@ def attach_stages(
     *,
     config: BalancerConfig,
     ranks: Ranks,
-    device: torch.device | str | None,
+    device: torch.device,
 ) -> Balancer:
     """``attach`` for models that their host has described; errors as there. Collective over the job.
 
     Args:
         stages: the models of this rank, in the order of ``ranks.stages``.
         optimizers: none: inference.
+        device: where the experts are, or will be made.
     """
-    on = device_of(stages, device)
     try:
-        groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], on, config.timeout_seconds)
+        groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except GroupError as error:
         raise AttachError(str(error)) from None
     try:
-        transport = new_transport(config, groups, on)
+        transport = new_transport(config, groups, device)
         transport.warm_up(time.monotonic() + config.timeout_seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
         topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds)
-        placement = check(stages, optimizers, config, groups, on)
-        for stage in stages:
-            make_buffers(stage.model, on, stage.host.remake_buffers)
-    except (MetaError, TransportError) as error:
+        placement = check(stages, optimizers, config, groups, device)
+    except TransportError as error:
         groups.close()
         raise AttachError(str(error)) from None
     except BaseException:
         groups.close()
         raise
-    return _Attaching(stages, optimizers, config, groups, topology, transport, placement, on).build()
+    attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device)
+    before = Before([stage.model for stage in stages], optimizers)
+    try:
+        for part in (attaching.cut, attaching.balance, attaching.hook):
+            _on_all_or_none(part, groups)
+        attaching.balancer._begin()
+    except BaseException:
+        before.restore()
+        attaching.give_up()
+        raise
+    return attaching.balancer
+
+
+def _on_all_or_none(work: Callable[[], None], groups: ProcessGroups) -> None:
+    """Where it fails on one rank, every rank raises. Collective."""
+    problem = ""
+    try:
+        work()
+    except MetaError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    raise_on_all(problem, groups)
 
 
 @dataclass
 class _Attaching:
-    """A balancer in the making; nothing here is expected to fail."""
+    """A balancer in the making: first the model is cut, then it is balanced."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -101,27 +124,36 @@ class _Attaching:
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
-    def build(self) -> Balancer:
-        placement = self.placement
+    def cut(self) -> None:
+        """Leave this rank its experts, the rest its memory, and layers the expert-parallel way. Nothing here waits for
+        other ranks."""
+        for stage in self.stages:
+            make_buffers(stage.model, self.device, stage.host.remake_buffers)
         self.registry = ExpertTensors(
-            placement.num_layers, placement.homes_per_rank, self.optimizers, self.config.move_gradients
+            self.placement.num_layers, self.placement.homes_per_rank, self.optimizers, self.config.move_gradients
         )
         self._cut_layers()
         for stage in self.stages:
             make_parameters(stage.model, self.device)
-        maps = self._maps()
-        counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
-        layers = self._install_layers(maps, counter)
+        if self._job.is_planner:
+            warn_of_odd_rows(self.parameters)
+        placement = self.placement
+        self.maps = self._maps()
+        self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
+        self.layers = self._install_layers(self.maps, self.counter)
+
+    def balance(self) -> None:
+        """Make the balancer. Collective."""
         experts = {id(p) for p in self.registry.parameters()}
-        balancer = Balancer(
+        self.balancer = Balancer(
             Parts(
                 config=self.config,
                 groups=self.groups,
                 topology=self.topology,
-                placement=placement,
+                placement=self.placement,
                 registry=self.registry,
-                counter=counter,
-                maps=maps,
+                counter=self.counter,
+                maps=self.maps,
                 transport=self.transport,
                 dense_parameters={
                     stage.prefix + name: parameter
@@ -132,19 +164,32 @@ class _Attaching:
                 device=self.device,
                 layer_of_parameter=self.layer_of_parameter,
                 parameters=self.parameters,
-                layers=layers,
+                layers=self.layers,
                 structure=Structure(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
                 ),
             )
         )
+
+    def hook(self) -> None:
+        """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
         for stage in self.stages:
-            _mark(stage, balancer, self.layer_of_parameter)
+            _mark(stage, self.balancer, self.layer_of_parameter)
+            stage.host.save_together(partial(self._come, list(self._job.ranks), self.config.timeout_seconds))
         for index, name, layer in self._layers():
-            mark_state(layer.experts, name, partial(balancer._home_experts, index))
-        _hook(balancer, self.stages, self.optimizers)
-        return balancer
+            mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
+        _hook(self.balancer, self.stages, self.optimizers)
+
+    @staticmethod
+    def _come(everyone: list[int], timeout_seconds: float, what: str) -> None:
+        meet(everyone, what, timeout_seconds)
+
+    def give_up(self) -> None:
+        """What was made is given back."""
+        if hasattr(self, "balancer"):
+            self.balancer.close()
+        self.groups.close()
 
     @property
     def _job(self) -> Job:
@@ -179,7 +224,6 @@ class _Attaching:
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index
                 self.parameters[f"{name}.{own_name}"] = parameter
-                warn_of_odd_rows(f"{name}.{own_name}", parameter)
 
     def _maps(self) -> Maps:
         table = SlotTable(self.placement, self.device)

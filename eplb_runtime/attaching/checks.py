@@ -69,14 +69,14 @@ def check(
         problem = ""
     except AttachError as error:
         problem = str(error)
-    _raise_on_all(problem, groups)
+    raise_on_all(problem, groups)
     num_experts = _experts_of_job(layers[0].num_experts if layers else 0, groups)
     problem, placement = "", None
     try:
         placement = _initial_placement(config, groups.job, num_experts)
     except AttachError as error:
         problem = str(error)
-    _raise_on_all(problem, groups)
+    raise_on_all(problem, groups)
     assert placement is not None
     _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config", over_stages=True)
     hint = "give all ranks the same one, or copies of one file"
@@ -244,7 +244,7 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placem
 _PROBLEM_BYTES = 512
 
 
-def _raise_on_all(problem: str, groups: ProcessGroups) -> None:
+def raise_on_all(problem: str, groups: ProcessGroups) -> None:
     """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
     mine = torch.zeros(_PROBLEM_BYTES, dtype=torch.uint8)
     text = problem.encode()[:_PROBLEM_BYTES]

@@ -61,6 +61,8 @@ class HostModel:
         real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
         watch_batches: hooks into the model what ``real_tokens`` needs.
         remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
+        save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
+            experts; given ``come(what)``, which returns when all ranks have come to the same.
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
     """
 
@@ -68,6 +70,7 @@ class HostModel:
     real_tokens: Callable[[int], Tensor | None]
     watch_batches: Callable[[], RemovableHandle]
     remake_buffers: Callable[[nn.Module], None]
+    save_together: Callable[[Callable[[str], None]], None] = lambda come: None
     folders: PretrainedFolders | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,26 +14,24 @@ from ..experts.optimizer_state import replace_parameter
 from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import GroupError, Ranks
-from .checks import check, device_of
-from .description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread, spread_of
+from .checks import check
+from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
+from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
 
 
-def shard_host(
-    model: nn.Module, host: HostModel, *, config: BalancerConfig | None, ep_group: dist.ProcessGroup | None
+def shard_stage(
+    stage: Stage, *, config: BalancerConfig, ep_group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """``shard_experts`` for a model whose host has described it; arguments and errors as there."""
-    config = config if config is not None else BalancerConfig()
-    if any(spread_of(layer.experts) is not None for layer in host.layers):
-        raise AttachError("the experts are spread already: shard_experts is called once")
-    stage = Stage(0, model, host)
-    device = device_of([stage], None)
+    host = stage.host
     try:
         groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
     except GroupError as error:
         raise AttachError(str(error)) from None
+    before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
@@ -41,6 +39,9 @@ def shard_host(
             for name in layer.parameters:
                 setattr(layer.experts, name, cut(layer, name, rows, device))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
+    except BaseException:
+        before.restore()
+        raise
     finally:
         groups.close()
 
@@ -84,14 +85,20 @@ STEADY_ROW_BYTES = 128
 end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
 
 
-def warn_of_odd_rows(name: str, tensor: Tensor) -> None:
-    """On a CPU the last bits of a result depend on where odd rows stand; say so where they are odd."""
-    widths = [width * tensor.element_size() for width in tensor.shape[1:]]
-    if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
+def warn_of_odd_rows(parameters: Mapping[str, Tensor]) -> None:
+    """On a CPU the last bits of a result depend on where odd rows stand; say so, in one line, where there are such."""
+    odd = {}
+    for name, tensor in parameters.items():
+        widths = [width * tensor.element_size() for width in tensor.shape[1:]]
+        if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
+            odd[name] = " and ".join(map(str, widths))
+    if odd:
+        first, rows = next(iter(odd.items()))
         logger.warning(
-            "%s makes rows of %s bytes: on a CPU results may differ in the last bits by placement; widths that are "
-            "multiples of %d bytes avoid it",
-            name,
-            " and ".join(map(str, widths)),
+            "%d expert tensors, such as %s, make rows of %s bytes: on a CPU results may differ in the last bits by "
+            "placement; widths that are multiples of %d bytes avoid it",
+            len(odd),
+            first,
+            rows,
             STEADY_ROW_BYTES,
         )

@@ -136,7 +136,8 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
         ``even``, the same model with fixed experts and as many tokens for each. ``step_ms``; ``imbalance`` (max / mean
-        rank load by the placement and split used, in the timed steps); ``homes_moved`` and ``copies`` (that stand at
+        rank load by the placement and split used, in the timed steps); ``guard_ms`` (of a step's training thread, spent
+        in the guard, averaged over all steps but the first three); ``homes_moved`` and ``copies`` (that stand at
         the end); of what static loses against even load, measured: ``share_of_even_gain``; against its own step x
         mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
@@ -167,6 +168,7 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
             {
                 "static_step_ms": _step_ms(even, work),
                 "attached_step_ms": _step_ms(attached, work),
+                "guard_ms": _guard_ms(variants[-1]),
                 "overhead": _median([b / a - 1 for a, b in zip(even, attached, strict=True)]),
                 "homes_moved": _moved(variants[-1]),
             }
@@ -183,6 +185,7 @@ def _row(variant: _Variant, static: list[float], even: list[float], ideal: list[
         "variant": variant.name,
         "step_ms": _step_ms(blocks, variant.work),
         "imbalance": _imbalance(variant),
+        "guard_ms": _guard_ms(variant),
         "share_of_even_gain": _share(static, blocks, even),
         "share_of_ideal_gain": _share(static, blocks, ideal),
         "homes_moved": _moved(variant),
@@ -218,6 +221,12 @@ def _imbalance(variant: _Variant) -> float:
 
 def _moved(variant: _Variant) -> int:
     return sum(e.moved_experts for e in variant.balancer.events if isinstance(e, RebalanceCommitted))
+
+
+def _guard_ms(variant: _Variant) -> float:
+    """Of the slowest rank, a step, without the first ones."""
+    guard = variant.balancer._guard
+    return _over_ranks([guard.seconds / max(1, guard.clocked_steps) * 1e3])[0]
 
 
 def _over_ranks(seconds: Sequence[float]) -> list[float]:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..attaching.attach import attach_stages
-from ..attaching.description import AttachError, HostModel, Stage
-from ..attaching.sharding import shard_host
+from ..attaching.checks import device_of
+from ..attaching.description import AttachError, HostModel, Stage, spread_of
+from ..attaching.meeting import meet
+from ..attaching.sharding import shard_stage
 from ..balancer import Balancer
 from ..config import BalancerConfig
-from ..ranks import Ranks
+from ..ranks import GroupError, Ranks, job_ranks
 from . import module
 from .module import MoE, stack_experts
 
@@ -74,25 +76,30 @@ def attach(
             are as they were.
         RuntimeError: a rank did not come within ``timeout_seconds``; likewise.
     """
+    config = config if config is not None else BalancerConfig()
     models = [model] if isinstance(model, nn.Module) else list(model)
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         optimizers = [] if optimizer is None else [optimizer]
     else:
         optimizers = list(optimizer)
-    if ranks is not None and ep_group is not None:
-        raise AttachError("give ep_group or ranks: ranks has the EP group, too")
-    layers_of = _layers_of(models, layers)
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
+    given_twice = ranks is not None and ep_group is not None
     if ranks is None:
         ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
-    numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
-    stages = [
-        Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
-        for number, part, own in zip(numbers, models, layers_of, strict=False)
-    ]
-    return attach_stages(
-        stages, optimizers, config=config if config is not None else BalancerConfig(), ranks=ranks, device=device
-    )
+    stages, problem = [], None
+    try:
+        if given_twice:
+            raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+        numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
+        stages = [
+            Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
+            for number, part, own in zip(numbers, models, _layers_of(models, layers), strict=False)
+        ]
+        on = device_of(stages, device)
+    except Exception as error:
+        problem = error
+    _meet(ranks, "attach", config, problem)
+    return attach_stages(stages, optimizers, config=config, ranks=ranks, device=on)
 
 
 def shard_experts(
@@ -124,7 +131,31 @@ def shard_experts(
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.
     """
-    shard_host(model, _describe(model, layers), config=config, ep_group=ep_group)
+    config = config if config is not None else BalancerConfig()
+    problem, stage = None, None
+    try:
+        stage = Stage(0, model, _describe(model, layers))
+        if any(spread_of(layer.experts) is not None for layer in stage.host.layers):
+            raise AttachError("the experts are spread already: shard_experts is called once")
+        on = device_of([stage], None)
+    except Exception as error:
+        problem = error
+    _meet(Ranks.of_group(ep_group), "shard_experts", config, problem)
+    assert stage is not None
+    shard_stage(stage, config=config, ep_group=ep_group, device=on)
+
+
+def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | None) -> None:
+    """Before anything is made together: every rank can go on, or all raise."""
+    if not dist.is_initialized():
+        raise problem or AttachError(
+            "torch.distributed is not initialised: call init_process_group (or use torchrun) first"
+        )
+    try:
+        everyone = job_ranks(ranks)
+    except GroupError as error:
+        raise AttachError(str(error)) from None
+    meet(everyone, what, config.timeout_seconds, problem)
 
 
 def _layers_of(

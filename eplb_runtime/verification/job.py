@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..config import BalancerConfig
-from ..launching import process_group
+from ..launching import process_group, repeat_every_bit
 from .report import Report
 from .runs import verify
 
@@ -41,9 +40,7 @@ def run(
 
     with process_group(device) as here:
         if here.type == "cuda":
-            # Some CUDA kernels add in any order unless told not to; then no run would repeat another bit by bit.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            repeat_every_bit()
         experts = max(8, 4 * dist.get_world_size())
         config = small_config(family, experts) if model_config is None else read_config(model_config)
         vocabulary = config.get_text_config().vocab_size

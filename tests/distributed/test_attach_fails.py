@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.attaching.meeting import meet
 from eplb_runtime.attaching.undo import Before
 from eplb_runtime.hosts import AttachError
 
@@ -87,8 +90,8 @@ def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Opt
 
 
 CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {
-    "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
     "cutting": (failing_in("cut", 1), "MemoryError: made to fail"),
+    "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
     "the second layer": (late_part_of_a_layer, "ValueError: made to fail"),
     "copies": (failing_in("ReplicaSync", 0), "MemoryError: made to fail"),
     "marking": (failing_in("mark_state", 1), "MemoryError: made to fail"),
@@ -134,14 +137,14 @@ def fails(rank: int, broken: bool) -> dict[str, Any]:
             said[name] = str(error)
         if everything(model, optimizer) != before:
             changed.append(name)
-            break
+        if broken:
+            return {"said": said, "changed": changed}
         assert torch.equal(model(input_ids=ids).logits, logits)
         assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-    if not changed:
-        balancer = attach(model, optimizer)
-        step(rank, model, optimizer)
-        said["right"] = str(len(optimizer.state))
-        balancer.close()
+    balancer = attach(model, optimizer)
+    step(rank, model, optimizer)
+    said["right"] = str(len(optimizer.state))
+    balancer.close()
     return {"said": said, "changed": changed}
 
 
@@ -154,8 +157,8 @@ def test_an_attach_that_fails_changes_nothing_and_the_next_one_works() -> None:
 
 
 def test_control_what_is_left_behind_is_noticed() -> None:
-    for result in run_ranks(2, fails, True):
-        assert result["changed"] == ["cutting"]
+    """One rank fails at its first experts, when the other has cut all of its own."""
+    assert [result["changed"] for result in run_ranks(2, fails, True)] == [["cutting"], []]
 
 
 def meta(rank: int) -> str:
@@ -178,37 +181,34 @@ def test_a_model_that_one_rank_cannot_make_stays_on_the_meta_device_on_all() -> 
         assert "is in no checkpoint and the model's code does not make it anew" in said
 
 
-def alone(rank: int) -> str:
-    model = make_model("olmoe", experts=EXPERTS)
-    said = ""
-    if rank == 0:
-        try:
-            attach(model, None)
-        except RuntimeError as error:
-            said = str(error)
-    attached = attach(model, None) if rank else None
-    del attached
-    return said
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     (said,) = run_ranks(1, lone)
-    assert said == "rank 1 did not call attach within 5 s: it is collective"
+    assert said == "rank 1 did not come to attach within 0.5 s: it is collective, every rank calls it"
 
 
 def lone(rank: int) -> str:
-    """Of a job of two, of which one is not there."""
-    from datetime import timedelta
+    """Of a call of two ranks, to which one does not come."""
+    with pytest.raises(RuntimeError) as refused:
+        meet([0, 1], "attach", 0.5)
+    return str(refused.value)
 
-    import torch.distributed as dist
 
-    from eplb_runtime.attaching import meeting
-    from eplb_runtime.ranks import Ranks
+def meets_late(rank: int) -> list[str]:
+    """Rank 0 has given up the first time; when both come, they come to the same call."""
+    store = dist.distributed_c10d._get_default_store()
+    said = []
+    if rank == 0:
+        with pytest.raises(RuntimeError) as refused:
+            meet([0, 1], "attach", 0.5)
+        said.append(str(refused.value))
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+    meet([0, 1], "attach", 30)
+    meet([0, 1], "attach", 30)
+    return said
 
-    assert dist.is_initialized() and timedelta
-    meeting.job_ranks = lambda ranks: (0, 1)
-    try:
-        meeting.meet(Ranks(), None, "attach", 5)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+
+def test_a_call_that_was_given_up_is_not_taken_for_the_next() -> None:
+    first, second = run_ranks(2, meets_late)
+    assert "rank 1 did not come to attach" in first[0] and second == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import logging.handlers
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -225,3 +227,41 @@ def alone(rank: int) -> str:
 
 def test_a_whole_state_dict_is_refused_where_experts_stand_in_another_order() -> None:
     assert "here stand" in run_ranks(1, alone)[0]
+
+
+def saved_by_the_library(rank: int, folder: str) -> list[str]:
+    model, optimizer, balancer = attached(timeout_seconds=5)
+    balancer._plan_with(plan_shuffle)
+    train(rank, model, optimizer, 5)
+    assert balancer.placement.epoch
+    whole = eplb.logical_state_dict(model)
+    said = []
+    if rank == 0:
+        said.append(refusal(RuntimeError, lambda: model.save_pretrained(Path(folder) / "alone")))
+    torch.distributed.barrier()
+    model.save_pretrained(Path(folder) / "together", is_main_process=rank == 0)
+    said.append(refusal(ValueError, lambda: model.save_pretrained(folder, state_dict=model.state_dict())))
+    read = type(model).from_pretrained(Path(folder) / "together").state_dict()
+    assert all(torch.equal(tensor, whole[f"model.{name}"]) for name, tensor in read.items()) and len(read) == len(whole)
+    balancer.close()
+    return said
+
+
+def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_rank_for_ever(tmp_path: Path) -> None:
+    first, second = run_ranks(2, saved_by_the_library, str(tmp_path))
+    assert "rank 1 did not come to save_pretrained of an attached model within 5 s: it is collective" in first[0]
+    assert first[1] == second[0] and "does not take state_dict" in first[1]
+    assert not (tmp_path / "alone").exists()
+
+
+def lines_about_odd_rows(rank: int) -> list[str]:
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("eplb_runtime").addHandler(heard)
+    for width in (32, 36):
+        eplb.attach(make_model("olmoe", experts=EXPERTS, width=width)).close()
+    return [record.getMessage() for record in heard.buffer if "last bits" in record.getMessage()]
+
+
+def test_odd_rows_get_one_line_in_all() -> None:
+    first, second = run_ranks(2, lines_about_odd_rows)
+    assert second == [] and len(first) == 1 and first[0].startswith("4 expert tensors, such as model.layers.0")

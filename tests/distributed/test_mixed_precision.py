@@ -138,6 +138,7 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
         split_least_tokens=0,
+        guard="off" if job.scaler == "torch" else "auto",
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if policy == "incremental" and not job.replica_slots:

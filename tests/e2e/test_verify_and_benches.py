@@ -141,14 +141,16 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
     for row in result["train"]:
         shares = {"share_of_even_gain", "share_of_ideal_gain"}
-        assert set(row) == {"variant", "step_ms", "imbalance", "homes_moved", "copies"} | shares
+        assert set(row) == {"variant", "step_ms", "imbalance", "guard_ms", "homes_moved", "copies"} | shares
+        assert row["guard_ms"] > 0
     assert (
         static["homes_moved"] == static["copies"] == 0
         and static["share_of_ideal_gain"] == static["share_of_even_gain"] == 0
         and even["share_of_even_gain"] in (0, 1)
         and result["static_imbalance"] > 1.2
     )
-    assert set(result["overhead"][0]) == {"static_step_ms", "attached_step_ms", "overhead", "homes_moved"}
+    keys = {"static_step_ms", "attached_step_ms", "guard_ms", "overhead", "homes_moved"}
+    assert set(result["overhead"][0]) == keys
 
 
 def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None:

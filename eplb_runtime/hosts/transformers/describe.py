@@ -7,6 +7,7 @@ the rows that arrive here, whatever the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def describe(model: nn.Module) -> HostModel:
         padding.real_tokens,
         lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
         getattr(model, "_init_weights", lambda module: None),
+        lambda come: _save_together(model, come),
         _Folders(),
     )
 
@@ -92,6 +94,25 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
         compute=compute,
         install=install,
     )
+
+
+def _save_together(model: nn.Module, come: Callable[[str], None]) -> None:
+    """``save_pretrained`` of an attached model writes all of it, from all ranks."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    own = model.save_pretrained
+
+    def save_pretrained(save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
+        """As the library's, in logical order. Collective: every rank calls it, whatever ``is_main_process`` is."""
+        from ...checkpoint import export_pretrained
+
+        if getattr(model, "_hf_peft_config_loaded", False):
+            own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
+            return
+        come("save_pretrained of an attached model")
+        export_pretrained(model, save_directory, **options)
+
+    object.__setattr__(model, "save_pretrained", save_pretrained)
 
 
 class _Folders:
