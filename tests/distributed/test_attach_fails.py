@@ -19,7 +19,7 @@ from eplb_runtime.attaching.undo import Before
 from eplb_runtime.hosts import AttachError
 
 EXPERTS = 8
-CONFIG = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=5, replica_slots=1)
+CONFIG = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=30, replica_slots=1)
 
 
 class WithoutHooks(torch.optim.Optimizer):
