@@ -57,11 +57,13 @@ def squares_of_dense(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 def sum_over_stages(square: Tensor, groups: ProcessGroups) -> Tensor:
     """A stage's scalar -> the sum over all pipeline stages, in their order, equal bit for bit on every rank."""
-    stage_sets = groups.job.stage_sets
-    if len(stage_sets) == 1:
+    job = groups.job
+    if len(job.stage_sets) == 1:
         return square
-    squares = square.new_zeros(len(stage_sets))
-    squares[stage_sets.index(groups.job.stages)] = square
-    # Ranks that hold the same stages have the same number, all others zero: the largest is exact.
-    dist.all_reduce(squares, dist.ReduceOp.MAX, group=groups.everyone)
+    squares = square.new_zeros(len(job.stage_sets))
+    # Ranks that hold the same stages have the same number: one of them gives it, so the sum is exact in any order. The
+    # largest would be too, but for a NaN, which no comparison finds.
+    if job.rank == job.data_ranks[0]:
+        squares[job.stage_sets.index(job.stages)] = square
+    dist.all_reduce(squares, group=groups.everyone)
     return squares.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -350,6 +351,30 @@ def test_a_norm_of_one_stage_alone_is_noticed() -> None:
     job = Job(damage=forget_the_other_stages)
     results = run_ranks(4, train, job)
     assert largest_difference(job, results, train_whole(job)) > 1e-4
+
+
+def norm_where_one_stage_has(rank: int, value: float, stage_of_it: int) -> list[float]:
+    stage = make_stages((1, 1))[rank]
+    config = eplb.BalancerConfig(policy="static", guard="off", dense_gradients="allreduce")
+    ranks = Ranks(ep=(rank,), stages=(rank,))
+    balancer = eplb.attach(stage, torch.optim.SGD(stage.parameters()), config=config, ranks=ranks)
+    for parameter in stage.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if rank == stage_of_it:
+        stage.blocks[0].router.bias.grad[0] = value
+    norm = balancer.clip_grad_norm_(1.0).item()
+    balancer.close()
+    return [norm, float(stage.blocks[0].mix.bias.grad[0])]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_norm_that_is_no_number_in_one_stage_is_none_on_any_rank(stage: int) -> None:
+    for norm, gradient in run_ranks(2, norm_where_one_stage_has, math.nan, stage):
+        assert math.isnan(norm) and math.isnan(gradient)
+
+
+def test_an_infinite_norm_of_one_stage_is_infinite_on_every_rank() -> None:
+    assert [norm for norm, _ in run_ranks(2, norm_where_one_stage_has, math.inf, 1)] == [math.inf] * 2
 
 
 def load_of_stages(rank: int) -> list:
