@@ -184,9 +184,10 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after rebalancing ended in this job, or between a backward pass and the
-                optimizer's step.
+            RuntimeError: inside ``quiesce``, after ``close`` or rebalancing ended in this job, or between a backward
+                pass and the optimizer's step.
         """
+        self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
         if not self._training:
             self._counter.advance()  # without an optimizer nobody else closes what was counted
@@ -223,6 +224,10 @@ class Balancer:
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
                 "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
             )
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what} after close(): experts stay where they are")
 
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
@@ -436,7 +441,9 @@ class Balancer:
         Raises:
             PlacementError: the placement is for another model or EP size.
             RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
+                Or the balancer is closed.
         """
+        self._refuse_if_closed("load_state_dict()")
         problem: PlacementError | None = None
         target, step, digest = self.placement, self._rebalancer.step, bytes(16)
         try:

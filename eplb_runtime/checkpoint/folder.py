@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,42 @@ _TOKEN_BYTES = 8
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Content:
+    """What this rank writes: its boxes, the optimizer's part that is no tensor, as JSON, and the balancer's state."""
+
+    boxes: Sequence[Box]
+    optimizer: str
+    balancer: dict[str, Any] | None
+
+
 def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> None:
     """`saving.save` in our own format."""
+    wait_for_saving(view)
     meeting = Meeting.of(view, process_group)
-    _write(folder, meeting, _boxes(view, meeting), _described(view))
+    found: list[_Content] = []
+    meeting.trying(lambda: found.append(_content(view, meeting)))
+    _write(folder, meeting, found)
 
 
 def async_save(folder: Path, view: LogicalView) -> Future[None]:
     """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
     meeting = Meeting.of(view)
-    boxes = [replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in _boxes(view, meeting)]
-    described = _described(view)
     if view.balancer is not None:
         meeting = Meeting(view.balancer._background_group(), torch.device("cpu"))
-    before: Future[None] | None = view.model.__dict__.get("_eplb_runtime_saving")
+    found: list[_Content] = []
+
+    def copy() -> None:
+        live = _content(view, meeting)
+        copies = [replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in live.boxes]
+        found.append(replace(live, boxes=copies))
+
+    meeting.trying(copy)
+    before = _saving(view)
 
     def write() -> None:
-        if before is not None:
-            with suppress(Exception):  # its own caller hears of it
-                before.result()
-        _write(folder, meeting, boxes, described)
+        _ended(before)
+        _write(folder, meeting, found)
 
     worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
     saving = worker.submit(write)
@@ -71,23 +87,38 @@ def async_save(folder: Path, view: LogicalView) -> Future[None]:
     return saving
 
 
-def _boxes(view: LogicalView, meeting: Meeting) -> list[Box]:
+def wait_for_saving(view: LogicalView) -> None:
+    """Until an `async_save` of this model has ended, well or not: a folder has one writer, and no reader meanwhile."""
+    _ended(_saving(view))
+
+
+def _ended(saving: Future[None] | None) -> None:
+    if saving is not None:
+        with suppress(Exception):  # its own caller hears of it
+            saving.result()
+
+
+def _saving(view: LogicalView) -> Future[None] | None:
+    return view.model.__dict__.get("_eplb_runtime_saving")
+
+
+def _content(view: LogicalView, meeting: Meeting) -> _Content:
     ranks = view.balancer._job.data_ranks if view.balancer is not None else meeting.ranks
-    return boxes_to_write(view, list(view.entries()), ranks)
-
-
-def _described(view: LogicalView) -> tuple[str, dict[str, Any] | None]:
-    """What is no tensor: the optimizer's part, as JSON, and the balancer's."""
-    return json.dumps(_optimizer_of(view)), view.balancer.state_dict() if view.balancer is not None else None
+    boxes = boxes_to_write(view, list(view.entries()), ranks)
+    balancer = view.balancer.state_dict() if view.balancer is not None else None
+    return _Content(boxes, json.dumps(_optimizer_of(view)), balancer)
 
 
 @torch.no_grad()
-def _write(folder: Path, meeting: Meeting, boxes: Sequence[Box], described: tuple[str, dict[str, Any] | None]) -> None:
-    optimizer, balancer = described
+def _write(folder: Path, meeting: Meeting, found: Sequence[_Content]) -> None:
+    """``found``: what this rank writes; empty: it could not be had, and all ranks hear of it."""
+    meeting.agree(f"{folder} was not saved")
+    (content,) = found
+    boxes = content.boxes
     token = bytes(meeting.gather(_bytes(secrets.token_bytes(_TOKEN_BYTES)))[0].tolist()).hex()
     names = [f"tensors-{i:05d}-of-{meeting.size:05d}-{token}.safetensors" for i in range(meeting.size)]
     sizes = {box.key: box.size for box in boxes}
-    metadata = {"format": FORMAT, "sizes": json.dumps(sizes), "optimizer": optimizer}
+    metadata = {"format": FORMAT, "sizes": json.dumps(sizes), "optimizer": content.optimizer}
     specs = {box.name: TensorSpec(tuple(box.tensor.shape), box.tensor.dtype) for box in boxes}
     path = folder / names[meeting.number]
     files: list[TensorFile] = []
@@ -112,7 +143,7 @@ def _write(folder: Path, meeting: Meeting, boxes: Sequence[Box], described: tupl
             "format": FORMAT,
             "version": VERSION,
             "save": token,
-            "balancer": balancer,
+            "balancer": content.balancer,
             "files": [
                 {
                     "name": name,

@@ -50,6 +50,9 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def restore_placement(view: LogicalView, saved: Mapping[str, Any] | None, warm_start: bool) -> None:
     if view.balancer is None or saved is None or not warm_start:
         return
+    if view.balancer._closed:
+        logger.info("the saved placement is not used: the balancer is closed, experts stay where they are")
+        return
     try:
         view.balancer.load_state_dict(saved)
     except PlacementError as error:

@@ -65,8 +65,8 @@ def async_save(
 
     The copy is on the CPU: this rank's experts and its share of the rest, with optimizer state. A commit that comes
     while it is made waits, as the next step does; later ones touch only the live tensors. The background thread talks
-    over a group of the balancer's own, so that it cannot meet training's collectives. A second save waits for the first
-    one.
+    over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or loads this
+    model next waits for it.
 
     Returns:
         A future that is done when the checkpoint is whole on disk; its ``result()`` raises what went wrong.
@@ -108,6 +108,7 @@ def load(
             is changed then.
     """
     view = LogicalView(model, optimizer)
+    own.wait_for_saving(view)
     if storage_reader is None and Meeting.of(view, process_group).folder_has(Path(folder) / INDEX):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def save_in_the_background(rank: int, folder: str, tear: bool) -> tuple[State, S
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
     held = eplb.logical_state_dict(model, optimizer)
-    begin, write = __import__("threading").Event(), own._write
+    begin, write = threading.Event(), own._write
 
     def waiting(*args: Any) -> None:
         assert begin.wait(60)
@@ -249,6 +250,63 @@ def test_control_without_the_copy_it_would_be_torn(tmp_path: Path) -> None:
     states = run_ranks(2, save_in_the_background, str(tmp_path), True)[0]
     (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / "first"))
     assert any("experts" in name for name in different(states[0], loaded["state"]))
+
+
+def save_and_load_beside_a_save(rank: int, folder: str) -> list[list[str]]:
+    """A save to the same folder, and a load from a new one, while a save in the background is held."""
+    model, optimizer, balancer = build(Job())
+    train(model, optimizer, range(2), rank, 2)
+    finish, found = TensorFile.finish, []
+    held = threading.Event()
+
+    def slow(self: TensorFile) -> bytes:
+        if threading.current_thread() is not threading.main_thread():
+            assert held.wait(60)
+        return finish(self)
+
+    TensorFile.finish = slow
+    saving = eplb.checkpoint.async_save(f"{folder}/one", model, optimizer)
+    before = eplb.logical_state_dict(model, optimizer)
+    train(model, optimizer, range(2, 4), rank, 2)
+    after = eplb.logical_state_dict(model, optimizer)
+    threading.Timer(1.0, held.set).start()
+    eplb.checkpoint.save(f"{folder}/one", model, optimizer)
+    assert saving.done() and saving.exception() is None
+    balancer.close()
+    held.clear()
+    saving = eplb.checkpoint.async_save(f"{folder}/new", model, optimizer)
+    threading.Timer(1.0, held.set).start()
+    for name in ("new", "one"):
+        train(model, optimizer, range(4, 5), rank, 2)
+        assert different(after, eplb.logical_state_dict(model, optimizer))
+        eplb.checkpoint.load(f"{folder}/{name}", model, optimizer)
+        found.append(different(after, eplb.logical_state_dict(model, optimizer)))
+    assert different(before, after)
+    return found
+
+
+def test_whatever_saves_or_loads_next_waits_for_the_save_in_the_background(tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_load_beside_a_save, str(tmp_path)) == [[[], []]] * 2
+
+
+def save_what_one_rank_cannot_describe(rank: int, folder: str) -> list[str]:
+    model, optimizer, _ = build(Job())
+    train(model, optimizer, range(1), rank, 2)
+    if rank == 1:
+        next(iter(optimizer.state.values()))["odd"] = object()
+    said = []
+    for save in (eplb.checkpoint.save, lambda *args: eplb.checkpoint.async_save(*args).result(60)):
+        with pytest.raises(CheckpointError) as raised:
+            save(folder, model, optimizer)
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_one_rank_cannot_describe_is_saved_by_none(tmp_path: Path) -> None:
+    one, other = run_ranks(2, save_what_one_rank_cannot_describe, str(tmp_path / "folder"))
+    assert all("rank 1 failed" in text for text in one)
+    assert all("odd is a" in text for text in other)
+    assert not (tmp_path / "folder").exists()
 
 
 # -- pipeline stages -------------------------------------------------------------------------------------------------
