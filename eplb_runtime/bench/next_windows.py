@@ -1,7 +1,8 @@
 """Plan on windows that are over, judge on those that come: imbalance by the exact split, and what was moved for it.
 
-Each planner starts from experts in logical order, plans once on the first windows, and its placement is judged on every
-window after, whoever made it by the best split that it allows; without scipy by water-filling.
+Each planner plans once on the first windows, and its placement is judged on every window after, whoever made it by the
+best split that it allows; without scipy by water-filling. Moves are counted from experts in logical order; ours is
+asked twice, to change these where it pays, and to place everything freely as where a model starts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..planner.types import MOVE_DESTINATION_SLOT, MOVE_SOURCE_RANK
 from ..routing.tables import SplitTables
 from ..topology import Topology
 from .exact import lowest_peaks
-from .peers import Peer
+from .peers import Peer, as_placement
 from .workloads import NAMES, megatron, normal
 
 FloatArray = NDArray[np.float64]
@@ -112,11 +113,12 @@ def _rows(
     past, mean = load[:PLANNED_ON], load[:PLANNED_ON].mean(axis=0)
 
     def free(planned: NDArray[np.int32]) -> Placement:
-        return Placement(planned, experts, ranks)
+        return as_placement(planned, experts, ranks)
 
     made: dict[str, Callable[[], Placement]] = {
         "no planner": lambda: initial,
         "incremental": lambda: plan(past, topology, slots_per_rank=per_rank, current=initial).placement,
+        "incremental, a first plan": lambda: plan(past, topology, slots_per_rank=per_rank).placement,
         "plain graph": lambda: plain_graph(mean, ranks, replicas),
         "deepseek": lambda: free(balance_deepseek(mean, ranks * per_rank, 1, 1, ranks)[0]),
         "free": lambda: free(balance_free(mean, ranks, per_rank)),

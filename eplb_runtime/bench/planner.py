@@ -23,7 +23,7 @@ from ..planner.policies.hierarchical import balance as balance_hierarchical
 from ..planner.search.bounds import lower_bound
 from ..topology import Topology
 from . import next_windows
-from .peers import Peer, find_peer
+from .peers import Peer, as_placement, find_peer
 
 MAX_WINDOWS = 24
 """Longer series are merged into at most so many windows; each is planned for and judged by itself."""
@@ -176,7 +176,7 @@ def _rows(
 
 
 def _by_rows(shape: Shape, balance: Callable[[FloatArray], NDArray[np.int32]]) -> Callable[[FloatArray], Placement]:
-    return lambda window: Placement(balance(window), window.shape[1], shape.ranks)
+    return lambda window: as_placement(balance(window), window.shape[1], shape.ranks)
 
 
 def _deepseek(window: FloatArray, shape: Shape) -> NDArray[np.int32]:

@@ -65,8 +65,8 @@ def test_all_planners_stand_in_one_table_with_what_they_moved(monkeypatch: pytes
     in_order = {"peer": lambda load, slots, *_: np.arange(slots, dtype=np.int32).reshape(1, -1) % load.shape[1]}
     said: list[str] = []
     rows = json.loads(json.dumps(next_windows.run(in_order, said.append)))
-    assert len(said) == len(rows) == 2 * 7
-    by_planner = {row["planner"]: row for row in rows[7:]}
+    assert len(said) == len(rows) == 2 * 8
+    by_planner = {row["planner"]: row for row in rows[8:]}
     assert by_planner["no planner"]["moved"] == by_planner["peer"]["moved"] == 0
     assert by_planner["incremental"]["imbalance"] < 1.05 < 2 < by_planner["no planner"]["imbalance"]
     assert 0 < by_planner["incremental"]["moved"] < by_planner["deepseek"]["moved"]

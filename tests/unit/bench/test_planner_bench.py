@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,34 @@ def test_a_peer_that_cannot_be_asked_is_refused_in_one_line(tmp_path: Path, sour
     with pytest.raises(PlanError) as refusal:
         find_peer(str(path))(np.ones((1, 2)), 2, 1, 1, 1)
     assert says in str(refusal.value) and str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+WITHOUT_COPIES = """
+from megatron.training import get_args
+from megatron.core import mpu
+
+class Planner:
+    @staticmethod
+    def expert_placement_greedy(experts, devices):
+        order = sorted(experts, key=experts.get)
+        homes = len(order) // len(devices)
+        by_rank = {device: order[device * homes : (device + 1) * homes] for device in devices}
+        return None, by_rank
+"""
+
+
+def test_a_planner_without_copies_leaves_their_slots_empty(tmp_path: Path) -> None:
+    (tmp_path / "peer.py").write_text(WITHOUT_COPIES)
+    peer = find_peer(str(tmp_path / "peer.py"))
+    assert "megatron" not in sys.modules, "a placeholder that stays would be taken for the framework"
+    load = np.array([[4.0, 3, 2, 1], [1, 2, 3, 4]])
+    planned = peer(load, 6, 1, 1, 2)
+    assert planned.tolist() == [[3, 2, -1, 1, 0, -1], [0, 1, -1, 2, 3, -1]]
+    placement = peers.as_placement(planned, 4, 2)
+    assert placement.layout == "home" and (placement.physical_to_logical[:, 2::3] == -1).all()
+    assert placement.home_rank.tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    with pytest.raises(PlanError, match="3 ranks do not divide"):
+        peer(load, 6, 1, 1, 3)
 
 
 def test_an_unknown_peer_is_refused() -> None:
