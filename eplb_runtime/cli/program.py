@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, convert, doctor, plan, simulate, verify
+from . import bench, bubbles, convert, doctor, plan, simulate, verify
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (plan, simulate, convert, verify, bench, doctor)
+COMMANDS = (plan, simulate, convert, verify, bench, bubbles, doctor)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 
 
@@ -41,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _input_errors() -> tuple[type[ValueError], ...]:
+    from ..bubbles import BubbleError
     from ..files import FileError
     from ..placement import PlacementError
     from ..planner import PlanError
 
-    known = [InputError, FileError, PlacementError, PlanError]
+    known = [BubbleError, InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
         from ..doctor import DoctorError
         from ..hosts import AttachError
