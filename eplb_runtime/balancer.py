@@ -27,12 +27,13 @@ from .guard import Guard, Watched
 from .layer import ExpertParallelLayer
 from .load.counter import LoadCounter, in_recompute
 from .load.declared import checked_declaration
+from .maps import Maps
 from .migration.transports.base import Transport
 from .placement import Placement, PlacementError
 from .planner import Plan
 from .process_groups import ProcessGroups
 from .ranks import Job
-from .rebalancing import Maps, Rebalancer
+from .rebalancing import Rebalancer
 from .structure import Structure
 from .topology import Topology
 
@@ -184,8 +185,8 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close`` or rebalancing ended in this job, or between a backward
-                pass and the optimizer's step.
+            RuntimeError: inside ``quiesce``, after ``close``, while the ranks connect anew after a failure, or between a
+                backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
@@ -412,6 +413,10 @@ class Balancer:
         finally:
             splitter.at_home = False
 
+    def _wait_until_compiled(self, seconds: float = 300.0) -> None:
+        """For runs that are over before a planner is compiled; without it training goes on and rebalances later."""
+        self._rebalancer.wait_until_compiled(seconds)
+
     @property
     def _counted(self) -> Tensor:
         """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
@@ -440,8 +445,8 @@ class Balancer:
 
         Raises:
             PlacementError: the placement is for another model or EP size.
-            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
-                Or the balancer is closed.
+            RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
+                anew; the old placement stands. Or the balancer is closed.
         """
         self._refuse_if_closed("load_state_dict()")
         problem: PlacementError | None = None

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from .load.aggregate import HostCopy, aggregate
 from .load.declared import DeclaredLoadError, summed
 from .migration.agreement import Agreement
 from .migration.difference import apply, difference
+from .migration.schedule import warm_up as compile_schedules
 from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.warmup import compile_kernels
 from .process_groups import ProcessGroups
 from .topology import Topology
+from .worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -39,7 +41,7 @@ class Decision:
 
     Args:
         failure: why there is no plan; empty when there is one.
-        connections_broken: a timeout closed the control group's connections.
+        connections_broken: a collective failed on the way: the ranks have to find together again.
         imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
         finding: what the guard found; empty: nothing.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
@@ -97,49 +99,85 @@ class DecisionMaker:
         self._guard = guard
         self._steps_per_bucket = steps_per_bucket
         self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
-        self._ready = threading.Event()
+        self._compiled = False
+        self._declared: NDArray[np.float64] | None = None
         self._is_planner = groups.job.is_planner
         self._planner_rank = groups.job.ranks[0]
+        # A planner that never returns must not take the thread along that talks to the other ranks.
+        self._planning = Worker("eplb_runtime plan")
+        self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
         self.on_plan_received: Callable[[bytearray], None] = lambda message: None
         self.reconnect(groups.control, agreement)
 
-    def warm_up(self) -> None:
-        """Compile the planner, on rank 0, while the job starts."""
+    def compile(self) -> None:
+        """What this rank needs for decisions and migrations; until then nothing is planned."""
         try:
+            compile_schedules()
+            predicted_imbalance(np.ones((1, 2)), Placement.initial(1, 2, 2, 1))
             if self._is_planner:
                 compile_kernels(self._config.policy)
+        except Exception:
+            logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
-            self._ready.set()
+            self._compiled = True
 
     def reconnect(self, control: dist.ProcessGroup, agreement: Agreement) -> None:
         self._control, self._agreement = control, agreement
 
-    def decide(self, measurement: Measurement) -> Decision:
-        """Collective over the control group; never raises."""
+    def close(self) -> None:
+        """No more plans; one that never returns is left to itself."""
+        self._planning.close(0.0)
+
+    def decide(self, measurement: Measurement, key: str) -> Decision:
+        """Collective over the control group; never raises.
+
+        Args:
+            key: names this decision; new for each. A rank that cannot wait for it any longer records that.
+        """
         try:
-            total = aggregate(measurement.buckets, self._control).numpy()
-            finding = "" if measurement.look is None else self._guard.finding(measurement.look, self._control)
-            shape = (measurement.placement.num_layers, measurement.placement.num_experts)
+            return self._decide(measurement, key)
+        except Exception as error:
+            logger.debug("a decision failed", exc_info=True)
+            return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
+
+    def _decide(self, measurement: Measurement, key: str) -> Decision:
+        total = aggregate(measurement.buckets, self._control).numpy()
+        finding = "" if measurement.look is None else self._guard.finding(measurement.look, self._control)
+        shape = (measurement.placement.num_layers, measurement.placement.num_experts)
+        try:
             declared = summed(measurement.declared, shape, self._control)
-            if not total.any() and declared is None:
-                return self._nothing_counted(finding, measurement)
-            measurement = replace(measurement, home_bytes=self._largest(measurement.home_bytes), declared=declared)
-            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
-            message = self._broadcast(self._plan(total, measurement) if self._is_planner else b"")
-            self.on_plan_received(message)
-            target, summary, digest = self._read(message, measurement.placement)
-            verdict = self._agreement.same_on_all(digest, "plan")
         except DeclaredLoadError as error:
             return Decision(failure=str(error))
+        if not total.any() and declared is None:
+            return self._nothing_counted(finding, measurement)
+        if self._is_planner and total.any():
+            self._history.extend(total)
+        home_bytes, compiling = self._highest(measurement.home_bytes, 0 if self._compiled else 1)
+        if compiling:
+            self._declared = declared
+            summary = _staying(measurement.placement, "the planner is still being compiled")
+            return Decision(summary=summary, finding=finding)
+        declared, self._declared = declared if declared is not None else self._declared, None
+        measurement = replace(measurement, home_bytes=home_bytes, declared=declared)
+        message = self._broadcast(self._plan(measurement) if self._is_planner else b"")
+        imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
+        try:
+            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
+            self.on_plan_received(message)
+            target, summary, digest = self._read(message, measurement.placement)
         except Exception as error:
-            broken = isinstance(error, RuntimeError)
-            return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=broken)
-        if summary.get("failure"):
-            return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
+            # The others wait for this rank's word: it tells them what is wrong.
+            logger.warning("the decision failed on this rank", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        verdict = self._agreement.same_on_all(digest, "plan", problem)
+        if verdict.commit:
+            verdict = self._agreement.record(key, verdict)
         if not verdict.commit:
             broken = verdict.connections_broken
             return Decision(failure=verdict.cause, connections_broken=broken, imbalance=imbalance, finding=finding)
+        if summary.get("failure"):
+            return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
         return Decision(target=target, imbalance=imbalance, summary=summary, finding=finding)
 
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
@@ -153,20 +191,28 @@ class DecisionMaker:
             )
         return Decision(failure=said, finding=finding)
 
-    def _plan(self, total: NDArray[np.int64], measurement: Measurement) -> bytes:
-        """Rank 0: the plan as bytes, or why there is none."""
-        if total.any():
-            self._history.extend(total)
-        policy, reason = self._config.policy, ""
+    def _plan(self, measurement: Measurement) -> bytes:
+        """Rank 0: the plan as bytes, or why there is none; soon enough for the ranks that wait for it."""
+        if self._overdue is not None and not self._overdue.done():
+            return _failed("the planner is still busy with an earlier plan")
+        seconds = self._config.timeout_seconds / 2
+        load = np.stack(self._history) if self._history else measurement.declared
+        assert load is not None
+        self._overdue = self._planning.submit(lambda: self._make_plan(load, measurement))
         try:
-            if not self._ready.wait(self._config.timeout_seconds / 2):
-                policy, reason = "static", "the planner is still being compiled"
+            return self._overdue.result(seconds)
+        except TimeoutError:
+            logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
+            return _failed(f"the planner took longer than {seconds:g} s")
+
+    def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> bytes:
+        try:
             made = self.planner(
-                np.stack(self._history) if self._history else measurement.declared,
+                load,
                 self._topology,
                 slots_per_rank=measurement.placement.slots_per_rank,
                 current=measurement.placement,
-                policy=policy,
+                policy=self._config.policy,
                 layout="home",
                 max_moves=self._config.max_moves,
                 max_bytes=self._max_bytes(),
@@ -175,31 +221,16 @@ class DecisionMaker:
                 declared=measurement.declared,
                 rank_speed=self._config.rank_speed,
             )
+            return _as_message(made, measurement.placement)
         except Exception as error:
             logger.warning("planning failed", exc_info=True)
-            return json.dumps({"failure": f"planning failed: {type(error).__name__}: {error}"}).encode()
-        moves = made.decision == "rebalance"
-        target = made.placement.with_epoch(measurement.placement.epoch + 1)
-        before = made.imbalance_before
-        return json.dumps(
-            {
-                "decision": made.decision,
-                "reason": reason or made.reason,
-                "moves": made.moved_slots,
-                "imbalance_before": 0.0 if before is None else float(before.mean()),
-                "imbalance_after": float(made.imbalance_after.mean()),
-                "plan_seconds": made.plan_seconds,
-                "epoch": target.epoch,
-                "digest": target.digest(),
-                "placement": difference(measurement.placement, target) if moves else None,
-            }
-        ).encode()
+            return _failed(f"planning failed: {type(error).__name__}: {error}")
 
-    def _largest(self, here: int) -> int:
+    def _highest(self, *here: int) -> list[int]:
         """Over all ranks, whose stages differ."""
-        size = torch.tensor([here])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._control)
-        return int(size.item())
+        values = torch.tensor(here)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
+        return [int(value) for value in values]
 
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(
@@ -243,6 +274,35 @@ class DecisionMaker:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
             return None, {}, bytes(16)
         return target, fields, bytes.fromhex(target.digest())
+
+
+def _as_message(made: Plan, current: Placement) -> bytes:
+    moves = made.decision == "rebalance"
+    target = made.placement.with_epoch(current.epoch + 1)
+    before = made.imbalance_before
+    return json.dumps(
+        {
+            "decision": made.decision,
+            "reason": made.reason,
+            "moves": made.moved_slots,
+            "imbalance_before": 0.0 if before is None else float(before.mean()),
+            "imbalance_after": float(made.imbalance_after.mean()),
+            "plan_seconds": made.plan_seconds,
+            "epoch": target.epoch,
+            "digest": target.digest(),
+            "placement": difference(current, target) if moves else None,
+        }
+    ).encode()
+
+
+def _failed(why: str) -> bytes:
+    return json.dumps({"failure": why}).encode()
+
+
+def _staying(placement: Placement, reason: str) -> dict[str, Any]:
+    """The summary of a decision for which nobody has planned."""
+    said = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
+    return {**said, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
 
 def _imbalance_as_it_was(

@@ -81,6 +81,27 @@ class RebalanceAborted(Event):
 
 
 @dataclass(frozen=True)
+class BalancingPaused(Event):
+    """The ranks have lost each other: the placement stays until they have connected again, which they try for ever."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class BalancingResumed(Event):
+    """All ranks balance again from this step on. ``tries``: how often they tried to connect since the pause."""
+
+    tries: int
+
+
+@dataclass(frozen=True)
+class BalancingEnded(Event):
+    """There will be no more rebalancing: the balancer was closed, or this rank is broken for good."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
 class GuardFinding(Event):
     """A check in the running job found a mistake that would spoil training; the same on every rank that looked."""
 

@@ -1,7 +1,7 @@
 """The balancer's own process groups: made once, at attach, and shared with nobody (design rule 9).
 
-A timeout on gloo closes the connections of the group it happened on, and no other; `ProcessGroups.rebuild` makes those
-anew that a rebalance uses, so that one slow moment does not end balancing for ever.
+A timeout on gloo closes the connections of the group it happened on, and no other; `ProcessGroups.connect` makes those
+anew that a rebalance uses, beside training, so that one slow moment does not end balancing for ever.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from . import private_groups
+from .job_store import JobStore, name_of_job
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 
 logger = logging.getLogger("eplb_runtime")
@@ -24,16 +29,28 @@ _WATCHDOG_MARGIN = timedelta(seconds=60)
 _POLL_SECONDS = 0.0002
 
 
+@dataclass(frozen=True)
+class Connections:
+    """What rebalancing talks over; made anew as a whole after a failure broke it.
+
+    Args:
+        control: gloo, all ranks of the job: counts, plans, votes.
+        migration: the device's backend, one EP group: experts on their way.
+    """
+
+    control: dist.ProcessGroup
+    migration: dist.ProcessGroup
+
+
 class ProcessGroups:
     """The process groups of one balancer.
 
-    * ``control``: gloo, all ranks of the job: counts, plans, votes.
+    * ``control``, ``migration``: the `Connections` that stand.
     * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
     * ``dispatch``: the device's backend, one EP group: tokens.
     * ``replicas``: the device's backend, one EP group: weights to copies, gradients back.
-    * ``migration``: the device's backend, one EP group: experts on their way.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
     whole group at its first call, and ranks that have nothing to send would never come to that call.
@@ -43,6 +60,10 @@ class ProcessGroups:
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
         timeout_seconds: for control and migration, and for making connections; the others keep the host's default.
+
+    Attributes:
+        store: the launcher's, under a name that no other balancer has.
+        timeout_seconds: as given.
 
     Raises:
         GroupError: the ranks contradict each other; equal on all of them.
@@ -58,18 +79,26 @@ class ProcessGroups:
     ) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
+        self.timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._device = device
         self.backend = backend_for(device)
-        everyone = job_ranks(ranks)
+        self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._background: dist.ProcessGroup | None = None
-        self._whole_world = len(everyone) == dist.get_world_size()
+        self._whole_world = len(self._members) == dist.get_world_size()
+        world = dist.distributed_c10d._get_default_group().get_group_store()
+        # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
+        self._meeting_place = world.clone()  # type: ignore[attr-defined]
+        self._name = name_of_job(self._meeting_place, self._members, dist.get_rank())
+        self.store = JobStore(world, self._name, timeout_seconds)
         try:
-            self.control = self._new([everyone], "gloo", "control", self._timeout)
-            self.job = gather_job(ranks, everyone, stage_layers, self.control)
+            self.control = self._new([self._members], "gloo", "control", self._timeout)
+            # Ranks wait for the first group as for the host's: some may still load their model. Now all are here.
+            self._meeting_place.set_timeout(self._timeout)
+            self.job = gather_job(ranks, self._members, stage_layers, self.control)
             job = self.job
-            self.everyone = self._new([everyone], self.backend, "everyone")
+            self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone
             if len(job.stage_sets) > 1:
                 self.data = self._new(job.data_sets, self.backend, "data")
@@ -84,15 +113,38 @@ class ProcessGroups:
             self.close()
             raise
 
-    def rebuild(self) -> None:
-        """Make control and migration anew; all ranks of the job call it at the same step boundary.
+    def connect(self, attempt: int) -> Connections:
+        """Control and migration anew, beside those that stand. On any thread; all ranks of the job call it.
+
+        Args:
+            attempt: a number that was never used before, the same on all ranks.
 
         Raises:
             RuntimeError: a rank did not come within the timeout.
         """
-        self._retire(self.control, self.migration)
-        self.control = self._new([self.job.ranks], "gloo", "control", self._timeout)
-        self.migration = self._new_migration()
+        made: list[dist.ProcessGroup] = []
+        try:
+            made.append(self._new([self.job.ranks], "gloo", f"control {attempt}", self._timeout))
+            made.append(self._new_migration(attempt))
+        except BaseException:
+            self._retire(*made)
+            raise
+        return Connections(*made)
+
+    def take_over(self, connections: Connections) -> Connections:
+        """Let these stand from now on; those that stood are returned, for `give_back`."""
+        before = Connections(self.control, self.migration)
+        self.control, self.migration = connections.control, connections.migration
+        return before
+
+    def hang_up(self) -> None:
+        """Close the connections that stand, so that a rank which waits for this one learns it at once."""
+        private_groups.hang_up(self.control, "gloo")
+        private_groups.hang_up(self.migration, self.backend)
+
+    def give_back(self, connections: Connections) -> None:
+        """What stands no more."""
+        self._retire(connections.control, connections.migration)
 
     def background(self) -> dist.ProcessGroup:
         """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
@@ -100,50 +152,92 @@ class ProcessGroups:
             self._background = self._new([self.job.ranks], "gloo", "background")
         return self._background
 
+    def go_with(self, models: Sequence[nn.Module]) -> None:
+        """Give back all of them when the last of these models is gone: a closed model still computes with some."""
+        here = [True for _ in models]
+
+        def gone() -> None:
+            here.pop()
+            if not here:
+                self._retire(*self._made)
+
+        for model in models:
+            weakref.finalize(model, gone).atexit = False
+
     def close_balancing(self) -> None:
         """Give back what only rebalancing needs; the model goes on with the other groups."""
-        self._retire(self.control, self.migration)
+        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in ("control", "migration")))
+        self.store.close()
 
     def close(self) -> None:
         """Give back all of them."""
         self._retire(*self._made)
+        self.store.close()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
-    def _new_migration(self) -> dist.ProcessGroup:
+    def _new_migration(self, attempt: int = 0) -> dist.ProcessGroup:
         # On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
         # not be first, nor act at all.
         timeout = self._timeout if self.backend == "gloo" else self._timeout * 4 + _WATCHDOG_MARGIN
-        with _watchdog_that_ends_nothing():
-            return self._new(self.job.ep_sets, self.backend, "migration", timeout)
+        with _watchdog_that_ends_nothing() if self.backend == "nccl" else contextlib.nullcontext():
+            return self._new(
+                self.job.ep_sets, self.backend, f"migration {attempt}" if attempt else "migration", timeout
+            )
 
     def _new(
         self, sets: Sequence[Sequence[int]], backend: str, purpose: str, timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
         """This rank's group of several that part the job's ranks; every rank of the job asks for all of them."""
-        description = f"eplb_runtime {purpose}"
         rank = dist.get_rank()
+        ranks = next((tuple(together) for together in sets if rank in together), None)
+        if ranks is None:
+            raise GroupError(f"rank {rank} is in no group for {purpose}")
+        kind = purpose.rstrip("0123456789 ")
+        description = f"eplb_runtime {kind}"
+        # NCCL's other groups share the world's communicator where they can, and torch makes them.
+        if backend == "gloo" or (backend == "nccl" and kind == "migration"):
+            group = private_groups.make(
+                self._meeting_place,
+                f"{self._name}/{purpose}/of {ranks[0]}",
+                ranks,
+                rank,
+                backend,
+                timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout,
+                description,
+            )
+        else:
+            group = self._new_of_torch(sets, backend, description, timeout)
+        self._made.append(group)
+        try:
+            self._meet(group, backend)
+        except BaseException:
+            self._retire(group)
+            raise
+        return group
+
+    def _new_of_torch(
+        self, sets: Sequence[Sequence[int]], backend: str, description: str, timeout: timedelta | None
+    ) -> dist.ProcessGroup:
         mine: dist.ProcessGroup | None = None
         if backend == "nccl" and self._whole_world and dist.distributed_c10d._get_default_group().bound_device_id:
             # One split of the world's communicator makes them all; new_group would split it once for each.
             mine = dist.split_group(split_ranks=[list(s) for s in sets], timeout=timeout, group_desc=description)
-        else:
-            for ranks in sets:
-                # Every rank of the world must call new_group, unless its members alone agree on a name. They can only
-                # if they have made equally many groups before; so that is for jobs that leave part of the world out.
-                if self._whole_world or rank in ranks:
-                    group = dist.new_group(
-                        list(ranks),
-                        timeout=timeout,
-                        backend=backend,
-                        use_local_synchronization=not self._whole_world,
-                        group_desc=description,
-                    )
-                    mine = group if rank in ranks else mine
-        if mine is None:
-            raise GroupError(f"rank {rank} is in no group for {purpose}")
-        self._made.append(mine)
-        self._meet(mine, backend)
+            assert mine is not None
+            return mine
+        for ranks in sets:
+            # Every rank of the world must call new_group, unless its members alone agree on a name. They can only
+            # if they have made equally many groups before; so that is for jobs that leave part of the world out.
+            if self._whole_world or dist.get_rank() in ranks:
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    backend=backend,
+                    use_local_synchronization=not self._whole_world,
+                    group_desc=description,
+                )
+                mine = group if dist.get_rank() in ranks else mine
+        assert mine is not None
         return mine
 
     def _meet(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -154,16 +248,20 @@ class ProcessGroups:
         wait_on_host([work], group, self._timeout.total_seconds(), on_device=backend != "gloo")
 
     def _retire(self, *groups: dist.ProcessGroup) -> None:
-        if not self._whole_world:
-            # torch names such groups by their ranks and the number of groups that there are: with one less, the next
-            # would take a name, and addresses in the store, that were used before. So they stay to the end.
-            return
         for group in groups:
+            private = private_groups.is_private(group)
+            if not private and not self._whole_world:
+                # torch names such groups by their ranks and the number of groups that there are: with one less, the
+                # next would take a name, and addresses in the store, that were used before. So they stay to the end.
+                continue
             self._made = [other for other in self._made if other is not group]
             try:
-                if self.backend != "gloo":
+                if dist.get_backend(group) != "gloo":
                     group.abort()  # what is under way would hold the communicator, and the host, for ever
-                dist.destroy_process_group(group)
+                if private:
+                    private_groups.forget(group)
+                else:
+                    dist.destroy_process_group(group)
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
                 logger.debug("a process group could not be destroyed: %s", error)

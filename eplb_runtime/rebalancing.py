@@ -8,73 +8,62 @@ with the old placement.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
-from .events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
+from .events import (
+    BalancingEnded,
+    BalancingPaused,
+    BalancingResumed,
+    EventLog,
+    LoadMeasured,
+    RebalanceAborted,
+    RebalanceCommitted,
+    RebalancePlanned,
+)
 from .experts.registry import ExpertTensors
 from .guard import Guard
 from .load.aggregate import HostCopy
 from .load.clock import StepClock
 from .load.counter import LoadCounter
-from .migration.agreement import Agreement
-from .migration.engine import MigrationEngine, Outcome
-from .migration.schedule import warm_up as compile_schedules
+from .maps import Maps
+from .migration.agreement import Agreement, Verdict, one_line
+from .migration.engine import MigrationBroken, MigrationEngine, Outcome
 from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
 from .placement import Placement
-from .process_groups import ProcessGroups
-from .replicas.sync import ReplicaSync
-from .routing.lookup import SlotTable
-from .routing.splitter import BatchSplitter
+from .process_groups import Connections, ProcessGroups
+from .reconnecting import Reconnection, Standing
 from .topology import Topology
+from .worker import Worker
 
 T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
 
-
-@dataclass(frozen=True)
-class Maps:
-    """Everything that follows a placement, in place, at the moment of a commit.
-
-    Args:
-        table: from logical experts to their homes.
-        splitter: shares tokens out over copies; None: there are no replica slots.
-        replicas: keeps copies and homes together; None likewise.
-    """
-
-    table: SlotTable
-    splitter: BatchSplitter | None
-    replicas: ReplicaSync | None
-
-    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
-        it."""
-        ready = [self.table.prepare(placement, layers)]
-        if self.splitter is not None and self.replicas is not None:
-            ready += [self.splitter.prepare(placement, layers), self.replicas.prepare(placement, layers)]
-
-        def follow() -> None:
-            for take_over in ready:
-                take_over()
-
-        return follow
+COMPILED_SOON_SECONDS = 2.0
+"""Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
+A_LITTLE_SECONDS = 1.0
+""""A timeout plus a little": what is waited for after the timeout, because it may be almost done."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision on its way, and the step at whose end every rank acts on it."""
+    """A decision on its way, and the step at whose end every rank acts on it; ``key`` names its record."""
 
     due_step: int
+    key: str
     decision: Future[Decision]
 
 
@@ -127,10 +116,10 @@ class Rebalancer:
         self._device = device
         self._restores = 0
         self._attempts = 0
-        self._disabled = False
+        self._standing = Standing()
         self._pending: _Pending | None = None
         self._earlier: list[tuple[int, Placement]] = []
-        self._agreement = Agreement(groups.control)
+        self._agreement = Agreement(groups.control, groups.store)
         self._engine = MigrationEngine(
             registry,
             transport,
@@ -142,14 +131,18 @@ class Rebalancer:
         )
         self._clock = StepClock(self._engine.rehearse(placement))
         self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket, guard)
-        self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix="eplb_runtime", initializer=use_device, initargs=(device,)
-        )
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime compile")
-        self._compiler.submit(self.decisions.warm_up)
-        self._compiler.submit(compile_schedules)
+        self._worker = Worker("eplb_runtime", partial(use_device, device))
+        self._reconnection = Reconnection(groups, self._standing, self._carrier, partial(use_device, device))
+        self._compiler = Worker("eplb_runtime compile")
         if maps.splitter is not None:
             self._compiler.submit(maps.splitter.warm_up)
+        self._compiled = self._compiler.submit(self.decisions.compile)
+        if not self.wait_until_compiled(COMPILED_SOON_SECONDS):
+            logger.info("compiling the planner in the background; the first rebalance waits for it, training does not")
+
+    def wait_until_compiled(self, seconds: float) -> bool:
+        """For runs that cannot begin without: whether this rank is ready to plan and migrate, now or soon."""
+        return bool(wait([self._compiled], seconds).done)
 
     def at_boundary(self) -> bool:
         """A training step is over, on every rank: decide or migrate if it is time. Returns whether experts moved.
@@ -163,9 +156,17 @@ class Rebalancer:
         self._attempts = 0
         self._clock.tick()
         self._counter.advance()
-        if not self._disabled:
-            if self._pending is None and self.step % self._config.interval == 0:
-                self._pending = _Pending(self.step + self._config.lag, self._start_decision())
+        self._standing.step_seconds = self._clock.step_seconds
+        self._standing.steps += 1
+        is_due = self.step % self._config.interval == 0
+        if self._reconnection.under_way:
+            self._find_together()
+        if self._reconnection.under_way and is_due:
+            self._counter.take()  # load that no decision will see
+            self._earlier.clear()
+        if not self._reconnection.under_way:
+            if self._pending is None and is_due:
+                self._pending = self._start_decision(self._config.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
                 self._act_on_pending()
         return self.placement is not before
@@ -181,16 +182,16 @@ class Rebalancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: migrations are held back by ``quiesce``, or rebalancing has ended in this job.
+            RuntimeError: migrations are held back by ``quiesce``, or the ranks have lost each other.
             MigrationBroken: as `at_boundary`.
         """
         self.refuse_if_broken()
-        if self.quiesced or self._disabled:
-            why = "inside quiesce()" if self.quiesced else "rebalancing has ended in this job (see the log)"
-            raise RuntimeError(f"rebalance() cannot work: {why}")
+        if self.quiesced:
+            raise RuntimeError("rebalance() cannot work inside quiesce()")
+        self._refuse_alone("rebalance()")
         before = self.placement
         if self._pending is None:
-            self._pending = _Pending(self.step, self._start_decision())
+            self._pending = self._start_decision(0)
         self._act_on_pending()
         return self.placement is not before
 
@@ -203,10 +204,11 @@ class Rebalancer:
         Raises:
             RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
         """
+        self._refuse_alone("load_state_dict()")
         self.forget_pending()
         agreed = self._agreement.same_on_all(agreed_on, "usable saved state")
         if agreed.connections_broken:
-            self._reconnect()
+            self._pause(agreed.cause)
         if agreed_on == bytes(16):
             return
         if not agreed.commit:
@@ -219,27 +221,40 @@ class Rebalancer:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do something on the control group, when the decision under way has left it, and wait for it."""
-        return self._worker.submit(work).result()
+        """Do something on the control group, when the decision under way has left it, and wait for it.
+
+        Raises:
+            RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
+        """
+        self._refuse_alone("a comparison of ranks")
+        try:
+            return self._worker.do(work, self._config.timeout_seconds + A_LITTLE_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            self._pause(one_line(error))
+            raise RuntimeError(str(error)) from error
 
     def forget_pending(self) -> None:
-        """A decision on its way is not acted on; the worker is done with the control group when this returns."""
+        """A decision on its way is not acted on; the worker is done with the control group when this returns, or will
+        never be."""
         if self._pending is not None:
-            self._pending.decision.result()
+            wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
             self._pending = None
 
     def close(self) -> None:
         """End it; copies are not used any more, since nobody refreshes them."""
         self.forget_pending()
-        self._worker.shutdown()
-        self._compiler.shutdown()
+        self._reconnection.close(A_LITTLE_SECONDS)
+        self._worker.close(A_LITTLE_SECONDS)
+        self._compiler.close(0.0)
+        self.decisions.close()
         self._engine.close()
         if self._maps.replicas is not None:
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
+        self.events.emit(BalancingEnded(self.step, "closed"))
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _start_decision(self) -> Future[Decision]:
+    def _start_decision(self, lag: int) -> _Pending:
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             placement=self.placement,
@@ -253,11 +268,12 @@ class Rebalancer:
         )
         self._earlier.clear()
         self.declared = None
-        return self._worker.submit(self.decisions.decide, measurement)
+        key = self._new_key("decision")
+        return _Pending(self.step + lag, key, self._worker.submit(lambda: self.decisions.decide(measurement, key)))
 
     def _act_on_pending(self) -> None:
         assert self._pending is not None
-        decision, self._pending = self._pending.decision.result(), None
+        decision, self._pending = self._outcome_of(self._pending), None
         self._guard.report(decision.finding)
         if decision.imbalance is not None:
             buckets = tuple(tuple(bucket) for bucket in decision.imbalance.tolist())
@@ -281,15 +297,28 @@ class Rebalancer:
         if decision.target is not None:
             self._migrate(decision.target)
 
+    def _outcome_of(self, pending: _Pending) -> Decision:
+        """What was decided, soon. A rank that has waited in vain records that, so that nobody acts on it any more; if
+        the others have agreed by then, its own thread is almost there."""
+        seconds = self._config.timeout_seconds
+        if wait([pending.decision], seconds).done:
+            return pending.decision.result()
+        late = Verdict(False, f"rank {self._groups.job.rank} has waited {seconds:g} s for it", True)
+        verdict = self._agreement.record(pending.key, late)
+        if verdict.commit and wait([pending.decision], A_LITTLE_SECONDS).done:
+            return pending.decision.result()
+        return Decision(failure=verdict.cause or late.cause, connections_broken=True)
+
     # -- migrating -------------------------------------------------------------------------------------------------
 
     def _migrate(self, target: Placement) -> Outcome:
         before = self.placement
-        # Restoring may set the step back, and a step may see several migrations: without their numbers, an old record
-        # would be taken for the new one's. The second number starts anew with each step, so ranks cannot drift apart.
-        self._attempts += 1
-        key = f"restored/{self._restores}/step/{self.step}/{self._attempts}"
-        outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
+        key = self._new_key("migration")
+        try:
+            outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
+        except MigrationBroken as error:
+            self.events.emit(BalancingEnded(self.step, str(error)))
+            raise
         self._clock.exclude(outcome.pause_seconds)
         if outcome.rounds and outcome.failed_phase is None:
             self._clock.stalled(outcome.stall_seconds)
@@ -306,7 +335,15 @@ class Rebalancer:
             )
         if outcome.failed_phase is not None:
             self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, outcome)
+        elif outcome.connections_broken:
+            self._pause(outcome.cause)
         return outcome
+
+    def _new_key(self, what: str) -> str:
+        """Restoring may set the step back, and a step may see several migrations: without their numbers, an old record
+        would be taken for the new one's. The last number starts anew with each step, so ranks cannot drift apart."""
+        self._attempts += 1
+        return f"{what}/restored/{self._restores}/step/{self.step}/{self._attempts}"
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Before a vote: make ready what follows a placement. What is returned takes it over, before anybody routes."""
@@ -331,24 +368,55 @@ class Rebalancer:
         )
         self.events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause, committed, left))
         if connections_broken:
-            self._reconnect()
+            self._pause(cause)
 
-    def _reconnect(self) -> None:
-        """After a timeout: new groups on all ranks, or no more rebalancing on this one."""
-        try:
-            self._groups.rebuild()
-            self._agreement = Agreement(self._groups.control)
-            transport = new_transport(self._config, self._groups, self._device)
-            self.decisions.reconnect(self._groups.control, self._agreement)
-            self._engine.reconnect(transport, self._agreement)
-        except Exception:
-            self._disabled = True
-            logger.error("the ranks could not reconnect: no more rebalancing in this job", exc_info=True)
+    # -- finding together ------------------------------------------------------------------------------------------
+
+    def _pause(self, cause: str) -> None:
+        """This rank has lost the others, or may have: no decisions until all have found together."""
+        if self._reconnection.under_way:
+            return
+        self._pending = None
+        logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
+        self.events.emit(BalancingPaused(self.step, cause))
+        self._standing.digest = bytes.fromhex(self.placement.digest())
+        self._reconnection.begin()
+
+    def _find_together(self) -> None:
+        """At the end of a step while the ranks connect anew: take over what holds from here on, if anything does."""
+        if self._reconnection.differing:
+            self._engine.broken = self._reconnection.differing
+            self.events.emit(BalancingEnded(self.step, self._engine.broken))
+            self.refuse_if_broken()
+        link = self._reconnection.at_boundary()
+        if link is None:
+            return
+        before = self._groups.take_over(link.connections)
+        self._agreement = Agreement(self._groups.control, self._groups.store)
+        self.decisions.reconnect(self._groups.control, self._agreement)
+        self._engine.reconnect(link.transport, self._agreement)
+        self._reconnection.dispose(before)
+        logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
+        self.events.emit(BalancingResumed(self.step, self._reconnection.tries))
+
+    def _refuse_alone(self, what: str) -> None:
+        if self._reconnection.under_way:
+            raise RuntimeError(
+                f"{what} cannot work while the ranks connect anew (see the log): try again some steps later"
+            )
+
+    def _carrier(self, connections: Connections) -> Transport:
+        """Of experts, on new connections."""
+        transport = new_transport(self._config, connections.migration, self._groups.backend, self._device)
+        transport.warm_up(time.monotonic() + self._config.timeout_seconds)
+        return transport
 
 
-def new_transport(config: BalancerConfig, groups: ProcessGroups, device: torch.device) -> Transport:
-    """The carrier of experts that the config names, on the migration group that stands, not yet warmed up."""
-    return TRANSPORTS[config.transport](groups.migration, groups.backend, device, config.timeout_seconds)
+def new_transport(
+    config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device
+) -> Transport:
+    """The carrier of experts that the config names, not yet warmed up."""
+    return TRANSPORTS[config.transport](migration, backend, device, config.timeout_seconds)
 
 
 def use_device(device: torch.device) -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from moe_models import FAMILIES
 
+from eplb_runtime import rebalancing
+
 PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
@@ -91,6 +93,7 @@ def _rank_main(
     rank: int, world_size: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
+    rebalancing.COMPILED_SOON_SECONDS = FINISH_SECONDS  # no test races with a compiler
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -25,12 +25,13 @@ from ..experts.registry import ExpertTensors
 from ..experts.slices import DividedGradient, is_sliced
 from ..layer import ExpertParallelLayer
 from ..load.counter import LoadCounter
+from ..maps import Maps
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
 from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import GroupError, Job, Ranks
-from ..rebalancing import Maps, new_transport
+from ..rebalancing import new_transport
 from ..replicas.bank import ReplicaBank, ReplicaPool, replica_memory
 from ..replicas.kept import KeptReplicas
 from ..replicas.shared import SharedReplicas
@@ -71,7 +72,7 @@ def attach_stages(
     except GroupError as error:
         raise AttachError(str(error)) from None
     try:
-        transport = new_transport(config, groups, device)
+        transport = new_transport(config, groups.migration, groups.backend, device)
         transport.warm_up(time.monotonic() + config.timeout_seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
@@ -180,6 +181,7 @@ class _Attaching:
         for index, name, layer in self._layers():
             mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
         _hook(self.balancer, self.stages, self.optimizers)
+        self.groups.go_with([stage.model for stage in self.stages])
 
     @staticmethod
     def _come(everyone: list[int], timeout_seconds: float, what: str) -> None:

@@ -9,38 +9,60 @@ the first word stands, and who timed out writes "abort".
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..job_store import JobStore, StoreError
+
 logger = logging.getLogger("eplb_runtime")
 
 COMMIT = "commit"
+_STORE_SECONDS = 30.0
 _CAUSE_BYTES = 240
 _LARGEST_WORD = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks will do. ``connections_broken`` tells that a timeout closed the groups' connections."""
+    """What all ranks will do. ``connections_broken`` tells that the groups' connections are closed, or that this rank
+    cannot be sure of the others: they have to find together again."""
 
     commit: bool
     cause: str = ""
     connections_broken: bool = False
 
+    @property
+    def word(self) -> str:
+        """As it is recorded."""
+        return COMMIT if self.commit else f"abort {'broken' if self.connections_broken else 'whole'} {self.cause}"
+
+    @classmethod
+    def of_word(cls, word: str) -> Verdict:
+        if word == COMMIT:
+            return cls(True)
+        _, state, cause = word.split(" ", 2)
+        return cls(False, cause, state == "broken")
+
 
 class Agreement:
-    """Comparisons and votes among the ranks of the control group. Each call is collective over it."""
+    """Comparisons and votes among the ranks of the control group. Each call is collective over it.
 
-    def __init__(self, control: dist.ProcessGroup) -> None:
+    Args:
+        control: gloo, all ranks of the job.
+        store: where decisions are recorded; None: the group's own.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, store: JobStore | None = None) -> None:
         self._control = control
         self._rank = control.rank()
         self._ranks = dist.get_process_group_ranks(control)
-        # A clone has its own connection: a slow store call elsewhere in the process cannot hold ours up.
-        self._store = control.get_group_store().clone()  # type: ignore[attr-defined]
+        if store is None:
+            store = JobStore(control.get_group_store(), "agreement", _STORE_SECONDS)
+        self._store = store
 
     @property
     def turn(self) -> int:
@@ -131,31 +153,25 @@ class Agreement:
             problem: why this rank cannot commit; empty: it can. Every rank learns it.
             timed_out: whether the problem broke the groups' connections.
         """
-        word = self._abort("broken", problem) if timed_out else self._vote(problem)
-        recorded = self._record(key, word)
-        if recorded == COMMIT:
-            return Verdict(True)
-        _, state, cause = recorded.split(" ", 2)
-        return Verdict(False, cause, state == "broken")
+        return self.record(key, Verdict(False, problem, True) if timed_out else self._vote(problem))
 
-    def _vote(self, problem: str) -> str:
+    def record(self, key: str, verdict: Verdict) -> Verdict:
+        """Write down the verdict on a decision, unless another stands already; what stands.
+
+        A rank that the store does not answer follows its own, and cannot be sure that the others do the same.
+        """
+        try:
+            return Verdict.of_word(self._store.compare_set(key, verdict.word))
+        except StoreError as error:
+            logger.error("%s; this rank follows its own vote", one_line(error))
+            return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
+
+    def _vote(self, problem: str) -> Verdict:
         try:
             worst = int(self.highest(torch.tensor([self.turn if problem else 0])))
-            return self._abort("whole", self.problem_of(worst, problem)) if worst else COMMIT
+            return Verdict(False, self.problem_of(worst, problem)) if worst else Verdict(True)
         except RuntimeError as error:
-            return self._abort("broken", f"the vote did not finish: {one_line(error)}")
-
-    @staticmethod
-    def _abort(state: str, cause: str) -> str:
-        return f"abort {state} {cause}"
-
-    def _record(self, key: str, word: str) -> str:
-        try:
-            return str(self._store.compare_set(key, "", word).decode())
-        except RuntimeError as error:
-            # Without the store nobody can record anything; the vote, where there was one, is the best that is known.
-            logger.error("the launcher's store does not answer (%s); following the vote", one_line(error))
-            return word
+            return Verdict(False, f"the vote did not finish: {one_line(error)}", True)
 
 
 def two_sided(digest: bytes) -> Tensor:

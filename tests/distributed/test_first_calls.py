@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from ranks import run_ranks
 from recording import first_calls_not_made_by_all, record
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.process_groups import ProcessGroups
 from eplb_runtime.ranks import Ranks
@@ -42,6 +42,18 @@ def break_nothing() -> None:
     pass
 
 
+def connecting_anew_after_the_first(balancer: eplb.Balancer, steps: int) -> Iterator[int]:
+    """Steps: one, then some until the ranks have made their connections anew, then as many more as asked for."""
+    yield 0
+    balancer._rebalancer._pause("a test wants it")
+    balancer._plan_with(plan_shuffle)
+    step, resumed = 1, balancer.events.of_type(BalancingResumed)
+    while not resumed:
+        yield step
+        step, resumed = step + 1, balancer.events.of_type(BalancingResumed)
+    yield from range(step, resumed[0].step + steps)
+
+
 def train(rank: int, damage: Callable[[], None]) -> dict:
     damage()
     calls = record()
@@ -52,10 +64,7 @@ def train(rank: int, damage: Callable[[], None]) -> dict:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
-    for step in range(6):
-        if step == 1:
-            balancer._rebalancer._reconnect()
-            balancer._plan_with(plan_shuffle)
+    for step in connecting_anew_after_the_first(balancer, 6):
         ids = batch_of(rank, step)
         model(input_ids=ids, labels=ids).loss.backward()
         balancer.clip_grad_norm_(1.0)
@@ -95,8 +104,8 @@ def test_groups_that_are_not_met_by_all_are_noticed() -> None:
 def rebuild_often(rank: int) -> list[tuple[int, int]]:
     groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 20.0)
     counts = []
-    for _ in range(6):
-        groups.rebuild()
+    for attempt in range(1, 7):
+        groups.give_back(groups.take_over(groups.connect(attempt)))
         dist.barrier(group=groups.control)
         counts.append((len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))))
         dist.barrier(group=groups.control)
@@ -118,12 +127,10 @@ def part_of_the_world(rank: int) -> dict | None:
     config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
     eplb.attach(make_model("olmoe", experts=EXPERTS), ranks=Ranks(job=(0, 1))).close()
     balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=(0, 1)))
-    balancer._rebalancer._reconnect()
-    balancer._plan_with(plan_shuffle)
     model.train()
     losses = []
-    for step in range(5):
-        ids = batch_of(rank, step)
+    for step in connecting_anew_after_the_first(balancer, 5):
+        ids = batch_of(rank, step % 4)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -143,5 +150,8 @@ def whole_world(rank: int) -> dict:
 def test_a_job_may_be_a_part_of_the_world_and_connect_again() -> None:
     *part, outsider = run_ranks(3, part_of_the_world)
     assert outsider is None
-    assert all(result["committed"] == 2 for result in part)
-    assert part == run_ranks(2, whole_world)
+    whole = run_ranks(2, whole_world)
+    assert all(result["committed"] >= 2 for result in [*part, *whole])
+    for one, other in zip(part, whole, strict=True):
+        # How many steps it takes until the ranks have connected is a matter of luck.
+        assert all(a == b for a, b in zip(one["losses"], other["losses"], strict=False))

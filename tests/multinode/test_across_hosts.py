@@ -63,19 +63,18 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
         assert result["same_losses"] and result["same_state"]
 
 
-def test_a_cable_that_stays_cut_ends_rebalancing_but_not_training(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """Plugged when the ranks of the first host have also tried in vain to make new connections."""
+def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    """Plugged when the ranks of the first host have waited for the others for several timeouts."""
     cluster = make_cluster(2)
     cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "staged")
     cluster.wait_for_files([tmp_path / f"staged.{rank}" for rank in range(4)], 90)
     cluster.cut_cable(1)
     (tmp_path / "cut.staged").touch()
-    cluster.wait_for_files([tmp_path / f"gave_up.{rank}" for rank in (0, 1)], 60)
+    cluster.wait_for_files([tmp_path / f"waited.{rank}" for rank in (0, 1)], 60)
     cluster.plug_cable(1)
     cluster.wait(90)
     for rank in range(4):
         result = json.loads((tmp_path / f"result.{rank}.json").read_text())
         assert [phase for _, phase, _ in result["aborted"]] == ["staged"]
-        assert result["committed"] == []
-        assert (tmp_path / f"gave_up.{rank}").exists()
+        assert result["committed"], "no rebalance after the cut"
         assert result["same_losses"] and result["same_state"]

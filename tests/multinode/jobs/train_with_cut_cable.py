@@ -1,16 +1,18 @@
-"""Train twice from the same seed over two hosts: experts fixed, then rebalanced while somebody cuts a cable.
+"""Train twice from the same seed over two hosts: rebalanced while somebody cuts a cable, then with experts fixed.
 
 At each point named on the command line (a phase of the migration protocol, one rebalance each) every rank writes
 ``<folder>/<point>.<rank>`` and waits for ``<folder>/cut.<point>``; when it has dropped the rebalance it writes
-``<folder>/dropped.<point>.<rank>``, and when it has given up balancing altogether ``<folder>/gave_up.<rank>``. Files,
-because they need no cable. Ends with ``<folder>/result.<rank>.json``.
+``<folder>/dropped.<point>.<rank>``, and when it has then waited for the others for several timeouts
+``<folder>/waited.<rank>``. Files, because they need no cable. Ends with ``<folder>/result.<rank>.json``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,10 +21,10 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 
-STEPS, INTERVAL = 40, 4
+STEPS, INTERVAL, TIMEOUT_SECONDS = 40, 4, 4.0
 
 
 class CableCutter:
@@ -52,24 +54,25 @@ class CableCutter:
         if isinstance(event, RebalanceAborted) and self._open is not None:
             self._say(f"dropped.{self._open}")
             self._open = None
+            waited = threading.Timer(3 * TIMEOUT_SECONDS, self._say, ["waited"])
+            waited.daemon = True
+            waited.start()
 
     def _say(self, what: str) -> None:
         (self._folder / f"{what}.{dist.get_rank()}").touch()
 
 
-class TellOfErrors(logging.Handler):
-    """The balancer logs an error when the ranks did not find together again, and only then."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(logging.ERROR)
-        self._folder = folder
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "no more rebalancing" in record.getMessage():
-            (self._folder / f"gave_up.{dist.get_rank()}").touch()
+def is_over(step: int, points: list[str], events: EventLog) -> bool:
+    """Whether all cables were cut that are to be, and experts have moved since the ranks found together again."""
+    paused, resumed = events.of_type(BalancingPaused), events.of_type(BalancingResumed)
+    moved = [e.step for e in events.of_type(RebalanceCommitted)]
+    since = max((e.step for e in resumed), default=0)
+    return step >= STEPS and not points and len(paused) == len(resumed) and max(moved, default=0) > since
 
 
-def train(policy: str, folder: Path, points: list[str]) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer]:
+def train(
+    policy: str, folder: Path, points: list[str], steps: int | None
+) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer]:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(
@@ -77,14 +80,17 @@ def train(policy: str, folder: Path, points: list[str]) -> tuple[list[float], di
         policy=policy,
         gate="always",
         dense_gradients="allreduce",
-        timeout_seconds=4.0,
+        timeout_seconds=TIMEOUT_SECONDS,
         staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
     )
     balancer = eplb.attach(model, optimizer, config=config)
-    balancer._rebalancer.decisions._ready.wait()  # a planner that is still being compiled moves nothing
+    dist.barrier()
+    balancer._wait_until_compiled()  # a planner that is still being compiled moves nothing
     CableCutter(folder, points, balancer)
     losses = []
-    for step in range(STEPS):
+    for step in itertools.count():
+        if step == steps or (steps is None and is_over(step, points, balancer.events)):
+            break
         ids = batch_of(dist.get_rank(), step) % 12 + 12 * ((step // INTERVAL) % 7)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -99,9 +105,8 @@ def train(policy: str, folder: Path, points: list[str]) -> tuple[list[float], di
 def main(folder: Path, points: list[str]) -> None:
     dist.init_process_group("gloo")
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("eplb_runtime").addHandler(TellOfErrors(folder))
-    fixed_losses, fixed, _ = train("static", folder, [])
-    losses, state, balancer = train("incremental", folder, points)
+    losses, state, balancer = train("incremental", folder, points, None)
+    fixed_losses, fixed, _ = train("static", folder, [], len(losses))
     result = {
         "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
         "committed": [(e.step, e.digest) for e in balancer.events.of_type(RebalanceCommitted)],

@@ -1,0 +1,84 @@
+"""Process groups under names of our own, on any thread: `torch.distributed.new_group` counts the groups of a process to
+name the next one, so it must be called by all ranks in one order, and what was destroyed changes the names that follow.
+
+torch.distributed's functions know these groups; nothing else of torch does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+KNOWN = ("gloo", "nccl")
+"""Backends that groups can be made of here."""
+_CLOSING = timedelta(milliseconds=1)
+
+
+def make(
+    store: dist.Store, name: str, ranks: Sequence[int], rank: int, backend: str, timeout: timedelta, description: str
+) -> dist.ProcessGroup:
+    """A group of these ranks; each of them calls it with the same name, in any order with other calls.
+
+    Args:
+        name: new, and equal on the ranks of the group only.
+        ranks: global ones, in the order of the group.
+        rank: this one's global number.
+        backend: one of ``KNOWN``.
+
+    Raises:
+        RuntimeError: a rank did not come within the timeout (some backends notice at the first call only).
+    """
+    place = list(ranks).index(rank)
+    prefixed = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(prefixed, place, len(ranks))
+    kinds = dist.ProcessGroup.BackendType
+    inner: Any
+    if backend == "gloo":
+        kind, device = kinds.GLOO, torch.device("cpu")
+        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=timeout)
+    else:
+        kind, device = kinds.NCCL, torch.device("cuda")
+        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options.is_high_priority_stream = False
+        options._timeout = timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = name  # type: ignore[assignment]
+        inner = dist.ProcessGroupNCCL(prefixed, place, len(ranks), options)  # type: ignore[attr-defined]
+    inner._set_sequence_number_for_group()
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, inner)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    group._set_group_desc(description)
+    # What torch's functions look up in a group that they are given; not the table of names, which it counts.
+    known = dist.distributed_c10d._world
+    known.pg_map[group] = (backend, prefixed)
+    known.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    return group
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """torch's functions do not know it any more; with the last reference its threads and connections go."""
+    known = dist.distributed_c10d._world
+    known.pg_map.pop(group, None)
+    known.pg_group_ranks.pop(group, None)
+
+
+def is_private(group: dist.ProcessGroup) -> bool:
+    """Whether it was made here and is in use."""
+    known = dist.distributed_c10d._world
+    return group in known.pg_map and group not in known.pg_names
+
+
+def hang_up(group: dist.ProcessGroup, backend: str) -> None:
+    """Close its connections, so that ranks which wait for this one learn it at once."""
+    with contextlib.suppress(RuntimeError):
+        if backend != "gloo":
+            group.abort()
+        elif group.size() > 1:
+            # gloo closes all connections of a group when a wait on it expires.
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(_CLOSING)

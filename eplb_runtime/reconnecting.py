@@ -1,0 +1,221 @@
+"""New connections after a failure broke the old ones: made beside training, taken over by all ranks at the same step or
+by none, tried until it works.
+
+A rank that has lost the others waits in the launcher's store until all are there, however long that takes. Then they
+connect, compare what they stand on, and propose a step from which the new connections hold. Whether they do is one
+record in the store; a rank that comes to that step before the record is made writes "no" into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .job_store import StoreError
+from .migration.agreement import Agreement, is_one_value, one_line, two_sided
+from .migration.transports.base import Transport
+from .process_groups import Connections, ProcessGroups
+from .worker import Worker
+
+logger = logging.getLogger("eplb_runtime")
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 10.0
+LEAD_SECONDS = 0.1
+"""How far ahead the step lies from which new connections hold, at the first try; all should know of it by then."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Connections, and the carrier of experts on them."""
+
+    connections: Connections
+    transport: Transport
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """Connections that hold from the end of a step on, if the record says so."""
+
+    step: int
+    key: str
+    link: Link
+
+
+@dataclass
+class Standing:
+    """What one rank stands on, as others compare it; written by training, read beside it.
+
+    Args:
+        steps: boundaries that training has come to.
+        step_seconds: of a training step.
+        digest: 16 bytes of the placement.
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    digest: bytes = bytes(16)
+
+
+class Reconnection:
+    """One rank's part in finding the others again, from the failure to the step where new connections are taken over.
+
+    Args:
+        groups: make the connections.
+        standing: of this rank.
+        carrier: a warmed-up transport on new connections.
+        begin: called once on the thread that makes connections.
+
+    Attributes:
+        differing: what is to be said if the ranks stand on different placements; empty: they don't.
+        tries: since the connections broke.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        standing: Standing,
+        carrier: Callable[[Connections], Transport],
+        begin: Callable[[], None],
+    ) -> None:
+        self._groups = groups
+        self._standing = standing
+        self._carrier = carrier
+        self._worker = Worker("eplb_runtime connect", begin)
+        self._lock = threading.Lock()
+        self._proposal: _Proposal | None = None
+        self._decided = threading.Event()
+        self._closing = threading.Event()
+        self._under_way = False
+        self._attempt = 1
+        self.differing = ""
+        self.tries = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the old connections are not to be used any more, and no new ones hold yet."""
+        return self._under_way
+
+    def begin(self) -> None:
+        """The connections are broken: look for the others, on a thread of our own."""
+        if not self._under_way and not self._closing.is_set():
+            self._under_way = True
+            self._worker.submit(self._try_until_it_works)
+
+    def at_boundary(self) -> Link | None:
+        """Training has come to the end of a step, which stands in ``standing``: what holds from here on, on all ranks,
+        or None. Waits for the store's answer at most, and only where a proposal falls due."""
+        with self._lock:
+            proposal = self._proposal
+            if proposal is None or self._standing.steps < proposal.step:
+                return None
+            self._proposal = None
+        holds = self._word(proposal.key, "no") == "yes"
+        if holds:
+            self._under_way = False
+        self._decided.set()
+        return proposal.link if holds else None
+
+    def dispose(self, connections: Connections) -> None:
+        """Give back connections that stand no more, on our thread: that may take a moment."""
+        self._worker.submit(lambda: self._groups.give_back(connections))
+
+    def close(self, seconds: float) -> None:
+        """Try no more."""
+        self._closing.set()
+        self._decided.set()
+        with self._lock:
+            self._proposal = None
+        self._worker.close(seconds)
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _try_until_it_works(self) -> None:
+        self._groups.hang_up()
+        self.tries, pause = 0, FIRST_PAUSE_SECONDS
+        while not self._closing.is_set():
+            try:
+                self.tries += 1
+                if self._try():
+                    return
+            except Exception as error:
+                logger.info("the ranks could not connect yet (%s); trying again", one_line(error))
+            self._closing.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _try(self) -> bool:
+        """One attempt; whether it needs no other."""
+        self._wait_for_all()
+        if self._closing.is_set():
+            return True
+        key = f"connections/{self._attempt}/hold"
+        connections: Connections | None = None
+        try:
+            connections = self._groups.connect(self._attempt)
+            if self._propose(key, Link(connections, self._carrier(connections))):
+                return True
+        except Exception:
+            self._word(key, "no")
+            raise
+        finally:
+            if connections is not None and self._word(key, "no") != "yes":
+                self._groups.give_back(connections)
+        return bool(self.differing)
+
+    def _wait_for_all(self) -> None:
+        """Until all ranks of the job have come to the same attempt."""
+        store, job = self._groups.store, self._groups.job
+        while store.look(f"connections/{self._attempt}/hold"):
+            self._attempt += 1
+        here = f"connections/{self._attempt}/here"
+        if not store.look(f"{here}/{job.rank}"):
+            store.add(here, 1)
+            store.compare_set(f"{here}/{job.rank}", "here")
+        pause = FIRST_PAUSE_SECONDS
+        while store.add(here, 0) < len(job.ranks) and not self._closing.is_set():
+            self._closing.wait(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _propose(self, key: str, link: Link) -> bool:
+        """Compare, and agree on a step from which these connections hold; whether they do."""
+        agreement = Agreement(link.connections.control, self._groups.store)
+        lead = 1 + int(LEAD_SECONDS * self.tries / max(self._standing.step_seconds, 1e-3))
+        own = torch.tensor([self._standing.steps + lead])
+        highest = agreement.highest(torch.cat([own, two_sided(self._standing.digest)]))
+        if not is_one_value(highest[1:]):
+            who = agreement.who_differs(self._standing.digest, "placement").cause
+            self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
+            return False
+        proposal = _Proposal(int(highest[0]), key, link)
+        with self._lock:
+            late = self._standing.steps >= proposal.step
+            if not late:
+                self._decided.clear()
+                self._proposal = proposal
+        try:
+            late_anywhere = bool(agreement.highest(torch.tensor([int(late)])))
+        except RuntimeError:
+            late_anywhere = True  # unless the others have recorded that it holds
+        if self._word(key, "no" if late_anywhere else "yes") == "yes":
+            return True
+        with self._lock:
+            untouched = late or self._proposal is proposal
+            self._proposal = None
+        if not untouched:
+            self._decided.wait(self._groups.timeout_seconds)  # training looks at this very proposal
+        return False
+
+    def _word(self, key: str, word: str) -> str:
+        """What stands under a key, after this rank wrote it if nobody else had; "no" if the store does not answer."""
+        store = self._groups.store
+        try:
+            return store.compare_set(key, word) if word else store.look(key)
+        except StoreError as error:
+            logger.info("%s", error)
+            if not word:
+                raise
+            return "no"

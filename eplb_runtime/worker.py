@@ -1,0 +1,102 @@
+"""A thread of ours that does one thing after another, and calls that end in time whatever becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_Task = tuple["Future[object]", Callable[[], object]]
+
+
+class Worker:
+    """Does what it is given, in order, on a daemon thread that starts with the first of it.
+
+    Daemon: work that never returns must not keep the process from ending.
+
+    Args:
+        name: of the thread.
+        begin: called once on the thread.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._begin = begin
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """The future of ``work``; cancelled before it begins, it is left out.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the thread {self._name!r} is closed")
+        future: Future[T] = Future()
+        self._tasks.put((future, work))  # type: ignore[arg-type]
+        with self._starting:
+            if self._thread is None:
+                arguments = (self._tasks, self._begin)
+                self._thread = threading.Thread(target=_work_off, args=arguments, name=self._name, daemon=True)
+                self._thread.start()
+        return future
+
+    def do(self, work: Callable[[], T], seconds: float) -> T:
+        """What ``work`` returns or raises.
+
+        Raises:
+            TimeoutError: not done in time; it goes on without us if it has begun, and else never begins.
+        """
+        future = self.submit(work)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise  # it is the work's own
+            future.cancel()
+            raise TimeoutError(f"no answer in {seconds:g} s") from None
+
+    def close(self, seconds: float) -> bool:
+        """Take no more work, and wait for what was given at most so long. Whether the thread is gone."""
+        self._end()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def _end(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._tasks.put(None)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._end()  # a balancer that was never closed leaves no thread behind
+
+
+def _work_off(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], None]) -> None:
+    """The thread knows the tasks alone, so that it does not keep who gives them alive."""
+    begin()
+    while (task := tasks.get()) is not None:
+        future, work = task
+        if future.set_running_or_notify_cancel():
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del task, future, work
