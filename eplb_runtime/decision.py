@@ -28,6 +28,7 @@ from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
 from .planner.warmup import compile_kernels
+from .private_groups import hang_up
 from .process_groups import ProcessGroups
 from .topology import Topology
 from .worker import Worker
@@ -90,7 +91,6 @@ class DecisionMaker:
         config: BalancerConfig,
         topology: Topology,
         groups: ProcessGroups,
-        agreement: Agreement,
         steps_per_bucket: int,
         guard: Guard,
     ) -> None:
@@ -108,7 +108,6 @@ class DecisionMaker:
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
         self.on_plan_received: Callable[[bytearray], None] = lambda message: None
-        self.reconnect(groups.control, agreement)
 
     def compile(self) -> None:
         """What this rank needs for decisions and migrations; until then nothing is planned."""
@@ -122,45 +121,45 @@ class DecisionMaker:
         finally:
             self._compiled = True
 
-    def reconnect(self, control: dist.ProcessGroup, agreement: Agreement) -> None:
-        self._control, self._agreement = control, agreement
-
     def close(self) -> None:
         """No more plans; one that never returns is left to itself."""
         self._planning.close(0.0)
 
-    def decide(self, measurement: Measurement, key: str) -> Decision:
+    def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
         """Collective over the control group; never raises.
 
         Args:
             key: names this decision; new for each. A rank that cannot wait for it any longer records that.
+            control: that stood when the decision began; another may stand before it ends.
+            agreement: on the same.
         """
         try:
-            return self._decide(measurement, key)
+            return self._decide(measurement, key, control, agreement)
         except Exception as error:
             logger.debug("a decision failed", exc_info=True)
+            hang_up(control, "gloo")  # nothing else of this rank may meet what the others still say in this decision
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
-    def _decide(self, measurement: Measurement, key: str) -> Decision:
-        total = aggregate(measurement.buckets, self._control).numpy()
-        finding = "" if measurement.look is None else self._guard.finding(measurement.look, self._control)
+    def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
+        total = aggregate(measurement.buckets, control).numpy()
+        finding = "" if measurement.look is None else self._guard.finding(measurement.look, control)
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:
-            declared = summed(measurement.declared, shape, self._control)
+            declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
             return Decision(failure=str(error))
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
         if self._is_planner and total.any():
             self._history.extend(total)
-        home_bytes, compiling = self._highest(measurement.home_bytes, 0 if self._compiled else 1)
+        home_bytes, compiling = _highest(control, measurement.home_bytes, 0 if self._compiled else 1)
         if compiling:
             self._declared = declared
             summary = _staying(measurement.placement, "the planner is still being compiled")
             return Decision(summary=summary, finding=finding)
         declared, self._declared = declared if declared is not None else self._declared, None
         measurement = replace(measurement, home_bytes=home_bytes, declared=declared)
-        message = self._broadcast(self._plan(measurement) if self._is_planner else b"")
+        message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
         imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
         try:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
@@ -170,9 +169,9 @@ class DecisionMaker:
             # The others wait for this rank's word: it tells them what is wrong.
             logger.warning("the decision failed on this rank", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
-        verdict = self._agreement.same_on_all(digest, "plan", problem)
+        verdict = agreement.same_on_all(digest, "plan", problem)
         if verdict.commit:
-            verdict = self._agreement.record(key, verdict)
+            verdict = agreement.record(key, verdict)
         if not verdict.commit:
             broken = verdict.connections_broken
             return Decision(failure=verdict.cause, connections_broken=broken, imbalance=imbalance, finding=finding)
@@ -226,12 +225,6 @@ class DecisionMaker:
             logger.warning("planning failed", exc_info=True)
             return _failed(f"planning failed: {type(error).__name__}: {error}")
 
-    def _highest(self, *here: int) -> list[int]:
-        """Over all ranks, whose stages differ."""
-        values = torch.tensor(here)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
-        return [int(value) for value in values]
-
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(
             home_bytes=measurement.home_bytes,
@@ -251,11 +244,11 @@ class DecisionMaker:
             slowest = min(slowest, self._topology.inter_node_bandwidth)
         return int(self._config.max_pause_seconds * slowest)
 
-    def _broadcast(self, message: bytes) -> bytearray:
+    def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
         size = torch.tensor([len(message)])
-        dist.broadcast(size, src=self._planner_rank, group=self._control)
+        dist.broadcast(size, src=self._planner_rank, group=control)
         buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=self._control)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=control)
         return buffer
 
     def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
@@ -274,6 +267,13 @@ class DecisionMaker:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
             return None, {}, bytes(16)
         return target, fields, bytes.fromhex(target.digest())
+
+
+def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
+    """Over all ranks, whose stages differ."""
+    values = torch.tensor(here)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control)
+    return [int(value) for value in values]
 
 
 def _as_message(made: Plan, current: Placement) -> bytes:

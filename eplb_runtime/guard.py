@@ -299,7 +299,8 @@ class Guard:
         began = time.monotonic()
         try:
             store.compare_set(f"{name}/{self._groups.job.rank}", "here")
-            return self.run(lambda: self._compare(look, self._groups.control, on_device=False))
+            control = self._groups.control
+            return self.run(lambda: self._compare(look, control, on_device=False))
         except RuntimeError as error:
             missing = []
             if time.monotonic() - began > 0.9 * self._groups.timeout_seconds:

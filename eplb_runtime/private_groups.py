@@ -17,6 +17,8 @@ import torch.distributed as dist
 KNOWN = ("gloo", "nccl")
 """Backends that groups can be made of here."""
 _CLOSING = timedelta(milliseconds=1)
+_NOBODYS_TAG = 0x7FFFFF
+"""Of a message that is never sent: one that met a real message of another size would end the process."""
 
 
 def make(
@@ -81,4 +83,4 @@ def hang_up(group: dist.ProcessGroup, backend: str) -> None:
             group.abort()
         elif group.size() > 1:
             # gloo closes all connections of a group when a wait on it expires.
-            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(_CLOSING)
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NOBODYS_TAG).wait(_CLOSING)

@@ -130,7 +130,7 @@ class Rebalancer:
             config.timeout_seconds,
         )
         self._clock = StepClock(self._engine.rehearse(placement))
-        self.decisions = DecisionMaker(config, topology, groups, self._agreement, counter.steps_per_bucket, guard)
+        self.decisions = DecisionMaker(config, topology, groups, counter.steps_per_bucket, guard)
         self._worker = Worker("eplb_runtime", partial(use_device, device))
         self._reconnection = Reconnection(groups, self._standing, self._carrier, partial(use_device, device))
         self._compiler = Worker("eplb_runtime compile")
@@ -269,7 +269,8 @@ class Rebalancer:
         self._earlier.clear()
         self.declared = None
         key = self._new_key("decision")
-        return _Pending(self.step + lag, key, self._worker.submit(lambda: self.decisions.decide(measurement, key)))
+        decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
+        return _Pending(self.step + lag, key, self._worker.submit(decide))
 
     def _act_on_pending(self) -> None:
         assert self._pending is not None
@@ -393,7 +394,6 @@ class Rebalancer:
             return
         before = self._groups.take_over(link.connections)
         self._agreement = Agreement(self._groups.control, self._groups.store)
-        self.decisions.reconnect(self._groups.control, self._agreement)
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)

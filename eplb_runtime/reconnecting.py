@@ -178,7 +178,8 @@ class Reconnection:
         pause = FIRST_PAUSE_SECONDS
         while store.add(here, 0) < len(job.ranks) and not self._closing.is_set():
             self._closing.wait(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE_SECONDS)
+            # Whoever comes last goes on at once, and waits for the others a timeout long.
+            pause = min(1.5 * pause, self._groups.timeout_seconds / 8)
 
     def _propose(self, key: str, link: Link) -> bool:
         """Compare, and agree on a step from which these connections hold; whether they do."""

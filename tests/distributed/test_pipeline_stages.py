@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -385,10 +386,9 @@ def load_of_stages(rank: int) -> list:
     config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce")
     balancer = eplb.attach([stage], [optimizer], config=config, ranks=Ranks(ep=(rank,), stages=(rank,)))
     totals: list = []
-    decide = balancer._rebalancer.decisions._plan
-    balancer._rebalancer.decisions._plan = lambda total, measurement: (
-        totals.append(total.copy()) or decide(total, measurement)
-    )
+    decisions = balancer._rebalancer.decisions
+    plan = decisions._plan
+    decisions._plan = lambda measurement: totals.append(np.stack(decisions._history)) or plan(measurement)
     runner = Runner(job, rank, {rank: stage})
     stage.train()
     for step in range(3):
