@@ -185,8 +185,8 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while the ranks connect anew after a failure, or between a
-                backward pass and the optimizer's step.
+            RuntimeError: inside ``quiesce``, after ``close``, while the ranks connect anew after a failure, or between
+                a backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")

@@ -1,0 +1,95 @@
+"""A job that survives the death of a rank: torchrun starts all ranks anew, and they go on from the last checkpoint.
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 1 launch/examples/resume.py \
+        --folder runs/resume --die-at 12
+
+With gloo the variable is needed: otherwise ranks of the second life find addresses of the first one in the store that
+torchrun shares with them. The losses of all steps are those of a job that nobody disturbed, bit for bit; on another
+number of ranks, with the same batch over all of them, they differ by rounding. Each life writes ``losses.<life>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from any_module import LAYERS_TO_BALANCE, batch, make
+from torch import nn
+from torch.nn import functional
+
+import eplb_runtime as eplb
+from eplb_runtime import checkpoint
+from eplb_runtime.events import RebalanceCommitted
+
+SEQUENCES = 8
+"""Of a step, over all ranks; the ranks must divide it."""
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    """Mean over this rank's share of the step's sequences, which are the same ones on any number of ranks."""
+    share = SEQUENCES // dist.get_world_size()
+    first = dist.get_rank() * share
+    losses = []
+    for number in range(first, first + share):
+        ids = batch(number, step)
+        losses.append(functional.cross_entropy(model(ids[:-1]), ids[1:]))
+    return torch.stack(losses).mean()
+
+
+def last_checkpoint(folder: Path) -> int:
+    """The step of the newest whole checkpoint; 0: there is none. A folder is switched in when it is whole."""
+    steps = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/checkpoint.json")]
+    return max(steps, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; one that all ranks see")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument(
+        "--die-at", type=int, default=0, help="the last rank kills itself at this step of its first life"
+    )
+    args = parser.parse_args()
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    dist.init_process_group("gloo")
+    model, optimizer = make()
+    model.double()
+    config = eplb.BalancerConfig(interval=4, gate="always", dense_gradients="allreduce")
+    balancer = eplb.attach(model, optimizer, layers=LAYERS_TO_BALANCE, config=config)
+    first = last_checkpoint(args.folder)
+    if first:
+        # Weights, optimizer, placement and the load that the next decision looks at.
+        checkpoint.load(args.folder / f"step-{first}", model, optimizer)
+
+    losses = {}
+    for step in range(first + 1, args.steps + 1):
+        if step == args.die_at and life == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses[step] = mean.item()
+        if step % args.save_every == 0:
+            checkpoint.save(args.folder / f"step-{step}", model, optimizer)
+
+    if dist.get_rank() == 0:
+        migrations = len(balancer.events.of_type(RebalanceCommitted))
+        result = {"resumed_from": first, "losses": losses, "migrations": migrations, "epoch": balancer.placement.epoch}
+        (args.folder / f"losses.{life}.json").write_text(json.dumps(result))
+        print(f"life {life}: steps {first + 1} to {args.steps}, {migrations} migrations, last loss {mean.item():.12f}")
+    balancer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

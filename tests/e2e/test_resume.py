@@ -1,0 +1,44 @@
+"""The resume example: a rank is killed, torchrun starts all anew, and the job ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def train(folder: Path, ranks: int, *arguments: str, restarts: int = 0) -> dict[str, Any]:
+    """What the last life of a job wrote."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    job = ["--max-restarts", str(restarts), str(ROOT / "launch/examples/resume.py"), "--folder", str(folder)]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, *job, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / f"losses.{restarts}.json").read_text())
+
+
+def test_a_job_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    undisturbed, killed, other = (tmp_path / name for name in ("undisturbed", "killed", "other"))
+    whole = train(undisturbed, 2)
+    assert whole["resumed_from"] == 0 and whole["migrations"] > 0
+    resumed = train(killed, 2, "--die-at", "12", restarts=1)
+    assert resumed["resumed_from"] == 10
+    assert resumed["losses"] == {step: whole["losses"][step] for step in map(str, range(11, 17))}, "not bit-identical"
+
+    shutil.copytree(killed / "step-10", other / "step-10")
+    on_four = train(other, 4)
+    assert on_four["resumed_from"] == 10
+    for step, loss in on_four["losses"].items():
+        assert loss == pytest.approx(whole["losses"][step], rel=0, abs=1e-10)
+    assert len({round(loss, 9) for loss in whole["losses"].values()}) == 16, "control: any other step is further away"
