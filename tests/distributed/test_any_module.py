@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from examples import load_example
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,18 +18,11 @@ from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-EXAMPLE = Path(__file__).parents[2] / "launch" / "examples" / "any_module.py"
 STEPS = 12
 
 
 def example() -> ModuleType:
-    """``launch/examples/any_module.py`` as it is."""
-    if "any_module" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("any_module", EXAMPLE)
-        assert spec is not None and spec.loader is not None
-        sys.modules["any_module"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["any_module"])
-    return sys.modules["any_module"]
+    return load_example("any_module")
 
 
 def config(**options: object) -> eplb.BalancerConfig:
@@ -227,11 +217,3 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
     assert said[0] == said[1]
     for line, part in zip(said[0], wanted, strict=True):
         assert part in line and "\n" not in line
-
-
-@pytest.mark.parametrize("options", [[], ["--static"]], ids=["moving", "static"])
-def test_the_example_runs_as_it_is(options: list[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "8"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout

@@ -1,0 +1,18 @@
+"""The examples run as the README says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from examples import FOLDER
+
+
+@pytest.mark.parametrize("command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"]], ids=str)
+def test_an_example_runs_by_itself(command: list[str]) -> None:
+    name, *options = command
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(FOLDER / name), *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
