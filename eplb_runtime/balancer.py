@@ -5,6 +5,8 @@ How a placement changes stands in `rebalancing.py`; here are the calls that a tr
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ from .ranks import Job
 from .rebalancing import Rebalancer
 from .structure import Structure
 from .topology import Topology
+
+logger = logging.getLogger("eplb_runtime")
 
 
 @dataclass(frozen=True)
@@ -437,11 +441,17 @@ class Balancer:
             self._rebalancer.quiesced -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and placement, to warm-start a later run; JSON-able."""
-        return {"step": self._rebalancer.step, "placement": self.placement.to_json()}
+        """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
+        return {
+            "step": self._rebalancer.step,
+            "placement": self.placement.to_json(),
+            "load": self._rebalancer.measured(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved placement, moving experts as needed. Collective; between steps.
+        """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
+
+        Where the placement is refused because of its EP size, the load of past decisions is taken all the same.
 
         Raises:
             PlacementError: the placement is for another model or EP size.
@@ -455,13 +465,18 @@ class Balancer:
             target, step = Placement.from_json(state["placement"]), int(state["step"])
             here = self.placement
             target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
-            digest = xxhash.xxh3_128(f"{step} {target.digest()}".encode()).digest()
+            load = json.dumps(state.get("load"), sort_keys=True)
+            digest = xxhash.xxh3_128(f"{step} {target.digest()} {load}".encode()).digest()
         except PlacementError as error:
             problem = error
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.restore(target, step, digest)
+        try:
+            self._rebalancer.resume_measured(state.get("load") or {}, agreed=problem is None)
+        except (AttributeError, ValueError) as error:
+            logger.warning("%s; forecasts begin anew", error)
         if problem is not None:
             raise problem
         self._refresh_copies()

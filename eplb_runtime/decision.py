@@ -84,7 +84,12 @@ class Measurement:
 
 
 class DecisionMaker:
-    """Makes decisions for one rank, in the balancer's worker thread."""
+    """Makes decisions for one rank, in the balancer's worker thread.
+
+    Attributes:
+        history: the load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them
+            can save it, though only the planner plans from it.
+    """
 
     def __init__(
         self,
@@ -98,7 +103,7 @@ class DecisionMaker:
         self._topology = topology
         self._guard = guard
         self._steps_per_bucket = steps_per_bucket
-        self._history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
+        self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._compiled = False
         self._declared: NDArray[np.float64] | None = None
         self._is_planner = groups.job.is_planner
@@ -150,8 +155,8 @@ class DecisionMaker:
             return Decision(failure=str(error))
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
-        if self._is_planner and total.any():
-            self._history.extend(total)
+        if total.any():
+            self.history.extend(total)
         home_bytes, compiling = _highest(control, measurement.home_bytes, 0 if self._compiled else 1)
         if compiling:
             self._declared = declared
@@ -195,7 +200,7 @@ class DecisionMaker:
         if self._overdue is not None and not self._overdue.done():
             return _failed("the planner is still busy with an earlier plan")
         seconds = self._config.timeout_seconds / 2
-        load = np.stack(self._history) if self._history else measurement.declared
+        load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
         self._overdue = self._planning.submit(lambda: self._make_plan(load, measurement))
         try:

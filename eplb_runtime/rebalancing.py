@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,10 @@ from .events import (
 )
 from .experts.registry import ExpertTensors
 from .guard import Guard
-from .load.aggregate import HostCopy
+from .load.aggregate import HostCopy, aggregate
 from .load.clock import StepClock
 from .load.counter import LoadCounter
+from .load.saved import resume_load, saved_load
 from .maps import Maps
 from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
@@ -194,6 +195,30 @@ class Rebalancer:
             self._pending = self._start_decision(0)
         self._act_on_pending()
         return self.placement is not before
+
+    def measured(self) -> dict[str, Any]:
+        """The load that the next decisions look at, as `load.saved` keeps it; equal on every rank. Collective."""
+        if self._pending is not None:
+            wait([self._pending.decision], self._config.timeout_seconds)
+        control = self._groups.control
+        return saved_load(
+            self.decisions.history,
+            self._counter,
+            lambda buckets: self.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
+        )
+
+    def resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
+        """Go on from what `measured` gave, on any number of ranks.
+
+        Args:
+            agreed: whether all ranks know that they were given the same.
+
+        Raises:
+            ValueError: it is for another model or broken; nothing is changed then.
+        """
+        share = int(self._groups.job.is_planner) if agreed else None
+        resume_load(state, self.decisions.history, self._counter, share)
+        self._earlier.clear()
 
     def restore(self, target: Placement, step: int, agreed_on: bytes) -> None:
         """Go to a saved placement. Collective; between steps.

@@ -25,6 +25,7 @@ logger = logging.getLogger("eplb_runtime")
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 10.0
+_UNKNOWN = "unknown"
 LEAD_SECONDS = 0.1
 """How far ahead the step lies from which new connections hold, at the first try; all should know of it by then."""
 
@@ -115,8 +116,7 @@ class Reconnection:
                 return None
             self._proposal = None
         holds = self._word(proposal.key, "no") == "yes"
-        if holds:
-            self._under_way = False
+        self._under_way = not holds
         self._decided.set()
         return proposal.link if holds else None
 
@@ -154,17 +154,21 @@ class Reconnection:
             return True
         key = f"connections/{self._attempt}/hold"
         connections: Connections | None = None
+        hold = False
         try:
             connections = self._groups.connect(self._attempt)
-            if self._propose(key, Link(connections, self._carrier(connections))):
-                return True
+            hold = self._propose(key, Link(connections, self._carrier(connections)))
+            if hold:
+                # Training may not learn that they hold, if the store is silent just then; the others will miss it.
+                self._decided.wait()
+                hold = not self._under_way
         except Exception:
             self._word(key, "no")
             raise
         finally:
-            if connections is not None and self._word(key, "no") != "yes":
+            if connections is not None and not hold:
                 self._groups.give_back(connections)
-        return bool(self.differing)
+        return hold or bool(self.differing)
 
     def _wait_for_all(self) -> None:
         """Until all ranks of the job have come to the same attempt."""
@@ -211,12 +215,10 @@ class Reconnection:
         return False
 
     def _word(self, key: str, word: str) -> str:
-        """What stands under a key, after this rank wrote it if nobody else had; "no" if the store does not answer."""
-        store = self._groups.store
+        """What stands under a key, after this rank wrote it if nobody else had; another word if the store does not
+        answer."""
         try:
-            return store.compare_set(key, word) if word else store.look(key)
+            return self._groups.store.compare_set(key, word)
         except StoreError as error:
             logger.info("%s", error)
-            if not word:
-                raise
-            return "no"
+            return _UNKNOWN

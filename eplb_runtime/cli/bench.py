@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from .arguments import LOAD, add_command, adder, names, not_negative, positive
+from .arguments import LOAD, add_command, adder, names, not_negative, positive, positive_float
 from .inputs import require_extra
 from .printing import print_json, print_table, spinner
 
@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
     _add_scale(benches)
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
+    _add_soak(benches)
 
 
 def _add_planner(benches: Any) -> None:
@@ -85,6 +86,24 @@ def _add_on_ranks(benches: Any, what: str) -> None:
     command.set_defaults(what=what)
     add = adder(command)
     add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
+    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+
+
+def _add_soak(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "soak",
+        _soak,
+        "training under random faults, beside a twin that nobody disturbs; exit status 1 if a bit differs or a thing "
+        "grows",
+        """
+  eplb-runtime bench soak --minutes 60                                  # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench soak --minutes 2 --json
+""",
+    )
+    add = adder(command)
+    add("--minutes", "M", positive_float, "how long it trains (default: 2)", default=2.0)
+    add("--seed", "N", not_negative, "of the faults (default: 0)", default=0)
     add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
 
 
@@ -176,6 +195,21 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     if is_first():
         _print(result, arguments.json)
     return 0
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    require_extra("transformers", "bench soak")
+    from ..bench.soak import run
+    from ..launching import is_first, launched, process_group, start_ranks
+
+    if not launched():
+        options = ["--minutes", str(arguments.minutes), "--seed", str(arguments.seed)]
+        return start_ranks(["bench", "soak", *options, *(["--json"] if arguments.json else [])], arguments.ranks)
+    with process_group("cpu") as device:
+        result = run(device, arguments.minutes, seed=arguments.seed)
+    if is_first():
+        _print(result, arguments.json)
+    return 0 if result["passed"] else 1
 
 
 def _print(result: Mapping[str, Any], as_json: bool) -> None:

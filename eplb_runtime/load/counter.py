@@ -82,6 +82,30 @@ class LoadCounter:
         """Rows of history so far."""
         return -(-self._steps // self.steps_per_bucket)
 
+    @property
+    def open_steps(self) -> int:
+        """Steps in the history so far."""
+        return self._steps
+
+    def look(self) -> Tensor:
+        """The buckets since the last ``take``, int64 ``[T, L, E]``, as a copy on the device; they stay."""
+        return self._buckets[: self.buckets].clone()
+
+    def resume(self, buckets: Tensor, steps: int) -> None:
+        """Go on from what another run had counted since its last ``take``.
+
+        Args:
+            buckets: int64 ``[T, L, E]``, on any device.
+            steps: that they cover.
+
+        Raises:
+            ValueError: they do not fit the steps, or there is no room for so many.
+        """
+        if len(buckets) != -(-steps // self.steps_per_bucket) or len(buckets) > len(self._buckets):
+            raise ValueError(f"{len(buckets)} buckets of {steps} steps do not fit {len(self._buckets)} here")
+        self._buckets[: len(buckets)].copy_(buckets)
+        self._steps = steps
+
     def take(self) -> Tensor:
         """The buckets since the last call, int64 ``[T, L, E]``, oldest first, as a copy on the device; starts anew."""
         buckets = self._buckets[: self.buckets].clone()

@@ -160,3 +160,13 @@ def test_balanced_choices_are_balanced_and_never_the_same_expert_twice() -> None
     skewed = bench_train.choices(work, work.skew, torch.Generator().manual_seed(0))
     for chosen in (ids, skewed):
         assert (chosen.sort(dim=1).values.diff(dim=1) > 0).all()
+
+
+def test_a_soak_breaks_rebalances_for_a_while_and_changes_no_bit() -> None:
+    done = shell("bench", "soak", "--minutes", "0.5", "--seed", "1", "--json", ranks=2)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert (result["passed"], result["identical"], result["bounded"], result["ranks"]) == (True, True, True, 2)
+    assert sum(result["faults"].values()) > result["faults"].get("none", 0) > 0
+    assert result["aborted"] > 0 and result["committed"] > 0
+    assert "losses identical" in done.stderr, "progress is shown"

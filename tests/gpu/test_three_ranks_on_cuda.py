@@ -11,7 +11,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,8 @@ def one_copy() -> eplb.Placement:
     return eplb.Placement(map_, EXPERTS, RANKS, plain.home)
 
 
-def train(rank: int, replica_slots: int, moving: bool) -> dict:
+def train(rank: int, replica_slots: int, moving: bool, steps: int | None) -> dict:
+    """So many steps; or with connections made anew after the first one, until some steps after that."""
     device = device_of(rank)
     use(device)
     model = make_model("olmoe", experts=EXPERTS).to(device)
@@ -41,13 +42,16 @@ def train(rank: int, replica_slots: int, moving: bool) -> dict:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
-    losses = []
-    for step in range(6):
-        if step == 1:
-            balancer._rebalancer._reconnect()
+    losses: list[float] = []
+    while steps is None or len(losses) < steps:
+        resumed = balancer.events.of_type(BalancingResumed)
+        if resumed and len(losses) >= resumed[0].step + 5:
+            break
+        if len(losses) == 1 and steps is None:
+            balancer._rebalancer._pause("a test wants new connections")
             if moving:
                 balancer._plan_with(plan_shuffle)
-        ids = batch_of(rank, step).to(device)
+        ids = batch_of(rank, len(losses)).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -63,9 +67,9 @@ def train(rank: int, replica_slots: int, moving: bool) -> dict:
     return result
 
 
-def on_three_ranks(replica_slots: int, moving: bool) -> list[dict]:
+def on_three_ranks(replica_slots: int, moving: bool, steps: int | None = None) -> list[dict]:
     try:
-        return run_ranks(RANKS, train, replica_slots, moving, backend=NCCL, start_method="spawn")
+        return run_ranks(RANKS, train, replica_slots, moving, steps, backend=NCCL, start_method="spawn")
     except AssertionError as error:
         if torch.cuda.device_count() < RANKS and "Duplicate GPU" in str(error):
             pytest.skip(f"{torch.cuda.device_count()} GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on each")
@@ -74,12 +78,13 @@ def on_three_ranks(replica_slots: int, moving: bool) -> list[dict]:
 
 def test_a_copy_between_two_of_three_ranks_does_not_hang() -> None:
     for result in on_three_ranks(1, False):
-        assert result["aborted"] == [] and len(result["losses"]) == 6
+        assert result["aborted"] == [] and len(result["losses"]) >= 6
 
 
 def test_experts_migrate_after_connections_were_made_anew() -> None:
-    fixed, moved = on_three_ranks(0, False), on_three_ranks(0, True)
+    moved = on_three_ranks(0, True)
+    fixed = on_three_ranks(0, False, len(moved[0]["losses"]))
     for before, after in zip(fixed, moved, strict=True):
-        assert (after["committed"], after["aborted"]) == (2, [])
+        assert (after["committed"] >= 2, after["aborted"]) == (True, [])
         assert after["losses"] == before["losses"]
         assert [name for name in before["state"] if not torch.equal(before["state"][name], after["state"][name])] == []
