@@ -129,9 +129,10 @@ class CountExchange:
 
     def _buffers(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
         if self._all_RE is None or self._on_host_RE is None or self._all_RE.shape[1:] != counts_E.shape:
-            self._all_RE = self._on_host_RE = counts_E.new_empty(self._group.size(), counts_E.shape[0])
-            if counts_E.device.type != "cpu":
-                self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
+            with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to them
+                self._all_RE = self._on_host_RE = counts_E.new_empty(self._group.size(), counts_E.shape[0])
+                if counts_E.device.type != "cpu":
+                    self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
         assert self._on_host_RE is not None
         return self._all_RE, self._on_host_RE
 

@@ -59,7 +59,8 @@ class LoadCounter:
         ids = topk_ids_TK
         if real_T is not None:
             if self._masked_ids.shape != ids.shape:
-                self._masked_ids = torch.empty_like(ids)
+                with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
+                    self._masked_ids = torch.empty_like(ids)
             ids = torch.where(real_T[:, None], ids, self._sink, out=self._masked_ids)
         ids = ids.reshape(-1)
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))

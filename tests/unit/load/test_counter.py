@@ -26,6 +26,15 @@ def test_padding_does_not_count() -> None:
     assert ids.tolist() == [[0, 1], [1, 3], [2, 3]], "the router's choices were changed"
 
 
+def test_padding_can_be_counted_inside_inference_mode_and_outside() -> None:
+    counter = LoadCounter(1, 4, interval=1, device=torch.device("cpu"))
+    ids, real = torch.tensor([[0, 1], [1, 2]]), torch.tensor([True, False])
+    with torch.inference_mode():
+        counter.count(0, ids, real)
+    counter.count(0, ids, real)
+    assert counter.counts.tolist() == [[2, 2, 0, 0]]
+
+
 def test_an_empty_batch_counts_nothing() -> None:
     counter = LoadCounter(1, 4, interval=4, device=CPU)
     counter.count(0, torch.empty(0, 2, dtype=torch.int64))
