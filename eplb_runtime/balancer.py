@@ -481,6 +481,7 @@ class Balancer:
             raise problem
         self._refresh_copies()
 
+    @torch.compiler.disable
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
