@@ -38,6 +38,7 @@ from .ranks import Job
 from .rebalancing import Rebalancer
 from .structure import Structure
 from .topology import Topology
+from .watch import Watch
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -58,6 +59,7 @@ class Parts:
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
         layers: the MoE layers that are here.
+        watch: sees how long this rank waits for others.
         structure: what in a model must stay as it is.
     """
 
@@ -74,6 +76,7 @@ class Parts:
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
     layers: Sequence[ExpertParallelLayer]
+    watch: Watch
     structure: Structure
 
 
@@ -107,6 +110,7 @@ class Balancer:
         self._counter = parts.counter
         self._maps = parts.maps
         self._layers = parts.layers
+        self._watch = parts.watch
         self._structure = parts.structure
         self._optimizers: list[torch.optim.Optimizer] = []
         self._dense = dict(parts.dense_parameters)
@@ -153,6 +157,7 @@ class Balancer:
             self._maps.replicas.refresh()
         if self._training:
             self._guard.begin()
+        self._watch.start()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -175,6 +180,7 @@ class Balancer:
         """
         self._gradients.begin()
         self._in_step = False
+        self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
         self._guard.after_step()
         moved = self._rebalancer.at_boundary()
         if self._training or moved:
@@ -286,7 +292,8 @@ class Balancer:
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """
-        self._gradients.reduce()
+        with self._watch.waiting():
+            self._gradients.reduce()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,7 +318,9 @@ class Balancer:
             The norm before clipping, a scalar, equal on every rank.
         """
         rows_LH = self._maps.table.logical_of_rows(self._groups.job.ep_rank)
-        return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
+        self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
+        with self._watch.waiting():
+            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
 
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
@@ -498,6 +507,7 @@ class Balancer:
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""
         self._rebalancer.refuse_if_broken()
+        self._watch.at(f"optimizer.step() after {self._counter.closed_steps} steps")
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
@@ -516,6 +526,7 @@ class Balancer:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self._watch.close()
         self._rebalancer.close()
         self._guard.end()
         self._groups.close_balancing()

@@ -14,6 +14,7 @@ from .experts.compute import LocalExperts
 from .load.counter import LoadCounter, in_recompute
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, RowCounts
+from .watch import Meeting
 
 
 class ExpertParallelLayer:
@@ -24,6 +25,7 @@ class ExpertParallelLayer:
         module: the host's experts module; its ``training`` flag decides what counts as load.
         experts: the slots of this rank.
         splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
+        meeting: where this rank is, as the other ranks are told.
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
 
     Attributes:
@@ -42,6 +44,7 @@ class ExpertParallelLayer:
         splitter: BatchSplitter | None,
         dispatcher: Dispatcher,
         exchange_counts: CountExchange,
+        meeting: Meeting,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
         self.index = index
@@ -52,6 +55,7 @@ class ExpertParallelLayer:
         self._splitter = splitter
         self._dispatcher = dispatcher
         self._exchange_counts = exchange_counts
+        self._meeting = meeting
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
         self._in_flight = InFlight()
@@ -60,6 +64,7 @@ class ExpertParallelLayer:
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
         self.calls += torch.is_grad_enabled()

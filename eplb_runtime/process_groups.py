@@ -50,6 +50,8 @@ class ProcessGroups:
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
     * ``dispatch``: the device's backend, one EP group: tokens.
+    * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
+      which ends the process where messages that meet differ in size, as those of a forward and a backward would.
     * ``replicas``: the device's backend, one EP group: weights to copies, gradients back.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
@@ -103,6 +105,7 @@ class ProcessGroups:
             if len(job.stage_sets) > 1:
                 self.data = self._new(job.data_sets, self.backend, "data")
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
+            self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
             self.replicas = self._new(job.ep_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
             if len(job.ep_sets) > len(job.stage_sets):

@@ -40,6 +40,7 @@ from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from ..structure import Structure
 from ..topology import Topology
+from ..watch import Meeting, Watch
 from .checks import check, raise_on_all
 from .description import AttachError, MoELayer, Stage, spread_of
 from .meeting import meet
@@ -139,6 +140,8 @@ class _Attaching:
         if self._job.is_planner:
             warn_of_odd_rows(self.parameters)
         placement = self.placement
+        store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
+        self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.layers = self._install_layers(self.maps, self.counter)
@@ -166,6 +169,7 @@ class _Attaching:
                 layer_of_parameter=self.layer_of_parameter,
                 parameters=self.parameters,
                 layers=self.layers,
+                watch=self.watch,
                 structure=Structure(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
@@ -253,8 +257,11 @@ class _Attaching:
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
-        dispatcher = DISPATCHERS[self.config.dispatch](self.groups.dispatch, self.placement.slots_per_rank)
-        exchange_counts = CountExchange(self.groups.dispatch)
+        meeting = Meeting(self._job.ep_ranks, self.watch)
+        dispatcher = DISPATCHERS[self.config.dispatch](
+            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting
+        )
+        exchange_counts = CountExchange(self.groups.counts, meeting)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         made = []
         for index, _, layer in self._layers():
@@ -267,6 +274,7 @@ class _Attaching:
                 splitter=maps.splitter,
                 dispatcher=dispatcher,
                 exchange_counts=exchange_counts,
+                meeting=meeting,
                 real_tokens=real_tokens[id(layer)],
             )
             layer.install(parallel)

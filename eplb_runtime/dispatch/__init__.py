@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from ..watch import Meeting
 from .all_to_all import AllToAll
 from .base import Dispatcher
 
-DISPATCHERS: Mapping[str, Callable[[dist.ProcessGroup, int], Dispatcher]] = {"all_to_all": AllToAll}
-"""``BalancerConfig.dispatch`` -> what makes the dispatcher, from the EP group and the slots a rank has."""
+DISPATCHERS: Mapping[str, Callable[[dist.ProcessGroup, int, dist.ProcessGroup, Meeting], Dispatcher]] = {
+    "all_to_all": AllToAll
+}
+"""``BalancerConfig.dispatch`` -> what makes the dispatcher: from the EP group, the slots a rank has, its group
+for counts, and what makes sure that they are in the same forward."""

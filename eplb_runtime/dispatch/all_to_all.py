@@ -12,6 +12,7 @@ combine the second, and each one's gradient the other. Rows that stay on this ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
+from ..watch import Meeting
 from . import permute
 from .base import Dispatched, Dispatcher, Handle
 from .manifest import Cargo, Manifest, begins, worth_sending_once
@@ -35,12 +37,23 @@ class AllToAll(Dispatcher):
     Args:
         group: the EP group, on the tokens' device; nobody else has tensors on their way there meanwhile.
         slots_per_rank: S.
+        counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
+            wait for each other there, where all messages are of one size; None: ``group``.
+        meeting: makes sure that ranks are in the same forward, and sees how long they wait; None: they are.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
 
-    def __init__(self, group: dist.ProcessGroup, slots_per_rank: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots_per_rank: int,
+        counts_group: dist.ProcessGroup | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
         self._group = group
+        self._counts_group = counts_group if counts_group is not None else group
+        self._meeting = meeting
         self._rank = group.rank()
         self._num_ranks = group.size()
         self._slots_per_rank = slots_per_rank
@@ -83,7 +96,7 @@ class AllToAll(Dispatcher):
         permute.gather(source, index_U[:own], there[:own])
 
         def arrived() -> Tensor:
-            _wait(work, sent)
+            self._wait(work, sent)
             by_slot_MD = self._memory.like(there, cargo.arrived_M.shape[0])
             permute.gather(there, cargo.arrived_M, by_slot_MD)
             return by_slot_MD
@@ -106,7 +119,7 @@ class AllToAll(Dispatcher):
         permute.gather(rows_MD, slot_place_M[:own], back_ND[:own])
 
         def arrived() -> Tensor:
-            _wait(work, sent)
+            self._wait(work, sent)
             return back_ND
 
         return arrived
@@ -118,6 +131,12 @@ class AllToAll(Dispatcher):
         if self._num_ranks == 1:
             return None
         return dist.all_to_all_single(out, rows, received, sent, group=self._group, async_op=True)
+
+    def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
+        """``sent`` is named so that it stays while it is read."""
+        if work is not None:
+            with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
+                work.wait()
 
     # -- what goes where -----------------------------------------------------------------------------------------
 
@@ -152,12 +171,18 @@ class AllToAll(Dispatcher):
             Rows for each choice; and, if asked for, int64 ``[2, R]``: tokens that go to each rank, and come from it.
         """
         ranks, slots = self._num_ranks, self._slots_per_rank
-        sent = permute.count(slots_N, ranks * slots).view(ranks, slots)
+        columns = [permute.count(slots_N, ranks * slots).view(ranks, slots)]
         if visits_TR is not None:
-            sent = torch.cat([sent, visits_TR.sum(dim=0).unsqueeze(1)], dim=1)
+            columns.append(visits_TR.sum(dim=0).unsqueeze(1))
+        if self._meeting is not None:
+            columns.append(columns[0].new_full((ranks, 1), self._meeting.word))
+        sent = torch.cat(columns, dim=1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
+        with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
+            dist.all_to_all_single(received, sent, group=self._counts_group)
+            both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
+        if self._meeting is not None:
+            self._meeting.check(both[1, :, -1])
         rows = RowCounts(both[0, :, :slots].reshape(-1), both[1, :, :slots])
         return rows, None if visits_TR is None else both[:, :, slots]
 
@@ -180,12 +205,6 @@ class AllToAll(Dispatcher):
         rows = choices.arrived_M.shape[0]
         begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
         return Cargo.of(token_U, sent_R, received_R, self._rank, begin_M + meant().squeeze(1))
-
-
-def _wait(work: dist.Work | None, sent: Tensor) -> None:
-    """``sent`` is named so that it stays while it is read."""
-    if work is not None:
-        work.wait()
 
 
 class _Dispatch(torch.autograd.Function):

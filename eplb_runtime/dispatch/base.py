@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
+from ..watch import Meeting
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,21 +111,35 @@ class CountExchange:
 
     Args:
         group: the EP group, on the counts' device.
+        meeting: makes sure that ranks are in the same forward; None: they are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting | None = None) -> None:
         self._group = group
+        self._meeting = meeting
+        self._counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
         self._all_RE: Tensor | None = None
         self._on_host_RE: Tensor | None = None
 
     def __call__(self, counts_E: Tensor) -> NDArray[np.int64]:
         """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until the next call. Collective."""
-        all_RE, on_host_RE = self._buffers(counts_E)
-        _all_gather_into(all_RE.view(-1), counts_E, group=self._group)
-        if on_host_RE is not all_RE:
-            on_host_RE.copy_(all_RE, non_blocking=True)
-            torch.accelerator.current_stream(counts_E.device).synchronize()
-        result: NDArray[np.int64] = on_host_RE.numpy()
+        if self._meeting is None:
+            return self._gather(counts_E)
+        with self._meeting.watch.waiting():
+            both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)]))
+        self._meeting.check(both[:, -1])
+        if self._counts_RE.shape != (both.shape[0], both.shape[1] - 1):
+            self._counts_RE = np.empty((both.shape[0], both.shape[1] - 1), dtype=np.int64)
+        np.copyto(self._counts_RE, both[:, :-1])
+        return self._counts_RE
+
+    def _gather(self, mine: Tensor) -> NDArray[np.int64]:
+        all_, on_host = self._buffers(mine)
+        _all_gather_into(all_.view(-1), mine, group=self._group)
+        if on_host is not all_:
+            on_host.copy_(all_, non_blocking=True)
+            torch.accelerator.current_stream(mine.device).synchronize()
+        result: NDArray[np.int64] = on_host.numpy()
         return result
 
     def _buffers(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ GROUND = {
     "ranks",
     "topology",
     "worker",
+    "watch",
 }
 STOREYS: tuple[set[str], ...] = (
     GROUND,

@@ -1,0 +1,198 @@
+"""Where this rank is, for the others: who waits too long for them asks, and says who is missing and where.
+
+A job hangs when ranks run unequal numbers of forwards or steps: each waits in another call, for ever as far as anyone
+can see. A thread of its own looks at how long the training thread has waited; ranks that are asked answer through the
+launcher's store, so it needs no collective that works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+logger = logging.getLogger("eplb_runtime")
+
+_MEND = (
+    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
+    "skip one alone"
+)
+
+
+class Watch:
+    """One rank's.
+
+    Args:
+        ranks: of the job, all of which have one.
+        store: under a name of this job's own.
+        timeout_seconds: how long a wait may be before it is said.
+
+    Attributes:
+        said: the last warning.
+    """
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -> None:
+        self._ranks = list(ranks)
+        self._timeout = timeout_seconds
+        self._tick = min(5.0, timeout_seconds / 4)
+        self._place: str | int = "its own code before the first forward"
+        self._in_backward = False
+        self._since: float | None = None
+        self._wait = 0
+        self.said = ""
+        self._store = store
+        self._rank = dist.get_rank()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """From here on, waits are looked at."""
+        if len(self._ranks) > 1:
+            self._thread = threading.Thread(target=self._run, name="eplb_runtime watch", daemon=True)
+            self._thread.start()
+
+    def at(self, place: str | int) -> None:
+        """The training thread has come here: a text, or the word of a forward (`Meeting`)."""
+        self._place = place
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this thread waits for other ranks.
+
+        Raises:
+            RuntimeError: the wait failed: the process group's own timeout, or a rank that has ended.
+        """
+        self._wait += 1
+        self._in_backward = bool(torch._C._current_graph_task_id() != -1)
+        self._since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            line = str(error).strip().splitlines()[0]
+            raise RuntimeError(
+                f"rank {self._rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
+            ) from error
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        answered, asked_for, mine, ticks = 0, 0, 0, 0
+        while not self._over.wait(self._tick):
+            try:
+                since, wait = self._since, self._wait
+                if since is not None and time.monotonic() - since > self._timeout and wait != asked_for:
+                    asked_for, mine, ticks = wait, self._store.add("asked", 1), 3
+                asked = self._store.add("asked", 0)
+                for question in range(max(answered, asked - 8) + 1, asked + 1):
+                    self._answer(question)
+                answered = asked
+                ticks -= 1
+                if ticks == 0 and self._wait == asked_for and self._since is not None:
+                    self._report(mine)  # by now all that live have answered
+            except RuntimeError as error:  # the launcher's store is gone: the job ends
+                logger.debug("the watch ends: %s", error)
+                return
+
+    def _answer(self, asked: int) -> None:
+        since = self._since
+        waits = "" if since is None else f"waits for {time.monotonic() - since:.0f} s in "
+        self._store.set(f"{asked}/{self._rank}", waits + self._shown())
+
+    def _report(self, asked: int) -> None:
+        """One rank speaks for all that wait in the same place."""
+        places: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            key = f"{asked}/{rank}"
+            place = (
+                self._store.get(key).decode() if self._store.check([key]) else "no answer: it has ended, or is stuck"
+            )
+            places.setdefault(_without_seconds(place), []).append(rank)
+        mine = _without_seconds(next(place for place, ranks in places.items() if self._rank in ranks))
+        others = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: {place}"
+            for place, ranks in places.items()
+            if place != mine
+        )
+        self.said = (
+            f"rank {', '.join(map(str, places[mine][:8]))} has waited for more than {self._timeout:g} s in "
+            f"{mine.removeprefix(_WAITS)} and others do not come: {others or 'all are there'}; {_MEND}"
+        )
+        if places[mine][0] == self._rank:
+            logger.warning("%s", self.said)
+
+    def _shown(self) -> str:
+        place = self._place if isinstance(self._place, str) else _forward(self._place)
+        return f"the backward pass after {place}" if self._since is not None and self._in_backward else place
+
+
+_WAITS = "waits in "
+
+
+def _without_seconds(answer: str) -> str:
+    """Ranks that wait in the same place belong together, however long each has."""
+    if answer.startswith("waits for "):
+        return _WAITS + answer.partition(" s in ")[2]
+    return answer
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks have met in forwards that do not belong together."""
+
+
+class Meeting:
+    """What each rank is in the forward of, in one number that goes along with the counts of every batch.
+
+    Args:
+        ranks: of the EP group.
+    """
+
+    def __init__(self, ranks: Sequence[int], watch: Watch) -> None:
+        self._ranks = list(ranks)
+        self.watch = watch
+        self.word = 0
+
+    def enter(self, layer: int, step: int, training: bool) -> None:
+        """A forward of a layer begins on this rank."""
+        self.word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        self.watch.at(self.word)
+
+    def check(self, words: NDArray[np.int64]) -> None:
+        """Raises on every rank of the group, if any is elsewhere.
+
+        Args:
+            words: int64 ``[R]``, of each rank.
+
+        Raises:
+            OutOfStepError: they are not equal.
+        """
+        if (words != self.word).any():
+            places: dict[int, list[int]] = {}
+            for rank, word in zip(self._ranks, words.tolist(), strict=True):
+                places.setdefault(word, []).append(rank)
+            listed = "; ".join(
+                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(word)}" for word, ranks in sorted(places.items())
+            )
+            raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
+
+
+def _forward(word: int) -> str:
+    kind = "training" if word >> 1 & 1 else "evaluation"
+    gradients = "" if word & 1 else " without gradients"
+    return f"the forward of MoE layer {word >> 8 & 0xFFFF} in {kind}{gradients} after {word >> 24} steps"

@@ -1,0 +1,160 @@
+"""Ranks that run unequal numbers of forwards: said in one line that names them, and never the end of the process."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+
+
+class Job:
+    """An attached model in training, past the guard's first steps."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        self.rank = rank
+        self.model = make_model("olmoe", experts=8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        config = eplb.BalancerConfig(
+            policy="static", dense_gradients="allreduce", timeout_seconds=1, split_least_tokens=0, **options
+        )
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        for step in range(4):
+            self.step(step)
+
+    def loss(self, step: int) -> torch.Tensor:
+        ids = batch_of(self.rank, step)
+        return self.model.train()(input_ids=ids, labels=ids).loss
+
+    def step(self, step: int) -> None:
+        self.loss(step).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, batches: int) -> None:
+        self.model.eval()
+        for batch in range(batches):
+            self.model(input_ids=batch_of(self.rank, batch, length=5 + self.rank))
+
+    def generate(self, length: int) -> None:
+        self.model.eval().generate(
+            batch_of(self.rank, 0), max_new_tokens=length, min_new_tokens=length, do_sample=False, use_cache=False
+        )
+
+    def heard(self, work: Callable[[], None]) -> tuple[str, list[str]]:
+        """What was raised, and what was warned of."""
+        handler = logging.handlers.BufferingHandler(1000)
+        logging.getLogger("eplb_runtime").addHandler(handler)
+        said = ""
+        try:
+            work()
+        except RuntimeError as error:
+            said = f"{type(error).__name__}: {error}"
+        logging.getLogger("eplb_runtime").removeHandler(handler)
+        return said, [r.getMessage() for r in handler.buffer if r.levelno >= logging.WARNING]
+
+
+def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:
+    """The ranks meet in forwards that don't belong together: on all at once, without a wait."""
+    job = Job(rank, replica_slots=slots)
+
+    def more_batches() -> None:
+        job.evaluate(3 + (rank == 0))
+        job.step(0)
+
+    def longer_answers() -> None:
+        job.generate(4 if rank else 6)
+        job.step(0)
+
+    def equally_many() -> None:
+        job.evaluate(3)
+        job.generate(3)
+        job.step(0)
+
+    said = []
+    for work in (equally_many, more_batches, longer_answers, equally_many):
+        job.optimizer.zero_grad()
+        said.append(job.heard(work))
+        # Who was ahead has met no one yet in what the others have behind them.
+    threads = [thread.name for thread in threading.enumerate()]
+    job.balancer.close()
+    assert "eplb_runtime watch" in threads
+    assert "eplb_runtime watch" not in [thread.name for thread in threading.enumerate()]
+    return said
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_forwards_that_do_not_belong_together_are_noticed_where_they_meet(slots: int) -> None:
+    results = run_ranks(2, meeting, slots)
+    for before, batches, answers, after in results:
+        assert before == after == ("", []), "right use is silent, before and after"
+        for error, warnings in (batches, answers):
+            assert error.startswith("OutOfStepError: ranks run different forwards at once: rank ")
+            assert "rank 0 in the forward of MoE layer 0 in evaluation without gradients after" in error
+            assert "rank 1 in the forward of MoE layer 0 in training after" in error
+            assert "synced_gpus=True" in error and "\n" not in error and warnings == []
+
+
+def forward_more_in_training(job: Job) -> None:
+    job.loss(0).backward()
+    if job.rank == 0:
+        job.loss(1)
+    job.optimizer.step()
+
+
+def forward_more_before_backward(job: Job) -> None:
+    """Counts of a forward would meet the rows of a backward, which gloo ends the process for."""
+    loss = job.loss(0)
+    if job.rank == 0:
+        job.evaluate(1)
+    loss.backward()
+
+
+def rank_in_its_own_code(job: Job) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if job.rank == 1:
+        store.wait(["said"], timedelta(seconds=60))  # loads data, say
+    try:
+        job.step(0)
+    finally:
+        store.set("said", "")
+
+
+def waits(rank: int) -> dict[str, tuple[str, list[str]]]:
+    said = {}
+    for case in (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code):
+        job = Job(rank)
+        for group in job.balancer._groups._made:
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=4))
+        said[case.__name__] = job.heard(lambda case=case, job=job: case(job))
+        job.balancer._watch.close()
+    return said
+
+
+def test_a_wait_is_said_after_the_timeout_and_ends_with_the_groups_own() -> None:
+    first, second = run_ranks(2, waits)
+    error, (warning,) = first["forward_more_in_training"]
+    assert warning.startswith(
+        "rank 0 has waited for more than 1 s in the forward of MoE layer 0 in training after 4 steps"
+    )
+    assert "rank 1: waits in optimizer.step() after 4 steps" in warning
+    assert error.startswith("RuntimeError: rank 0 waited in vain for other ranks in the forward") and warning in error
+    error, (warning,) = second["forward_more_in_training"]
+    assert "rank 0: waits in the forward of MoE layer 0 in training after 4 steps" in warning and warning in error
+    error, (warning,) = first["forward_more_before_backward"]
+    assert "rank 1: waits in the backward pass after the forward of MoE layer 1" in warning and warning in error
+    error, (warning,) = first["rank_in_its_own_code"]
+    assert "rank 1: its own code, or a decision, after 4 steps" in warning and "waited in vain" in error
+    for result in (first, second):
+        assert all("\n" not in error and "\n" not in "".join(warnings) for error, warnings in result.values())
