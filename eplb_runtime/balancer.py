@@ -6,10 +6,8 @@ How a placement changes stands in `rebalancing.py`; here are the calls that a tr
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,77 +16,20 @@ import xxhash
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from .config import BalancerConfig
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
-from .experts.registry import ExpertTensors, RegistryError
+from .experts.registry import RegistryError
 from .experts.slices import is_sliced
 from .gradients.division import Division
 from .gradients.reduction import Gradients
-from .guard import Guard, Watched
-from .layer import ExpertParallelLayer
-from .load.counter import LoadCounter, in_recompute
+from .guard import Guard
+from .load.counter import in_recompute
 from .load.declared import checked_declaration
-from .maps import Maps
-from .migration.transports.base import Transport
+from .parts import Parts, watched
 from .placement import Placement, PlacementError
 from .planner import Plan
-from .process_groups import ProcessGroups
 from .ranks import Job
 from .rebalancing import Rebalancer
-from .structure import Structure
-from .topology import Topology
-from .watch import Watch
-
-logger = logging.getLogger("eplb_runtime")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What attaching has made of a model; a balancer is put together from it.
-
-    Args:
-        topology: of one EP group, with measured bandwidths.
-        placement: where the experts stand.
-        registry: the live expert tensors.
-        counter: counts tokens while the model runs.
-        maps: what follows the placement.
-        transport: carries experts, warmed up.
-        dense_parameters: the rest of the model, by name.
-        device: of the model.
-        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
-        parameters: the expert parameters by these names.
-        layers: the MoE layers that are here.
-        watch: sees how long this rank waits for others.
-        structure: what in a model must stay as it is.
-    """
-
-    config: BalancerConfig
-    groups: ProcessGroups
-    topology: Topology
-    placement: Placement
-    registry: ExpertTensors
-    counter: LoadCounter
-    maps: Maps
-    transport: Transport
-    dense_parameters: Mapping[str, Tensor]
-    device: torch.device
-    layer_of_parameter: Mapping[str, int]
-    parameters: Mapping[str, Tensor]
-    layers: Sequence[ExpertParallelLayer]
-    watch: Watch
-    structure: Structure
-
-
-def _watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Watched:
-    return Watched(
-        dense=dense,
-        experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
-        optimizers=optimizers,
-        average_dense=parts.config.dense_gradients == "allreduce",
-        counts=lambda: int(parts.counter.counts.sum()),
-        calls=lambda: sum(layer.calls for layer in parts.layers),
-    )
 
 
 class Balancer:
@@ -131,7 +72,7 @@ class Balancer:
         )
         self._division = Division(parts.parameters, parts.groups.job.gradient_divisor, parts.config.replica_slots > 0)
         self._guard = Guard(
-            parts.config.guard, parts.groups, _watched(parts, self._dense, self._optimizers), parts.device
+            parts.config.guard, parts.groups, watched(parts, self._dense, self._optimizers), parts.device
         )
         self._rebalancer = Rebalancer(
             parts.config,

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..balancer import Balancer, Parts
+from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
 from ..dispatch import DISPATCHERS
 from ..dispatch.base import CountExchange
@@ -28,6 +28,7 @@ from ..load.counter import LoadCounter
 from ..maps import Maps
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
+from ..parts import Parts
 from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import GroupError, Job, Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.watch import Watch
 
 
 class Job:
@@ -25,9 +27,7 @@ class Job:
         self.rank = rank
         self.model = make_model("olmoe", experts=8)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        config = eplb.BalancerConfig(
-            policy="static", dense_gradients="allreduce", timeout_seconds=1, split_least_tokens=0, **options
-        )
+        config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce", split_least_tokens=0, **options)
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         for step in range(4):
             self.step(step)
@@ -131,12 +131,17 @@ def rank_in_its_own_code(job: Job) -> None:
         store.set("said", "")
 
 
+def impatient(ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -> Watch:
+    return Watch(ranks, store, 1)
+
+
 def waits(rank: int) -> dict[str, tuple[str, list[str]]]:
+    attaching.Watch = impatient
     said = {}
     for case in (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code):
         job = Job(rank)
         for group in job.balancer._groups._made:
-            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=4))
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=8))
         said[case.__name__] = job.heard(lambda case=case, job=job: case(job))
         job.balancer._watch.close()
     return said

@@ -25,8 +25,8 @@ GROUND = {
     "process_groups",
     "ranks",
     "topology",
-    "worker",
     "watch",
+    "worker",
 }
 STOREYS: tuple[set[str], ...] = (
     GROUND,
@@ -37,7 +37,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "structure", "decision", "maps", "reconnecting", "rebalancing", "balancer"},
+    {"layer", "guard", "structure", "parts", "decision", "maps", "reconnecting", "rebalancing", "balancer"},
     {"observe"},
     {"attaching"},
     {"checkpoint"},

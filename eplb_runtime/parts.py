@@ -1,0 +1,71 @@
+"""What attaching hands over to a balancer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import BalancerConfig
+from .experts.registry import ExpertTensors
+from .guard import Watched
+from .layer import ExpertParallelLayer
+from .load.counter import LoadCounter
+from .maps import Maps
+from .migration.transports.base import Transport
+from .placement import Placement
+from .process_groups import ProcessGroups
+from .structure import Structure
+from .topology import Topology
+from .watch import Watch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What attaching has made of a model; a balancer is put together from it.
+
+    Args:
+        topology: of one EP group, with measured bandwidths.
+        placement: where the experts stand.
+        registry: the live expert tensors.
+        counter: counts tokens while the model runs.
+        maps: what follows the placement.
+        transport: carries experts, warmed up.
+        dense_parameters: the rest of the model, by name.
+        device: of the model.
+        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+        parameters: the expert parameters by these names.
+        layers: the MoE layers that are here.
+        watch: sees how long this rank waits for others.
+        structure: what in a model must stay as it is.
+    """
+
+    config: BalancerConfig
+    groups: ProcessGroups
+    topology: Topology
+    placement: Placement
+    registry: ExpertTensors
+    counter: LoadCounter
+    maps: Maps
+    transport: Transport
+    dense_parameters: Mapping[str, Tensor]
+    device: torch.device
+    layer_of_parameter: Mapping[str, int]
+    parameters: Mapping[str, Tensor]
+    layers: Sequence[ExpertParallelLayer]
+    watch: Watch
+    structure: Structure
+
+
+def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Watched:
+    """What of them the guard looks at; parameters and optimizers that join later are in these very objects."""
+    return Watched(
+        dense=dense,
+        experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
+        optimizers=optimizers,
+        average_dense=parts.config.dense_gradients == "allreduce",
+        counts=lambda: int(parts.counter.counts.sum()),
+        calls=lambda: sum(layer.calls for layer in parts.layers),
+    )
