@@ -5,6 +5,7 @@ A rank that gave up alone would leave the others in the making of groups, and it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -12,15 +13,26 @@ import torch.distributed as dist
 
 from .description import AttachError
 
+logger = logging.getLogger("eplb_runtime")
+
 _ALL, _GAVE_UP = "all", "gave up"
 
 
-def meet(everyone: Sequence[int], what: str, timeout_seconds: float, problem: Exception | None = None) -> None:
+def meet(
+    everyone: Sequence[int],
+    what: str,
+    timeout_seconds: float,
+    problem: Exception | None = None,
+    *,
+    patient: bool = False,
+) -> None:
     """Wait for these ranks, by way of the launcher's store.
 
     Args:
         what: they come to.
         problem: why this rank cannot go on; None: it can.
+        patient: after the timeout only warn, and wait as long as the host's process group does: ranks may come at very
+            different times, when they load models.
 
     Raises:
         AttachError: another rank cannot go on. This rank's own problem is raised as it is.
@@ -39,17 +51,33 @@ def meet(everyone: Sequence[int], what: str, timeout_seconds: float, problem: Ex
     store.set(f"{call}/{rank}", "here")
     if store.add(f"{call}/here", 1) == len(everyone):
         store.compare_set(state, "", _ALL)
-    try:
-        store.wait([state], timedelta(seconds=timeout_seconds))
-    except RuntimeError:
+    missing = _wait(store, call, everyone, timeout_seconds)
+    if missing and patient:
+        logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, timeout_seconds)
+        missing = _wait(store, call, everyone, max(0.001, _host_seconds(store) - timeout_seconds))
+    if missing:
         store.compare_set(state, "", _GAVE_UP)
     if problem is not None:
         raise problem
     if store.get(state) != _ALL.encode():
-        missing = [str(other) for other in everyone if not store.check([f"{call}/{other}"])]
         raise RuntimeError(
-            f"rank {', '.join(missing[:8])} did not come to {what} within {timeout_seconds:g} s: it is collective, "
-            "every rank calls it"
+            f"rank {missing} did not come to {what} within {timeout_seconds:g} s: it is collective, every rank calls it"
         )
     if store.check([f"{call}/problem"]):
         raise AttachError(store.get(f"{call}/problem").decode())
+
+
+def _wait(store: dist.Store, call: str, everyone: Sequence[int], seconds: float) -> str:
+    """Until all have come; else who has not."""
+    try:
+        store.wait([f"{call}/state"], timedelta(seconds=seconds))
+    except RuntimeError:
+        missing = [str(other) for other in everyone if not store.check([f"{call}/{other}"])]
+        return ", ".join(missing[:8])
+    return ""
+
+
+def _host_seconds(store: dist.Store) -> float:
+    """The timeout that the host gave its process group."""
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()

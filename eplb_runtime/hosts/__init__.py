@@ -155,7 +155,7 @@ def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | 
         everyone = job_ranks(ranks)
     except GroupError as error:
         raise AttachError(str(error)) from None
-    meet(everyone, what, config.timeout_seconds, problem)
+    meet(everyone, what, config.timeout_seconds, problem, patient=True)
 
 
 def _layers_of(

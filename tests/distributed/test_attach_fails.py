@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +213,24 @@ def meets_late(rank: int) -> list[str]:
 def test_a_call_that_was_given_up_is_not_taken_for_the_next() -> None:
     first, second = run_ranks(2, meets_late)
     assert "rank 1 did not come to attach" in first[0] and second == []
+
+
+def comes_late(rank: int) -> list[str]:
+    """Rank 1 comes when rank 0 has said that it waits."""
+    store = dist.distributed_c10d._get_default_store()
+    heard: list[str] = []
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+            store.set("said", "")
+
+    logging.getLogger("eplb_runtime").addHandler(Hears())
+    if rank == 1:
+        store.wait(["said"])
+    meet([0, 1], "attach", 0.5 if rank == 0 else 30, patient=True)
+    return heard
+
+
+def test_a_rank_that_loads_its_model_for_long_is_waited_for() -> None:
+    assert run_ranks(2, comes_late) == [["attach waits for rank 1, which has not come for 0.5 s"], []]
