@@ -6,6 +6,7 @@ How a placement changes stands in `rebalancing.py`; here are the calls that a tr
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from .placement import Placement, PlacementError
 from .planner import Plan
 from .ranks import Job
 from .rebalancing import Rebalancer
+
+logger = logging.getLogger("eplb_runtime")
 
 
 class Balancer:
