@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..balancer import Balancer
 from ..config import BalancerConfig
-from ..events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
+from ..events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from ..hosts import attach
 from ..planner.shuffle import plan_shuffle
 from .soak_faults import FAULTS, Faults
@@ -107,6 +107,8 @@ def run(
     job = _Job(work, config)
     job.balancer._wait_until_compiled()
     job.balancer._plan_with(plan_shuffle)
+    seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only
+    job.balancer.events.subscribe(lambda event: seen.update([type(event)]))
     faults, chance = Faults(job.balancer, timeout_seconds), random.Random(seed)
     made: Counter[str] = Counter()
     held: list[Held] = []
@@ -124,9 +126,9 @@ def run(
             held.append(Held.now())
         if dist.get_rank() == 0 and time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
-            say(_progress(step, time.monotonic() - began, job.balancer, held[-1], same))
+            say(_progress(step, time.monotonic() - began, seen, held[-1], same))
     faults.make("none", 0)
-    result = {**_result(job.balancer, held, same), "steps": step, "minutes": (time.monotonic() - began) / 60}
+    result = {**_result(seen, held, same), "steps": step, "minutes": (time.monotonic() - began) / 60}
     job.balancer.close()
     twin.balancer.close()
     return {**result, "ranks": dist.get_world_size(), "faults": dict(sorted(made.items()))}
@@ -141,16 +143,15 @@ def _over(step: int, began: float, minutes: float) -> bool:
     return bool(up.item())
 
 
-def _progress(step: int, seconds: float, balancer: Balancer, held: Held, same: bool) -> str:
-    counts = {kind: len(balancer.events.of_type(kind)) for kind in (RebalanceCommitted, RebalanceAborted)}
+def _progress(step: int, seconds: float, seen: Mapping[type[Event], int], held: Held, same: bool) -> str:
     return (
-        f"{seconds / 60:5.1f} min   step {step:>6}   committed {counts[RebalanceCommitted]:>5}   "
-        f"aborted {counts[RebalanceAborted]:>5}   threads {held.threads}   descriptors {held.descriptors}   "
+        f"{seconds / 60:5.1f} min   step {step:>6}   committed {seen[RebalanceCommitted]:>5}   "
+        f"aborted {seen[RebalanceAborted]:>5}   threads {held.threads}   descriptors {held.descriptors}   "
         f"{held.resident_mib:.0f} MiB   losses {'identical' if same else 'DIFFER'}"
     )
 
 
-def _result(balancer: Balancer, held: list[Held], same: bool) -> dict[str, Any]:
+def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool) -> dict[str, Any]:
     half = max(1, len(held) // 2)
     most = torch.tensor(
         [
@@ -167,15 +168,14 @@ def _result(balancer: Balancer, held: list[Held], same: bool) -> dict[str, Any]:
     verdict = torch.tensor([int(same), int(bounded)])
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    events = balancer.events
     return {
         "passed": bool(verdict.all()),
         "identical": bool(verdict[0]),
         "bounded": bool(verdict[1]),
-        "committed": len(events.of_type(RebalanceCommitted)),
-        "aborted": len(events.of_type(RebalanceAborted)),
-        "paused": len(events.of_type(BalancingPaused)),
-        "resumed": len(events.of_type(BalancingResumed)),
+        "committed": seen[RebalanceCommitted],
+        "aborted": seen[RebalanceAborted],
+        "paused": seen[BalancingPaused],
+        "resumed": seen[BalancingResumed],
         "threads": most[:, 0].long().tolist(),
         "descriptors": most[:, 1].long().tolist(),
         "resident_mib": [round(value, 1) for value in most[:, 2].tolist()],

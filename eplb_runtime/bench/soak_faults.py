@@ -12,6 +12,7 @@ from ..balancer import Balancer
 from ..migration.engine import Phase
 from ..migration.transports.base import TransportError
 from ..planner.shuffle import plan_shuffle
+from ..worker import Worker
 
 
 class Faults:
@@ -26,6 +27,7 @@ class Faults:
         self.rebalancer = balancer._rebalancer
         self.groups = balancer._groups
         self.stall_seconds = 1.2 * timeout_seconds
+        self._stalled_until = 0.0
 
     def make(self, name: str, victim: int) -> None:
         """Mend what was broken and break the next thing."""
@@ -35,6 +37,12 @@ class Faults:
         engine.probe = lambda phase, subject: None
         if name != "none" and dist.get_rank() == victim:
             FAULTS[name](self)
+
+    def stall(self, worker: Worker) -> None:
+        """Keep a thread busy longer than the timeout; and then let it be for as long, however fast steps are."""
+        if time.monotonic() > self._stalled_until + self.stall_seconds:
+            self._stalled_until = time.monotonic() + self.stall_seconds
+            worker.submit(lambda: time.sleep(self.stall_seconds))
 
     def at(self, phase: Phase, action: Callable[[Any], None]) -> None:
         """Act when a migration comes to this phase for the first time."""
@@ -79,7 +87,7 @@ def _plan_cannot_be_taken(faults: Faults) -> None:
 
 
 def _decision_is_late(faults: Faults) -> None:
-    faults.rebalancer._worker.submit(lambda: time.sleep(faults.stall_seconds))
+    faults.stall(faults.rebalancer._worker)
 
 
 def _no_memory(faults: Faults) -> None:
@@ -114,7 +122,7 @@ def _connections_are_cut_in_a_migration(faults: Faults) -> None:
 
 
 def _store_is_silent(faults: Faults) -> None:
-    faults.groups.store._worker.submit(lambda: time.sleep(faults.stall_seconds))
+    faults.stall(faults.groups.store._worker)
 
 
 FAULTS: dict[str, Callable[[Faults], None]] = {

@@ -83,6 +83,7 @@ def train(
         timeout_seconds=TIMEOUT_SECONDS,
         staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
     )
+    dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
     balancer = eplb.attach(model, optimizer, config=config)
     dist.barrier()
     balancer._wait_until_compiled()  # a planner that is still being compiled moves nothing
