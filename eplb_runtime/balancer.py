@@ -56,6 +56,7 @@ class Balancer:
         self._layers = parts.layers
         self._watch = parts.watch
         self._structure = parts.structure
+        self._come = parts.come
         self._optimizers: list[torch.optim.Optimizer] = []
         self._dense = dict(parts.dense_parameters)
         self._training = False
@@ -144,6 +145,7 @@ class Balancer:
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
+        self._come("rebalance()")  # alone, this rank's decision would meet what the others compare in their steps
         if not self._training:
             self._counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
@@ -425,6 +427,7 @@ class Balancer:
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         self._refuse_inside_a_step("load_state_dict()")
+        self._come("load_state_dict()")
         self._rebalancer.restore(target, step, digest)
         try:
             self._rebalancer.resume_measured(state.get("load") or {}, agreed=problem is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,8 @@ class Parts:
         layers: the MoE layers that are here.
         watch: sees how long this rank waits for others.
         structure: what in a model must stay as it is.
+        come: given the name of a collective call, returns when all ranks have come to it; else raises on those that
+            have, and names the others.
     """
 
     config: BalancerConfig
@@ -57,6 +59,7 @@ class Parts:
     layers: Sequence[ExpertParallelLayer]
     watch: Watch
     structure: Structure
+    come: Callable[[str], None]
 
 
 def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Watched:

@@ -175,6 +175,7 @@ class _Attaching:
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
                 ),
+                come=self._come,
             )
         )
 
@@ -182,15 +183,17 @@ class _Attaching:
         """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
         for stage in self.stages:
             _mark(stage, self.balancer, self.layer_of_parameter)
-            stage.host.save_together(partial(self._come, list(self._job.ranks), self.config.timeout_seconds))
+            stage.host.save_together(self._come)
         for index, name, layer in self._layers():
             mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
         _hook(self.balancer, self.stages, self.optimizers)
         self.groups.go_with([stage.model for stage in self.stages])
 
-    @staticmethod
-    def _come(everyone: list[int], timeout_seconds: float, what: str) -> None:
-        meet(everyone, what, timeout_seconds)
+    @property
+    def _come(self) -> Callable[[str], None]:
+        """`meet`, for this job. It holds on to nothing of the model."""
+        everyone, seconds = list(self._job.ranks), self.config.timeout_seconds
+        return lambda what: meet(everyone, what, seconds)
 
     def give_up(self) -> None:
         """What was made is given back."""

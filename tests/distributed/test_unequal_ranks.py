@@ -163,3 +163,33 @@ def test_a_wait_is_said_after_the_timeout_and_ends_with_the_groups_own() -> None
     assert "rank 1: its own code, or a decision, after 4 steps" in warning and "waited in vain" in error
     for result in (first, second):
         assert all("\n" not in error and "\n" not in "".join(warnings) for error, warnings in result.values())
+
+
+def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:
+    """The second rank calls it while the first trains on and its guard compares; both then train to the end."""
+    model = make_model("olmoe")
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"interval": 50, "timeout_seconds": 3.0, "dense_gradients": "allreduce"}
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**options))
+    said, losses = "", []
+    for step in range(5):
+        if step == 1 and rank == 1:
+            try:
+                balancer.rebalance()
+            except RuntimeError as error:
+                said = str(error)
+        ids = batch_of(rank, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    together = balancer.rebalance()
+    balancer.close()
+    return said, losses, together
+
+
+def test_a_rebalance_that_one_rank_calls_is_refused_there_and_training_goes_on() -> None:
+    (none, *_), (said, losses, _) = run_ranks(2, rebalance_alone)
+    assert none == "" and "rank 0 did not come to rebalance() within 3 s" in said
+    assert len(losses) == 5
