@@ -397,11 +397,11 @@ class Balancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
-        return {
-            "step": self._rebalancer.step,
-            "placement": self.placement.to_json(),
-            "load": self._rebalancer.measured(),
-        }
+        state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
+        if self._closed:
+            return state
+        self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
+        return {**state, "load": self._rebalancer.measured()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
