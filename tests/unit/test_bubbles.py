@@ -11,22 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_runtime.bubbles import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
     SCHEDULES,
-    WEIGHT,
     BubbleError,
     Part,
     Times,
     follow,
-    one_forward_one_backward,
     read_table,
     stage_imbalance,
     stages_of,
     stretch,
     table_of,
 )
+from eplb_runtime.bubbles.playing import BACKWARD, FORWARD, INPUT, WEIGHT
+from eplb_runtime.bubbles.tables import one_forward_one_backward
 from eplb_runtime.cli.program import main
 
 PUBLISHED = {"1f1b": (3, 9, 21), "zb1p": (1, 3, 7), "dualpipe": (0, 2, 6), "dualpipev": (2, 6, 14)}

@@ -1,0 +1,24 @@
+"""How long pipeline schedules leave their ranks idle, and where uneven expert load stretches them.
+
+A schedule is a table: for each rank, what it does, in order. `follow` plays it with the times of a forward pass, of the
+gradient of inputs, of that of weights, and of a forward run together with a backward. Messages take no time here.
+"""
+
+from .playing import BubbleError, Part, Played, Times, follow, plot, stages_of
+from .tables import SCHEDULES, read_table, table_of
+from .uneven import stage_imbalance, stretch
+
+__all__ = [
+    "SCHEDULES",
+    "BubbleError",
+    "Part",
+    "Played",
+    "Times",
+    "follow",
+    "plot",
+    "read_table",
+    "stage_imbalance",
+    "stages_of",
+    "stretch",
+    "table_of",
+]
