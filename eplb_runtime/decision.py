@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from .compiling import compile_apart, compile_here
 from .config import BalancerConfig
 from .guard import Guard, Look
 from .load.aggregate import HostCopy, aggregate
 from .load.declared import DeclaredLoadError, summed
 from .migration.agreement import Agreement
 from .migration.difference import apply, difference
-from .migration.schedule import warm_up as compile_schedules
 from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.evaluate import predicted_imbalance
-from .planner.warmup import compile_kernels
 from .private_groups import hang_up
 from .process_groups import ProcessGroups
 from .topology import Topology
@@ -117,10 +116,9 @@ class DecisionMaker:
     def compile(self) -> None:
         """What this rank needs for decisions and migrations; until then nothing is planned."""
         try:
-            compile_schedules()
-            predicted_imbalance(np.ones((1, 2)), Placement.initial(1, 2, 2, 1))
-            if self._is_planner:
-                compile_kernels(self._config.policy)
+            policy = self._config.policy if self._is_planner else ""
+            compile_apart(policy)
+            compile_here(policy)
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:

@@ -247,7 +247,7 @@ def gather_first(view: LogicalView, folder: Path) -> None:
         for entry in view.entries("model")
     }
     if dist.get_rank() == 0:
-        view.model.save_pretrained(str(folder), state_dict=whole)
+        type(view.model).save_pretrained(view.model, str(folder), state_dict=whole)  # the library's own
     dist.barrier()
 
 

@@ -37,7 +37,8 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "structure", "parts", "decision", "maps", "reconnecting", "rebalancing", "balancer"},
+    {"layer", "guard", "structure", "parts", "maps"}
+    | {"compiling", "decision", "reconnecting", "rebalancing", "balancer"},
     {"observe"},
     {"attaching"},
     {"checkpoint"},
