@@ -3,6 +3,7 @@ some of them, ranks that hold different layers, and what may happen after an agr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -183,15 +184,27 @@ def fail_before_the_vote(rank: int, phase: str, committed: int) -> tuple[Outcome
     return dropped, whole, commits, again, cluster.stands_by(again.placement)
 
 
-@pytest.mark.parametrize("committed", [0, 1, 3])
-@pytest.mark.parametrize("phase", ["prepared", "staged", "verified", "corrupt"])
+FAILURES = [("prepared", 0), *((phase, count) for phase in ("staged", "verified", "corrupt") for count in (0, 1, 3))]
+"""Phase, and rounds committed before; there is one preparation."""
+
+
+def fail_in_all_ways(rank: int) -> list[tuple[Outcome, bool, int, Outcome, bool]]:
+    return [fail_before_the_vote(rank, *failure) for failure in FAILURES]
+
+
+@functools.cache
+def failures() -> dict[tuple[str, int], list[tuple[Outcome, bool, int, Outcome, bool]]]:
+    """By way of failing: what each rank has seen. The ways follow one another on the same ranks."""
+    by_rank = run_ranks(RANKS, fail_in_all_ways)
+    return dict(zip(FAILURES, (list(results) for results in zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize(("phase", "committed"), FAILURES)
 def test_what_fails_before_the_vote_leaves_what_was_committed_and_the_next_try_works(
     phase: str, committed: int
 ) -> None:
-    if phase == "prepared" and committed:
-        return  # there is one preparation
     start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
-    for dropped, whole, commits, again, arrived in run_ranks(RANKS, fail_before_the_vote, phase, committed):
+    for dropped, whole, commits, again, arrived in failures()[phase, committed]:
         assert dropped.failed_phase is (Phase.PREPARED if phase == "prepared" else Phase.STAGED)
         assert ("checksum" if phase == "corrupt" else "rank 2: OSError: the device went away") in dropped.cause
         assert not dropped.connections_broken
