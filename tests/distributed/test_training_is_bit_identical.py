@@ -63,7 +63,7 @@ def train(rank: int, policy: str, job: Job) -> dict:
         model.gradient_checkpointing_enable()
     options = {"AdamW": {"weight_decay": 0.1}, "SGD": {"momentum": 0.9}}.get(job.optimizer, {})
     optimizer = getattr(torch.optim, job.optimizer)(model.parameters(), lr=3e-3, **options)
-    config = eplb.BalancerConfig(interval=8, window=8, policy=policy, gate="always", dense_gradients="allreduce")
+    config = eplb.BalancerConfig(interval=6, window=6, policy=policy, gate="always", dense_gradients="allreduce")
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     losses = []
