@@ -145,6 +145,7 @@ class Balancer:
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
+        self._rebalancer.refuse_if_broken()
         self._come("rebalance()")  # alone, this rank's decision would meet what the others compare in their steps
         if not self._training:
             self._counter.advance()  # without an optimizer nobody else closes what was counted
@@ -427,6 +428,7 @@ class Balancer:
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         self._refuse_inside_a_step("load_state_dict()")
+        self._rebalancer.refuse_if_broken()
         self._come("load_state_dict()")
         self._rebalancer.restore(target, step, digest)
         try:
