@@ -273,7 +273,8 @@ class Balancer:
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
         """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
 
-        Experts come one after another: beside what is returned, it takes the memory of one (two where rows are sliced).
+        Experts come one after another: beside what is returned, it takes the memory of two at most (three where rows
+        are sliced).
 
         Args:
             rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.

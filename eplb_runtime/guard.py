@@ -34,6 +34,7 @@ _SAMPLES = 16
 _SAMPLE_ELEMENTS = 1024
 """Of a tensor, from a place that moves on from look to look."""
 _PROBLEM_BYTES = 384
+_POLL_SECONDS = 0.02
 
 
 class GuardError(RuntimeError):
@@ -302,10 +303,7 @@ class Guard:
             control = self._groups.control
             return self.run(lambda: self._compare(look, control, on_device=False))
         except RuntimeError as error:
-            missing = []
-            if time.monotonic() - began > 0.9 * self._groups.timeout_seconds:
-                with contextlib.suppress(RuntimeError):
-                    missing = [rank for rank in self._groups.job.ranks if not store.look(f"{name}/{rank}")]
+            missing = self._missing(name, began + self._groups.timeout_seconds)
             if not missing:
                 # No rank's mistake: connections broke, and the balancer makes new ones.
                 logger.info("the ranks could not compare what they see at %s: %s", where, error)
@@ -315,6 +313,16 @@ class Guard:
                 f"rank {listed} did not come to {where} in time: it skips a step that the others make (torch's "
                 "GradScaler decides on each rank: use eplb.GradScaler(balancer)), runs fewer batches, or is stuck"
             )
+
+    def _missing(self, name: str, deadline: float) -> list[int]:
+        """Ranks that do not come to a meeting by then; one that left the others at once may have closed the balancer."""
+        missing = list(self._groups.job.ranks)
+        with contextlib.suppress(RuntimeError):
+            while missing := [rank for rank in missing if not self._groups.store.look(f"{name}/{rank}")]:
+                if time.monotonic() > deadline:
+                    return missing
+                time.sleep(_POLL_SECONDS)
+        return []
 
     def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
         """Exchange looks over a group and find what is wrong; the same on every rank."""

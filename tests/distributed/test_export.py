@@ -312,9 +312,10 @@ def test_control_gathering_first_is_noticed(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("job", [Job(width=WIDTH), Job(width=WIDTH, ep_size=2, sliced=True)], ids=["whole", "sliced"])
 @pytest.mark.parametrize("case", ["gather_experts", "logical_state_dict"])
-def test_gathering_takes_its_result_and_one_expert(case: str, job: Job, tmp_path: Path) -> None:
+def test_gathering_takes_its_result_and_two_experts_at_most(case: str, job: Job, tmp_path: Path) -> None:
+    """gloo's thread may still hold an expert that has come while the next one comes."""
     for figures in run_ranks(4, measured, job, str(tmp_path), case):
-        assert figures["peak"] <= (1.5 if job.sliced else 1) * figures["row"], figures
+        assert figures["peak"] <= (2.5 if job.sliced else 2) * figures["row"], figures
 
 
 def test_loading_takes_two_experts_and_the_largest_dense_tensor(tmp_path: Path) -> None:
