@@ -315,7 +315,7 @@ class Guard:
             )
 
     def _missing(self, name: str, deadline: float) -> list[int]:
-        """Ranks that do not come to a meeting by then; one that left the others at once may have closed the balancer."""
+        """Ranks that do not come to a meeting by then; one that hung up may still come."""
         missing = list(self._groups.job.ranks)
         with contextlib.suppress(RuntimeError):
             while missing := [rank for rank in missing if not self._groups.store.look(f"{name}/{rank}")]:
