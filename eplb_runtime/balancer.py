@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from .events import EventLog, GuardFinding
@@ -26,6 +27,7 @@ from .gradients.reduction import Gradients
 from .guard import Guard
 from .load.counter import in_recompute
 from .load.declared import checked_declaration
+from .load.saved import saved_windows
 from .parts import Parts, watched
 from .placement import Placement, PlacementError
 from .planner import Plan
@@ -408,22 +410,24 @@ class Balancer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
 
-        Where the placement is refused because of its EP size, the load of past decisions is taken all the same.
+        A placement for another EP size or other replica slots cannot be taken over: homes and copies are placed anew,
+        freely, for the load that was saved with it. Where that cannot be (``policy="static"``, or there is no load)
+        the load of past decisions is taken all the same.
 
         Raises:
-            PlacementError: the placement is for another model or EP size.
+            PlacementError: the placement is for another model; or for other sizes, and none could be made anew.
             RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
                 anew; the old placement stands. Or the balancer is closed.
         """
         self._refuse_if_closed("load_state_dict()")
         problem: PlacementError | None = None
-        target, step, digest = self.placement, self._rebalancer.step, bytes(16)
+        target: Placement | NDArray[np.int64] = self.placement
+        step, digest = self._rebalancer.step, bytes(16)
         try:
-            target, step = Placement.from_json(state["placement"]), int(state["step"])
-            here = self.placement
-            target.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+            target, step = self._saved_target(state), int(state["step"])
             load = json.dumps(state.get("load"), sort_keys=True)
-            digest = xxhash.xxh3_128(f"{step} {target.digest()} {load}".encode()).digest()
+            known = target.digest() if isinstance(target, Placement) else "anew"
+            digest = xxhash.xxh3_128(f"{step} {known} {load}".encode()).digest()
         except PlacementError as error:
             problem = error
         except (KeyError, TypeError, ValueError) as error:
@@ -431,7 +435,10 @@ class Balancer:
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
         self._come("load_state_dict()")
-        self._rebalancer.restore(target, step, digest)
+        try:
+            self._rebalancer.restore(target, step, digest)
+        except PlacementError as error:
+            problem = error
         try:
             self._rebalancer.resume_measured(state.get("load") or {}, agreed=problem is None)
         except (AttributeError, ValueError) as error:
@@ -439,6 +446,21 @@ class Balancer:
         if problem is not None:
             raise problem
         self._refresh_copies()
+
+    def _saved_target(self, state: Mapping[str, Any]) -> Placement | NDArray[np.int64]:
+        """The saved placement; where it is for other ranks or slots, the load to make one for, int64 ``[T, L, E]``."""
+        saved, here = Placement.from_json(state["placement"]), self.placement
+        same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
+        same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
+        if same_model and not same_sizes and self.config.policy != "static":
+            try:
+                load = saved_windows(state.get("load"), here.num_layers, here.num_experts)
+            except ValueError:
+                load = None  # said when forecasts are to go on from it
+            if load is not None:
+                return load
+        saved.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+        return saved
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

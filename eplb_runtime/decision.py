@@ -182,6 +182,40 @@ class DecisionMaker:
             return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
         return Decision(target=target, imbalance=imbalance, summary=summary, finding=finding)
 
+    def compiling(self, control: dist.ProcessGroup) -> bool:
+        """Whether any rank is still being compiled. Collective."""
+        return bool(_highest(control, 0 if self._compiled else 1)[0])
+
+    def place_anew(
+        self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
+    ) -> Decision:
+        """A placement of the sizes of ``current``, made for a load as if nothing stood yet. Collective.
+
+        Args:
+            load: int64 ``[T, L, E]``, equal on every rank.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+
+        def ask() -> bytes:
+            made = self.planner(
+                load,
+                self._topology,
+                slots_per_rank=current.slots_per_rank,
+                policy=self._config.policy,
+                layout="home",
+                rank_speed=self._config.rank_speed,
+            )
+            return _as_message(made, current)
+
+        message = self._broadcast(self._in_time(ask) if self._is_planner else b"", control)
+        target, summary, digest = self._read(message, current)
+        verdict = agreement.same_on_all(digest, "plan")
+        if not verdict.commit:
+            return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken)
+        return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
+
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
         """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
         steps = len(measurement.buckets.wait()) * self._steps_per_bucket
@@ -194,13 +228,25 @@ class DecisionMaker:
         return Decision(failure=said, finding=finding)
 
     def _plan(self, measurement: Measurement) -> bytes:
-        """Rank 0: the plan as bytes, or why there is none; soon enough for the ranks that wait for it."""
+        """Rank 0: the plan as bytes, or why there is none."""
+        load = np.stack(self.history) if self.history else measurement.declared
+        assert load is not None
+        return self._in_time(lambda: self._make_plan(load, measurement))
+
+    def _in_time(self, work: Callable[[], bytes]) -> bytes:
+        """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
         if self._overdue is not None and not self._overdue.done():
             return _failed("the planner is still busy with an earlier plan")
         seconds = self._config.timeout_seconds / 2
-        load = np.stack(self.history) if self.history else measurement.declared
-        assert load is not None
-        self._overdue = self._planning.submit(lambda: self._make_plan(load, measurement))
+
+        def planned() -> bytes:
+            try:
+                return work()
+            except Exception as error:
+                logger.warning("planning failed", exc_info=True)
+                return _failed(f"planning failed: {type(error).__name__}: {error}")
+
+        self._overdue = self._planning.submit(planned)
         try:
             return self._overdue.result(seconds)
         except TimeoutError:
@@ -208,25 +254,21 @@ class DecisionMaker:
             return _failed(f"the planner took longer than {seconds:g} s")
 
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> bytes:
-        try:
-            made = self.planner(
-                load,
-                self._topology,
-                slots_per_rank=measurement.placement.slots_per_rank,
-                current=measurement.placement,
-                policy=self._config.policy,
-                layout="home",
-                max_moves=self._config.max_moves,
-                max_bytes=self._max_bytes(),
-                cost=self._cost(measurement),
-                gate=self._config.gate,
-                declared=measurement.declared,
-                rank_speed=self._config.rank_speed,
-            )
-            return _as_message(made, measurement.placement)
-        except Exception as error:
-            logger.warning("planning failed", exc_info=True)
-            return _failed(f"planning failed: {type(error).__name__}: {error}")
+        made = self.planner(
+            load,
+            self._topology,
+            slots_per_rank=measurement.placement.slots_per_rank,
+            current=measurement.placement,
+            policy=self._config.policy,
+            layout="home",
+            max_moves=self._config.max_moves,
+            max_bytes=self._max_bytes(),
+            cost=self._cost(measurement),
+            gate=self._config.gate,
+            declared=measurement.declared,
+            rank_speed=self._config.rank_speed,
+        )
+        return _as_message(made, measurement.placement)
 
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(

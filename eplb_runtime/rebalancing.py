@@ -43,7 +43,7 @@ from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
 from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
-from .placement import Placement
+from .placement import Placement, PlacementError
 from .process_groups import Connections, ProcessGroups
 from .reconnecting import Reconnection, Standing
 from .topology import Topology
@@ -55,6 +55,8 @@ logger = logging.getLogger("eplb_runtime")
 
 COMPILED_SOON_SECONDS = 2.0
 """Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
+COMPILED_AT_LAST_SECONDS = 300.0
+"""A job that resumes on other ranks waits so long for compiled code: its experts are best placed before it trains."""
 A_LITTLE_SECONDS = 1.0
 """"A timeout plus a little": what is waited for after the timeout, because it may be almost done."""
 
@@ -220,13 +222,15 @@ class Rebalancer:
         resume_load(state, self.decisions.history, self._counter, share)
         self._earlier.clear()
 
-    def restore(self, target: Placement, step: int, agreed_on: bytes) -> None:
+    def restore(self, target: Placement | NDArray[np.int64], step: int, agreed_on: bytes) -> None:
         """Go to a saved placement. Collective; between steps.
 
         Args:
-            agreed_on: 16 bytes over step and placement, compared over all ranks first; zeros: this rank has none.
+            target: of these sizes; or the load, ``[T, L, E]``, for which one is made.
+            agreed_on: 16 bytes over step, placement and load, compared over all ranks first; zeros: this rank has none.
 
         Raises:
+            PlacementError: none could be made for the load; the old placement stands.
             RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
         """
         self._refuse_alone("load_state_dict()")
@@ -241,9 +245,33 @@ class Rebalancer:
         self.step = step
         self._restores += 1
         self._attempts = 0
-        outcome = self._migrate(target)
+        outcome = self._migrate(target if isinstance(target, Placement) else self._placed_anew(target))
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+
+    def _placed_anew(self, load: NDArray[np.int64]) -> Placement:
+        """A placement of these sizes for a load that was seen elsewhere. Collective.
+
+        Raises:
+            PlacementError: rank 0 could not plan.
+            RuntimeError: the ranks have lost each other.
+        """
+        control, agreement, here = self._groups.control, self._agreement, self.placement
+        a_while = self._config.timeout_seconds / 4
+        for _ in range(max(1, round(COMPILED_AT_LAST_SECONDS / a_while))):
+            self.wait_until_compiled(a_while)  # in short waits: who is ready must not wait for the others in vain
+            if not self.run(lambda: self.decisions.compiling(control)):
+                break
+        decision = self.run(lambda: self.decisions.place_anew(load, here, control, agreement))
+        if decision.connections_broken:
+            self._pause(decision.failure)
+        if decision.target is None:
+            raise PlacementError(f"no placement could be made for the saved load: {decision.failure}")
+        logger.info(
+            "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
+            (decision.summary or {})["imbalance_after"],
+        )
+        return decision.target
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something on the control group, when the decision under way has left it, and wait for it.

@@ -99,7 +99,8 @@ def load(
         model: attached or not.
         optimizer: None: its entries are not read.
         key: under which the state was saved with DCP, when it was one of several (``{"app": LogicalState(...)}``).
-        warm_start: migrate to the saved placement when EP size and slots are the same, else say so in the log.
+        warm_start: migrate to the saved placement when EP size and slots are the same, else to one that is made for the
+            load that was saved with it; where there is none, say so in the log.
         storage_reader: of DCP, for storage other than a file system.
         process_group: of the ranks that load a model that is not attached; None: all.
 

@@ -72,6 +72,18 @@ def resume_load(
     history.extend(rows)
 
 
+def saved_windows(state: Any, num_layers: int, num_experts: int) -> NDArray[np.int64] | None:
+    """All windows that `saved_load` kept, of whatever interval: int64 ``[T, L, E]``, oldest first; None: no tokens.
+
+    Raises:
+        ValueError: they are for another model or broken.
+    """
+    kept = [state[name] for name in ("history", "open") if name in state] if isinstance(state, Mapping) else []
+    windows = [decode(one, num_layers, num_experts, LONGEST) for one in kept]
+    load = np.concatenate(windows) if windows else np.zeros((0, num_layers, num_experts), dtype=np.int64)
+    return load if load.any() else None
+
+
 def encode(load: NDArray[np.int64]) -> dict[str, Any]:
     """int64 ``[T, L, E]`` as JSON; much smaller than lists of numbers."""
     data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes())

@@ -1,0 +1,146 @@
+"""A job that goes on with other ranks or copies places experts anew for the load that it had; its state is the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.load.saved import saved_windows
+from eplb_runtime.placement import Placement, PlacementError
+from eplb_runtime.planner.evaluate import predicted_imbalance
+
+EXPERTS, LAYERS, SHARES = 16, 2, 4
+SAVED_AT, STEPS = 6, 9
+State = dict[str, torch.Tensor]
+
+
+def job(
+    replica_slots: int = 0, policy: str = "incremental"
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).double()
+    model.set_experts_implementation("eager")  # the only one for float64
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = eplb.BalancerConfig(
+        interval=4, gate="always", dense_gradients="allreduce", replica_slots=replica_slots, policy=policy
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    return model, optimizer, balancer
+
+
+def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> State:
+    """The state after these steps, whose batches are the same on any number of ranks."""
+    for step in range(first, last + 1):
+        shares = range(rank, SHARES, dist.get_world_size())
+        ids = torch.cat([batch_of(share, step) for share in shares])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return eplb.logical_state_dict(model, optimizer)
+
+
+def begin(rank: int, folder: str) -> tuple[State, State]:
+    model, optimizer, balancer = job()
+    at_save = train(rank, model, optimizer, 1, SAVED_AT)
+    eplb.checkpoint.save(folder, model, optimizer)
+    at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
+    balancer.close()
+    return at_save, at_end
+
+
+def go_on(rank: int, folder: str, replica_slots: int, moved: bool) -> dict[str, Any]:
+    # Nothing moves later, so that what the restart has placed stays.
+    model, optimizer, balancer = job(replica_slots)
+    start = balancer.placement
+    eplb.checkpoint.load(folder, model, optimizer, warm_start=moved)
+    placed = balancer.placement
+    at_load = eplb.logical_state_dict(model, optimizer)
+    with balancer.quiesce():
+        at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
+    assert balancer.placement is placed
+    history = [load.tolist() for load in balancer._rebalancer.decisions.history]
+    again = balancer.state_dict()
+    balancer.load_state_dict(again)
+    assert balancer.placement.digest() == placed.digest(), "one of the same sizes is taken over as it is"
+    balancer.close()
+    return {"start": start.to_json(), "placed": placed.to_json(), "load": at_load, "end": at_end, "history": history}
+
+
+def resume(rank: int, folder: str) -> list[dict[str, Any]]:
+    return [go_on(rank, folder, slots, moved) for slots, moved in ((0, True), (0, False), (1, True))]
+
+
+def equal(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def furthest(one: State, other: State) -> float:
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def test_a_restart_on_fewer_ranks_places_experts_for_the_load_they_had(tmp_path: Path) -> None:
+    (at_save, at_end), *_ = run_ranks(SHARES, begin, str(tmp_path))
+    results = run_ranks(2, resume, str(tmp_path))
+    for anew, standing, with_copies in results:
+        assert anew["placed"] == results[0][0]["placed"], "every rank has the same placement"
+        history = np.array(anew["history"][:SAVED_AT], dtype=float)
+        for result in (anew, with_copies):
+            start, placed = (Placement.from_json(result[name]) for name in ("start", "placed"))
+            before, after = (predicted_imbalance(history.sum(axis=0), one).max() for one in (start, placed))
+            assert after < 1.02 < before, "the load that was saved is balanced"
+            assert equal(result["load"], at_save), "and where experts stand changes no bit of what was saved"
+        assert standing["placed"] == standing["start"] != anew["placed"], "control: this one has not moved"
+        assert equal(anew["end"], standing["end"]), "nor of the next steps"
+        assert not equal(anew["end"], anew["load"]), "control: the steps do something"
+        for result in (anew, with_copies):
+            assert furthest(result["end"], at_end) < 1e-10 < furthest(result["load"], at_end)
+
+
+def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
+    """What is said, and whether the load was taken all the same."""
+    said = []
+    _, _, balancer = job(policy="static")
+    with pytest.raises(PlacementError) as refused:
+        balancer.load_state_dict(saved)
+    said.append(f"{len(balancer._rebalancer.decisions.history)} {refused.value}")
+    balancer.close()
+    _, _, balancer = job()
+    stands = balancer.placement
+    for state in ({key: saved[key] for key in ("step", "placement")}, saved, {**saved, "step": rank}):
+        if state is saved:
+            balancer._plan_with(lambda *_, **__: 1 / 0)
+            logging.disable(logging.WARNING)
+        with pytest.raises((PlacementError, RuntimeError)) as refused:
+            balancer.load_state_dict(state)
+        said.append(f"{len(balancer._rebalancer.decisions.history)} {refused.value}")
+        assert balancer.placement is stands
+    balancer.close()
+    return said
+
+
+def states(rank: int) -> dict[str, Any]:
+    model, optimizer, balancer = job()
+    train(rank, model, optimizer, 1, SAVED_AT)
+    state = balancer.state_dict()
+    balancer.close()
+    return state
+
+
+def test_without_a_load_or_a_plan_experts_stay_where_they_are() -> None:
+    (saved,) = run_ranks(1, states)
+    windows = saved_windows(saved["load"], LAYERS, EXPERTS)
+    assert windows is not None and len(windows) == SAVED_AT, "what was counted since the last decision is a part of it"
+    for static, without, failed, different in run_ranks(2, refuse, saved):
+        assert static.startswith("4 ") and "on 1 ranks" in static
+        assert without.startswith("0 ") and "on 1 ranks" in without
+        assert failed.startswith("4 ") and "ZeroDivisionError" in failed
+        assert "another usable saved state" in different or "has another" in different
