@@ -11,6 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from .lightest import lightest, set_value, tournament
+
 MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
 """Weights of the newest window that averages are tried with; 1 remembers the last window alone, 0 all alike."""
 LONG_MEMORY = 0.0
@@ -111,9 +113,9 @@ def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
         made += [exponential_average(load, weight) for weight in MEMORIES if weight != LONG_MEMORY]
     if method in ("auto", "trend"):
         made += [trend(load, weight) for weight in MEMORIES if 0 < weight < 1]
-    judged = [
-        past_imbalance(one, load, horizon, ranks) + BETWEEN_EQUALS * past_error(one, load, horizon) for one in made
-    ]
+    after, ahead = _what_came(load, horizon)
+    foretold = [np.ascontiguousarray(one[after]) for one in made]
+    judged = [_dealt(one, ahead, ranks) + BETWEEN_EQUALS * _error(one, ahead) for one in foretold]
     best, gain_L = np.zeros(load.shape[1], dtype=np.int64), np.zeros(load.shape[1])
     for index, one_TL in enumerate(judged):
         better_TL = judged[0] - one_TL
@@ -189,7 +191,11 @@ def past_imbalance(forecasts: Load, load: Load, horizon: int = 1, ranks: int = 8
 def past_error(forecasts: Load, load: Load, horizon: int = 1) -> Load:
     """float64 ``[T - 1, L]``, or fewer windows: the share of tokens that came to other experts than was foretold."""
     made, ahead = _what_came(load, horizon)
-    return np.asarray(0.5 * np.abs(_share(forecasts[made]) - _share(ahead)).sum(axis=-1))
+    return _error(forecasts[made], ahead)
+
+
+def _error(foretold: Load, came: Load) -> Load:
+    return np.asarray(0.5 * np.abs(_share(foretold) - _share(came)).sum(axis=-1))
 
 
 def _what_came(load: Load, horizon: int) -> tuple[NDArray[np.int64], Load]:
@@ -209,14 +215,13 @@ def _dealt(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
             load_E, came_E = foretold_TLE[window, layer], came_TLE[window, layer]
             dealt_R, came_R = np.zeros(ranks), np.zeros(ranks)
             filled_R = np.zeros(ranks, dtype=np.int64)
+            open_ranks = tournament(dealt_R)
             for expert in np.argsort(-load_E, kind="mergesort"):
-                best = -1
-                for rank in range(ranks):
-                    if filled_R[rank] < room and (best < 0 or dealt_R[rank] < dealt_R[best]):
-                        best = rank
+                best = lightest(open_ranks)
                 dealt_R[best] += load_E[expert]
                 came_R[best] += came_E[expert]
                 filled_R[best] += 1
+                set_value(open_ranks, best, dealt_R[best] if filled_R[best] < room else np.inf)
             if came_R.sum() > 0:
                 result_TL[window, layer] = came_R.max() / came_R.mean()
     return result_TL

@@ -199,10 +199,7 @@ def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -
     home_rank, replicas = start.home_rank.copy(), start.replicas_LRK.copy()
     for layer in np.flatnonzero(moves).tolist():
         home_rank[layer], replicas[layer] = ends[layer].home_E, ends[layer].replica_RK
-    replica_ranks = np.zeros((start.num_layers, start.num_experts, start.num_ranks), dtype=bool)
-    layers, ranks, slots = np.nonzero(replicas != EMPTY)
-    replica_ranks[layers, replicas[layers, ranks, slots], ranks] = True
-    return align(start, home_rank, replica_ranks)
+    return align(start, home_rank, replicas)
 
 
 def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) -> Placement:

@@ -15,25 +15,26 @@ from ..types import PlanError
 
 
 def align(
-    start: Placement, home_rank: NDArray[np.integer], replica_ranks: NDArray[np.bool_], *, epoch: int | None = None
+    start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32], *, epoch: int | None = None
 ) -> Placement:
     """Slots for a new choice of ranks.
 
     Args:
         start: the placement to stay close to; home layout.
         home_rank: int ``[L, E]``, the new home rank of each expert; each rank gets exactly E/R.
-        replica_ranks: bool ``[L, E, R]``, where weights-only copies stand; at most k a rank, none on the home rank.
+        replicas_LRK: int32, the experts of which each rank is to hold weights-only copies, in any order, -1 for none;
+            none of its homes.
         epoch: of the result; default: that of ``start``.
 
     Raises:
-        PlanError: a rank gets another number of homes than E/R, or more replicas than it has slots.
+        PlanError: a rank gets another number of homes than E/R.
     """
     physical_to_logical = np.full_like(start.physical_to_logical, EMPTY)
     home = np.empty((start.num_layers, start.num_experts), dtype=np.int32)
     for layer in range(start.num_layers):
         home[layer] = _align_homes(start, layer, np.asarray(home_rank[layer]))
         physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
-        _align_replicas(start, layer, replica_ranks[layer], physical_to_logical[layer])
+        _align_replicas(start, layer, replicas_LRK[layer], physical_to_logical[layer])
     return Placement(
         physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch if epoch is None else epoch
     )
@@ -113,19 +114,15 @@ def simple_cycles(before: NDArray[np.integer], after: NDArray[np.integer]) -> li
     return cycles
 
 
-def _align_replicas(start: Placement, layer: int, replica_ranks: NDArray[np.bool_], row: NDArray[np.int32]) -> None:
+def _align_replicas(start: Placement, layer: int, replica_RK: NDArray[np.int32], row: NDArray[np.int32]) -> None:
     """Fill the replica slots of ``row`` in place: who stays keeps the slot, the others fill up in ascending order."""
-    homes, slots_per_rank = start.homes_per_rank, start.slots_per_rank
-    old = start.physical_to_logical[layer].tolist()
-    wanted: list[list[int]] = [[] for _ in range(start.num_ranks)]
-    for expert, rank in np.argwhere(replica_ranks).tolist():
-        wanted[rank].append(expert)
-    for rank, experts in enumerate(wanted):
-        if len(experts) > start.replica_slots:
-            raise PlanError(f"layer {layer}: rank {rank} gets {len(experts)} replicas for {start.replica_slots} slots")
-        slots = range(rank * slots_per_rank + homes, (rank + 1) * slots_per_rank)
-        standing = {old[slot]: slot for slot in slots if old[slot] in experts}
-        vacant = [slot for slot in slots if old[slot] not in standing]
-        coming = [expert for expert in experts if expert not in standing]
-        for expert, slot in [*standing.items(), *zip(coming, vacant, strict=False)]:
-            row[slot] = expert
+    standing_RK = start.replicas_LRK[layer]
+    slot_RS = row.reshape(start.num_ranks, start.slots_per_rank)
+    slot_RS[:, start.homes_per_rank :] = standing_RK
+    different = np.flatnonzero((np.sort(standing_RK, axis=1) != np.sort(replica_RK, axis=1)).any(axis=1))
+    for rank in different.tolist():
+        old, wanted = standing_RK[rank].tolist(), replica_RK[rank].tolist()
+        kept = [expert if expert in wanted else EMPTY for expert in old]
+        coming = iter(sorted(expert for expert in wanted if expert != EMPTY and expert not in old))
+        kept = [next(coming, EMPTY) if expert == EMPTY else expert for expert in kept]
+        slot_RS[rank, start.homes_per_rank :] = kept

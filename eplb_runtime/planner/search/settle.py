@@ -120,31 +120,62 @@ def _shared_experts(current: IntArray, planned: IntArray, experts: int, num_rank
 
 @njit(nogil=True, cache=True)
 def _match(worth: FloatArray) -> IntArray:
-    """For each row a column of its own: dearest pairs first, then exchanges between two rows while one gains."""
-    size = len(worth)
-    name = np.full(size, -1, dtype=np.int32)
-    taken = np.zeros(size, dtype=np.bool_)
-    flat = worth.ravel()
-    pairs = np.flatnonzero(flat)
-    for pair in pairs[np.argsort(-flat[pairs], kind="mergesort")]:
-        row, column = pair // size, pair % size
-        if name[row] < 0 and not taken[column]:
-            name[row] = column
-            taken[column] = True
-    unnamed = np.flatnonzero(~taken)
+    """For each row a column of its own: see `_match_entries`."""
+    entry_N = np.flatnonzero(worth.ravel())
+    return _match_entries(entry_N, worth.ravel()[entry_N], len(worth))
+
+
+@njit(nogil=True, cache=True)
+def _match_entries(entry_N: NDArray[np.int64], worth_N: FloatArray, size: int) -> IntArray:
+    """For each row a column of its own: dearest pairs first, then exchanges between two rows while one gains.
+
+    Args:
+        entry_N: ``row * size + column`` of each pair that is worth anything, ascending.
+        worth_N: what it is worth, above 0.
+    """
+    row_N, column_N = entry_N // size, entry_N % size
+    name, holder = np.full(size, -1, dtype=np.int32), np.full(size, -1, dtype=np.int32)
+    for pair in np.argsort(-worth_N, kind="mergesort"):
+        row, column = row_N[pair], column_N[pair]
+        if name[row] < 0 and holder[column] < 0:
+            name[row], holder[column] = column, row
+    unnamed = np.flatnonzero(holder < 0)
     used = 0
     for row in range(size):
         if name[row] < 0:
             name[row] = unnamed[used]
+            holder[unnamed[used]] = row
             used += 1
+    first_of_row = np.searchsorted(row_N, np.arange(size + 1))
+    by_column = np.argsort(column_N, kind="mergesort")
+    first_of_column = np.searchsorted(column_N[by_column], np.arange(size + 1))
     better = True
     while better:
         better = False
         for row in range(size):
-            for other in range(row):
-                now = worth[row, name[row]] + worth[other, name[other]]
-                if worth[row, name[other]] + worth[other, name[row]] > now:
+            other = -1
+            while True:
+                # The next row with which an exchange could be worth something.
+                following = row
+                for pair in range(first_of_row[row], first_of_row[row + 1]):
+                    if other < holder[column_N[pair]] < following:
+                        following = holder[column_N[pair]]
+                for index in range(first_of_column[name[row]], first_of_column[name[row] + 1]):
+                    if other < row_N[by_column[index]] < following:
+                        following = row_N[by_column[index]]
+                if following == row:
+                    break
+                other = following
+                now, then = 0.0, 0.0
+                for pair in range(first_of_row[row], first_of_row[row + 1]):
+                    now += worth_N[pair] if column_N[pair] == name[row] else 0.0
+                    then += worth_N[pair] if column_N[pair] == name[other] else 0.0
+                for pair in range(first_of_row[other], first_of_row[other + 1]):
+                    now += worth_N[pair] if column_N[pair] == name[other] else 0.0
+                    then += worth_N[pair] if column_N[pair] == name[row] else 0.0
+                if then > now:
                     name[row], name[other] = name[other], name[row]
+                    holder[name[row]], holder[name[other]] = row, other
                     better = True
     return name
 
@@ -183,10 +214,10 @@ def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
 def match_ranks(before_E: IntArray, home_E: IntArray, replica_RK: IntArray) -> None:
     """Rename the ranks of ``home_E`` and ``replica_RK``, in place, so that many experts keep the home rank they had."""
     ranks = len(replica_RK)
-    shared = np.zeros((ranks, ranks))
-    for expert in range(home_E.size):
-        shared[home_E[expert], before_E[expert]] += 1
-    name = _match(shared)
+    entry_E = np.sort(home_E.astype(np.int64) * ranks + before_E)
+    first = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(entry_E[1:] != entry_E[:-1]) + 1))
+    shared = np.diff(np.concatenate((first, np.full(1, entry_E.size)))).astype(np.float64)
+    name = _match_entries(entry_E[first], shared, ranks)
     for expert in range(home_E.size):
         home_E[expert] = name[home_E[expert]]
     planned = replica_RK.copy()

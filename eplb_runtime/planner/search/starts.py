@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from ...load.lightest import lightest, set_value, tournament
 from ...placement import EMPTY
 
 
@@ -53,26 +54,34 @@ def pack(
     if keep_homes:
         for expert in range(experts):
             load_R[home_E[expert]] += unit_E[expert]
+    for_homes, for_copies = tournament(load_R), tournament(load_R)
     for expert in np.argsort(-unit_E, kind="mergesort"):
         if not keep_homes:
-            rank = _lightest(load_R, homes_R, experts // ranks)
+            rank = lightest(for_homes)
             home_E[expert] = rank
             homes_R[rank] += 1
             load_R[rank] += unit_E[expert]
+            set_value(for_homes, rank, load_R[rank] if homes_R[rank] < experts // ranks else np.inf)
+        if hot == 0:
+            continue
+        # Ranks that hold the expert take no part until all its copies stand.
+        taken, holders_C = 1, np.empty(copies_E[expert], dtype=np.int64)
+        holders_C[0] = home_E[expert]
+        set_value(for_copies, holders_C[0], np.inf)
         for _ in range(copies_E[expert] - 1):
-            best = -1
-            for rank in range(ranks):
-                if filled_R[rank] == hot or home_E[expert] == rank or (best >= 0 and load_R[rank] >= load_R[best]):
-                    continue
-                stands = False
-                for slot in range(filled_R[rank]):
-                    stands = stands or replica_RK[rank, slot] == expert
-                if not stands:
-                    best = rank
-            if best >= 0:
-                replica_RK[best, filled_R[best]] = expert
-                filled_R[best] += 1
-                load_R[best] += unit_E[expert]
+            rank = lightest(for_copies)
+            if rank < 0:
+                break
+            replica_RK[rank, filled_R[rank]] = expert
+            filled_R[rank] += 1
+            load_R[rank] += unit_E[expert]
+            set_value(for_copies, rank, np.inf)
+            if not keep_homes and homes_R[rank] < experts // ranks:
+                set_value(for_homes, rank, load_R[rank])
+            holders_C[taken] = rank
+            taken += 1
+        for rank in holders_C[:taken]:
+            set_value(for_copies, rank, load_R[rank] if filled_R[rank] < hot else np.inf)
 
 
 @njit(nogil=True, cache=True)
@@ -124,13 +133,13 @@ def _lightest(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: in
 def hottest_first(load_E: NDArray[np.float64], spare: int, most: int) -> NDArray[np.int64]:
     """int64 ``[E]``: copies of each expert, home included, when each spare one goes to who has most tokens a copy."""
     copies_E = np.ones(load_E.size, dtype=np.int64)
-    unit_E = load_E.copy()
+    heaviest = tournament(-load_E)
     for _ in range(spare):
-        expert = int(np.argmax(unit_E))
-        if unit_E[expert] <= 0.0:
+        if heaviest[1] >= 0.0:
             break
+        expert = lightest(heaviest)
         copies_E[expert] += 1
-        unit_E[expert] = load_E[expert] / copies_E[expert] if copies_E[expert] < most else 0.0
+        set_value(heaviest, expert, -load_E[expert] / copies_E[expert] if copies_E[expert] < most else 0.0)
     return copies_E
 
 
