@@ -26,6 +26,7 @@ from .migration.agreement import Agreement
 from .migration.difference import apply, difference
 from .placement import Placement
 from .planner import CostModel, Plan, plan
+from .planner.cost import crossing_seconds
 from .planner.evaluate import predicted_imbalance
 from .private_groups import hang_up
 from .process_groups import ProcessGroups
@@ -33,6 +34,9 @@ from .topology import Topology
 from .worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
+
+SOURCE_MEMORY = 0.5
+"""How much what came from where before a decision's own steps still counts, by each decision since."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Measurement:
         computed: whether MoE layers ran since the last decision.
         declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
         home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
+        token_bytes: what a (token, choice) pair sends in a step.
     """
 
     buckets: HostCopy
@@ -77,6 +82,7 @@ class Measurement:
     step_seconds: float
     stall_seconds: float
     home_bytes: int
+    token_bytes: int = 0
     look: Look | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
@@ -105,6 +111,8 @@ class DecisionMaker:
         self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._compiled = False
         self._declared: NDArray[np.float64] | None = None
+        self._sources: NDArray[np.float64] | None = None
+        self._job = groups.job
         self._is_planner = groups.job.is_planner
         self._planner_rank = groups.job.ranks[0]
         # A planner that never returns must not take the thread along that talks to the other ranks.
@@ -144,6 +152,7 @@ class DecisionMaker:
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
+        sources = self._by_node(measurement, control)
         total = aggregate(measurement.buckets, control).numpy()
         finding = "" if measurement.look is None else self._guard.finding(measurement.look, control)
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
@@ -155,13 +164,16 @@ class DecisionMaker:
             return self._nothing_counted(finding, measurement)
         if total.any():
             self.history.extend(total)
-        home_bytes, compiling = _highest(control, measurement.home_bytes, 0 if self._compiled else 1)
+            if sources is not None:
+                self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
+        here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
+        home_bytes, token_bytes, compiling = _highest(control, *here)
         if compiling:
             self._declared = declared
             summary = _staying(measurement.placement, "the planner is still being compiled")
             return Decision(summary=summary, finding=finding)
         declared, self._declared = declared if declared is not None else self._declared, None
-        measurement = replace(measurement, home_bytes=home_bytes, declared=declared)
+        measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
         imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
         try:
@@ -181,6 +193,18 @@ class DecisionMaker:
         if summary.get("failure"):
             return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
         return Decision(target=target, imbalance=imbalance, summary=summary, finding=finding)
+
+    def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
+        """float64 ``[N, L, E]``, tokens since the last decision by the node that they came from; None: there is one
+        node. Collective, ahead of the sum over ranks, which takes the place of this rank's counts."""
+        topology = self._topology
+        if topology.num_nodes == 1:
+            return None
+        counted_LE = measurement.buckets.wait().sum(dim=0)
+        counted_NLE = counted_LE.new_zeros(topology.num_nodes, *counted_LE.shape)
+        counted_NLE[topology.node_of(self._job.ep_rank)] = counted_LE
+        dist.all_reduce(counted_NLE, group=control)
+        return counted_NLE.numpy().astype(np.float64)
 
     def compiling(self, control: dist.ProcessGroup) -> bool:
         """Whether any rank is still being compiled. Collective."""
@@ -267,6 +291,7 @@ class DecisionMaker:
             gate=self._config.gate,
             declared=measurement.declared,
             rank_speed=self._config.rank_speed,
+            sources=self._sources,
         )
         return _as_message(made, measurement.placement)
 
@@ -278,7 +303,17 @@ class DecisionMaker:
             moe_share=self._config.moe_share,
             horizon_steps=self._config.horizon,
             stall_seconds=measurement.stall_seconds,
+            crossing_seconds=self._crossing_seconds(measurement.token_bytes),
         )
+
+    def _crossing_seconds(self, token_bytes: int) -> float:
+        """For the cost: of the layers of one stage, on average, since the ranks of the others carry theirs meanwhile."""
+        if not self.history or self._topology.num_nodes == 1:
+            return 0.0
+        per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
+        holders = self._job.ep_size * len(self._job.edp_ranks) * self._steps_per_bucket
+        own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
+        return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
 
     def _max_bytes(self) -> int | None:
         """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""

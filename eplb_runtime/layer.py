@@ -70,6 +70,9 @@ class ExpertParallelLayer:
         self.calls += torch.is_grad_enabled()
         if self._module.training or self.counts_in_evaluation:
             self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+            # A vector travels in dispatch and in combine, and in training back again in both.
+            vectors = 4 if torch.is_grad_enabled() else 2
+            self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
         self._in_flight.begin(self._counter.closed_steps)
         combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None)
         return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)

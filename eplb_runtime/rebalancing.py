@@ -315,6 +315,7 @@ class Rebalancer:
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
             home_bytes=self._registry.largest_home_bytes(),
+            token_bytes=self._counter.token_bytes,
             look=self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from .files import replacing, write_file
 from .placement import Placement
 from .planner import CostModel, Plan, PlanError, plan
+from .planner.cost import crossing_seconds
 from .planner.evaluate import predicted_imbalance
 from .planner.policies import LAYOUTS
 from .planner.traffic import checked_sources, received
@@ -103,16 +104,6 @@ class StepModel:
     def token_bytes(self) -> int:
         """Bytes on the wire of one token-expert pair in a step."""
         return (4 if self.training else 2) * self.hidden_size * self.activation_bytes
-
-    def crossing_seconds(self, rank_tokens: FloatArray, topology: Topology) -> float:
-        """For ``CostModel``: seconds of all layers by which a step is longer if all tokens cross nodes instead of none.
-
-        Args:
-            rank_tokens: ``[L]``, token-expert pairs of a rank on average.
-        """
-        if topology.num_nodes == 1:
-            return 0.0
-        return float(rank_tokens.sum() * self.token_bytes / topology.inter_node_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -244,7 +235,7 @@ def simulate(
             moe_share=1.0,
             horizon_steps=10 * every * steps_per_window,
             stall_seconds=model.stall_seconds,
-            crossing_seconds=0.0 if sources is None else model.crossing_seconds(mean_tokens, topology),
+            crossing_seconds=0.0 if sources is None else crossing_seconds(mean_tokens, model.token_bytes, topology),
         )
         ask = _asking(
             policy,

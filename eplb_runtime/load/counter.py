@@ -32,6 +32,7 @@ class LoadCounter:
 
     Attributes:
         closed_steps: how often ``advance`` was called.
+        token_bytes: what a counted (token, choice) pair sends in a step, as layers say; 0 before the first.
     """
 
     def __init__(self, num_layers: int, num_experts: int, interval: int, device: torch.device) -> None:
@@ -46,6 +47,7 @@ class LoadCounter:
         self._buckets = torch.zeros(buckets, num_layers, num_experts, dtype=torch.int64, device=device)
         self._steps = 0
         self.closed_steps = 0
+        self.token_bytes = 0
         self.counts = self._counts[:, :num_experts]
 
     def count(self, layer: int, topk_ids_TK: Tensor, real_T: Tensor | None = None) -> None:

@@ -32,8 +32,8 @@ class CostModel:
         horizon_steps: steps over which a rebalance is expected to go on paying.
         stall_seconds: fixed cost of a rebalance (agreement, commit, cold caches).
         crossing_seconds: how much longer a step would take if every token was computed on another node than its own,
-            instead of none; with it, plans weigh such tokens against imbalance (`simulate.StepModel.crossing_seconds`
-            estimates it from a measured bandwidth).
+            instead of none; with it, plans weigh such tokens against imbalance (`crossing_seconds` estimates it from a
+            measured bandwidth).
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -99,3 +99,15 @@ class CostModel:
         bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         sent, received = self.bytes_by_link(moves, topology, slots_per_rank)
         return float(np.maximum((sent / bandwidth).sum(axis=1), (received / bandwidth).sum(axis=1)).max(initial=0.0))
+
+
+def crossing_seconds(rank_tokens_L: NDArray[np.float64], token_bytes: float, topology: Topology) -> float:
+    """Seconds of all layers by which a step is longer if all tokens cross nodes instead of none.
+
+    Args:
+        rank_tokens_L: float64 ``[L]``, (token, choice) pairs of a rank on average.
+        token_bytes: of one pair on the wire in a step, there and back, and both again in the backward pass.
+    """
+    if topology.num_nodes == 1:
+        return 0.0
+    return float(rank_tokens_L.sum() * token_bytes / topology.inter_node_bandwidth)

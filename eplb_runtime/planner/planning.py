@@ -159,6 +159,8 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
     decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent))
     if lost:
         reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {after.mean():.3f}"
+    if crossing_before is not None and crossing_after is not None:
+        reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if policy == "hierarchical":
         reason += "; " + rule_cost(request, placement)
     if decision == "stay" and current is not None:
