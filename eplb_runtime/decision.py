@@ -307,7 +307,7 @@ class DecisionMaker:
         )
 
     def _crossing_seconds(self, token_bytes: int) -> float:
-        """For the cost: of the layers of one stage, on average, since the ranks of the others carry theirs meanwhile."""
+        """For the cost: of the layers of one stage, on average; the ranks of the others carry theirs meanwhile."""
         if not self.history or self._topology.num_nodes == 1:
             return 0.0
         per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
