@@ -1,7 +1,7 @@
 """Process groups under names of our own, on any thread: `torch.distributed.new_group` counts the groups of a process to
 name the next one, so it must be called by all ranks in one order, and what was destroyed changes the names that follow.
 
-torch.distributed's functions know these groups; nothing else of torch does.
+torch.distributed's functions know these groups, and profilers that list all groups; the names that it counts do not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ KNOWN = ("gloo", "nccl")
 _CLOSING = timedelta(milliseconds=1)
 _NOBODYS_TAG = 0x7FFFFF
 """Of a message that is never sent: one that met a real message of another size would end the process."""
+
+
+class _Names(dict[dist.ProcessGroup, Any]):
+    """torch's table of names, which it counts to make the next: ours are found in it, and not counted."""
+
+    def __missing__(self, group: dist.ProcessGroup) -> str:
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise KeyError(group)
+        return group.group_name
 
 
 def make(
@@ -56,9 +65,12 @@ def make(
     group._register_backend(device, kind, inner)
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(description)
-    # What torch's functions look up in a group that they are given; not the table of names, which it counts.
+    # What torch's functions look up in a group.
     known = dist.distributed_c10d._world
+    if not isinstance(known.pg_names, _Names):
+        dist.distributed_c10d._pg_names = _Names(known.pg_names)
     known.pg_map[group] = (backend, prefixed)
+    known.pg_backend_config[group] = f"{device.type}:{backend}"
     known.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
     return group
 
@@ -67,6 +79,7 @@ def forget(group: dist.ProcessGroup) -> None:
     """torch's functions do not know it any more; with the last reference its threads and connections go."""
     known = dist.distributed_c10d._world
     known.pg_map.pop(group, None)
+    known.pg_backend_config.pop(group, None)
     known.pg_group_ranks.pop(group, None)
 
 

@@ -125,13 +125,15 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
     return (first[:, None] + apart * torch.arange(work.top_k)) % work.experts
 
 
-def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> dict[str, Any]:
+def run(
+    device: torch.device, blocks: int = 8, work: Workload | None = None, *, width: int = Workload.width
+) -> dict[str, Any]:
     """Train the variants on the ranks of the process group, one thread each. Collective.
 
     Args:
         device: of this rank; the CPU.
         blocks: of ten steps, timed, of each variant.
-        work: None: the usual one.
+        work: None: the usual one, of ``blocks`` and ``width``.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
@@ -144,7 +146,7 @@ def run(device: torch.device, blocks: int = 8, work: Workload | None = None) -> 
         ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
         Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
     """
-    work = work or Workload(blocks=blocks)
+    work = work or Workload(blocks=blocks, width=width)
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)

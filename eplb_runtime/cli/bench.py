@@ -87,6 +87,14 @@ def _add_on_ranks(benches: Any, what: str) -> None:
     add = adder(command)
     add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
     add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+    if what == "train":
+        add(
+            "--width",
+            "W",
+            positive,
+            "of an expert's hidden layer: more of it, more of a step is computing",
+            default=1024,
+        )
 
 
 def _add_soak(benches: Any) -> None:
@@ -189,9 +197,12 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
 
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
+        if "width" in arguments:
+            options += ["--width", str(arguments.width)]
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
+    sizes = {"width": arguments.width} if "width" in arguments else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext():
-        result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats)
+        result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats, **sizes)
     if is_first():
         _print(result, arguments.json)
     return 0
