@@ -1,13 +1,9 @@
-"""Compile the planner's kernels before they are needed, in the background, so that no step waits for a compiler.
+"""Compile the planner's kernels before they are needed.
 
 Compiled code is kept beside the package (numba's cache): only the first run on a machine takes seconds.
 """
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -32,18 +28,3 @@ def compile_kernels(policy: str = "incremental") -> None:
     plan(load, topology, slots_per_rank=3, policy=policy, current=current if in_home else None)
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
-
-def in_background(work: Callable[[], None] = compile_kernels) -> Future[None]:
-    """Run ``work`` in a daemon thread; the future holds its end or its exception."""
-    done: Future[None] = Future()
-
-    def compile_all() -> None:
-        try:
-            work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=compile_all, name="eplb-compile", daemon=True).start()
-    return done

@@ -59,7 +59,7 @@ def compute(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> 
 
 
 def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **options: object) -> tuple:
-    """Losses of this rank, logical state, how many experts moved."""
+    """Losses of this rank, logical state, how many experts moved, how many copies stand at the end."""
     ours = example()
     torch.manual_seed(0)
     model = ours.Model()
@@ -84,8 +84,9 @@ def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **option
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
+    copies = int((balancer.placement.copy_count - 1).sum())
     balancer.close()
-    return losses, state, moved
+    return losses, state, moved, copies
 
 
 def whole(dtype: torch.dtype, ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -133,6 +134,7 @@ def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) 
     name = "up_weight" if way == "stacked" else "0__weight"
     mine = results[0][way][1][f"model.layers.1.experts.{name}"]
     assert (mine - up).abs().max() < 1e-9
+    assert (results[0][way][3] > 0) == (way == "copies")
 
 
 def test_control_another_expert_order_would_be_noticed(results: list[dict[str, tuple]]) -> None:
@@ -144,7 +146,7 @@ def test_control_another_expert_order_would_be_noticed(results: list[dict[str, t
 
 def test_moving_experts_changes_no_bit(results: list[dict[str, tuple]]) -> None:
     for ways in results:
-        (static_losses, static, none), (losses, state, moved) = ways["static"], ways["moving"]
+        (static_losses, static, none, _), (losses, state, moved, _) = ways["static"], ways["moving"]
         assert moved > 0 == none and losses == static_losses
         assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
 
@@ -155,7 +157,7 @@ def one_process(rank: int) -> tuple:
 
 def test_one_process_alone_works_too() -> None:
     losses, _ = whole(torch.float64, 1)
-    mine, _, _ = run_ranks(1, one_process)[0]
+    mine, *_ = run_ranks(1, one_process)[0]
     assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
 
 

@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from eplb_runtime.planner import PlanError
-from eplb_runtime.planner.warmup import compile_kernels, in_background
+from eplb_runtime.planner.warmup import compile_kernels
 
 AFTER_WARMUP = """
 import numpy as np, numba
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
-from eplb_runtime.planner.warmup import in_background
+from eplb_runtime.planner.warmup import compile_kernels
 from eplb_runtime.topology import Topology
 import eplb_runtime.planner.search.descent as descent
 import eplb_runtime.routing.water_filling as water_filling
-in_background().result()
+compile_kernels()
 kernels = [descent.descend, water_filling._split_layers]
 before = [len(kernel.signatures) for kernel in kernels]
 cost = CostModel(home_bytes=10, replica_bytes=1, step_seconds=1.0)
@@ -33,6 +33,6 @@ def test_after_the_warm_up_no_plan_compiles_anything() -> None:
     subprocess.run([sys.executable, "-c", AFTER_WARMUP], check=True)
 
 
-def test_what_goes_wrong_in_the_background_is_told() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown"):
-        in_background(lambda: compile_kernels("no such policy")).result()
+        compile_kernels("no such policy")
