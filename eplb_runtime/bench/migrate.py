@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
@@ -66,16 +67,7 @@ def _row(
     staging_bytes: int,
 ) -> dict[str, Any]:
     ranks = groups.job.ep_size
-    shapes = ((homes, 2 * width, hidden), (homes, hidden, width))
-    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-    optimizer = torch.optim.AdamW(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    registry = ExpertTensors(1, homes, [optimizer])
-    for index, parameter in enumerate(parameters):
-        registry.add(0, f"weight{index}", parameter)
+    registry = _experts(homes, hidden, width, device)
     transport = TorchPointToPoint(groups.migration, groups.backend, device, 60.0)
     engine = MigrationEngine(
         registry, transport, Agreement(groups.control), homes, groups.job.ep_rank, staging_bytes, 60.0
@@ -84,15 +76,6 @@ def _row(
     record_format = RecordFormat.of(registry.of_home(0))
     payload = record_format.payload_bytes
     messages = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
-    data = groups.data
-    to, source = (groups.job.ep_rank + 1) % ranks, (groups.job.ep_rank - 1) % ranks
-
-    def plain() -> None:
-        operations = [dist.P2POp(dist.isend, m, to, data, tag=i) for i, m in enumerate(messages[:homes])]
-        operations += [dist.P2POp(dist.irecv, m, source, data, tag=i) for i, m in enumerate(messages[homes:])]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
     seconds = torch.zeros(repeats, 2, dtype=torch.float64)
     for repeat in range(-1, repeats):  # the first one warms up
         target = _next_rank(placement)
@@ -103,7 +86,7 @@ def _row(
         placement = outcome.placement
         dist.barrier(group=groups.control)
         began = time.perf_counter()
-        plain()
+        _send_on(messages[:homes], messages[homes:], groups)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if repeat >= 0:
@@ -120,6 +103,30 @@ def _row(
         "ratio": plain_seconds / pause,
         "pause_ms_per_expert": pause / homes * 1e3,
     }
+
+
+def _experts(homes: int, hidden: int, width: int, device: torch.device) -> ExpertTensors:
+    """Home rows of one layer, with the state that AdamW has after a step."""
+    shapes = ((homes, 2 * width, hidden), (homes, hidden, width))
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    registry = ExpertTensors(1, homes, [optimizer])
+    for index, parameter in enumerate(parameters):
+        registry.add(0, f"weight{index}", parameter)
+    return registry
+
+
+def _send_on(sent: Sequence[Tensor], received: Sequence[Tensor], groups: ProcessGroups) -> None:
+    """Plain messages to the next rank, and as many from the one before."""
+    ranks, me, data = groups.job.ep_size, groups.job.ep_rank, groups.data
+    operations = [dist.P2POp(dist.isend, m, (me + 1) % ranks, data, tag=i) for i, m in enumerate(sent)]
+    operations += [dist.P2POp(dist.irecv, m, (me - 1) % ranks, data, tag=i) for i, m in enumerate(received)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 def _next_rank(placement: Placement) -> Placement:

@@ -165,13 +165,8 @@ def load(
 
     # What is small first, so that everything is checked before anything is written.
     header_key = f"{prefix}eplb_runtime"
-    small: dict[str, Any] = {header_key: None} if header_key in saved else {}
-    for fqn, path in paths.items():
-        if not isinstance(saved[fqn], TensorStorageMetadata):
-            small[fqn] = None
-        elif path[0] == "param_groups":
-            size, dtype = _size_and_dtype(saved[fqn])
-            small[fqn] = torch.empty(size, dtype=dtype)
+    small = _small(saved, paths)
+    small |= {header_key: None} if header_key in saved else {}
     read(small)
     header = _read_header(small.get(header_key))
     groups: dict[int, dict[str, Any]] = {}
@@ -186,9 +181,8 @@ def load(
 
     # The placement next: nothing moves cheaper than an optimizer without state.
     restore_placement(view, header.get("balancer"), warm_start)
-    large: dict[str, Any] = {}
-    for entry in view.entries("model", "extra"):
-        large[f"{prefix}{entry.key}"] = _as_saved(view, entry.tensor, entry.layer)
+    entries = view.entries("model", "extra")
+    large = {f"{prefix}{entry.key}": _as_saved(view, entry.tensor, entry.layer) for entry in entries}
     for fqn, path in paths.items():
         if path[0] == "state" and fqn not in small:
             name, state_key = path[1], path[2]
@@ -202,6 +196,18 @@ def load(
             set_optimizer_state(view, name, values)
         set_options(view, options)
     view.weights_changed()
+
+
+def _small(saved: Mapping[str, STORAGE_TYPES], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What is read ahead of all else: options of the optimizer, and state that is no tensor."""
+    small: dict[str, Any] = {}
+    for fqn, path in paths.items():
+        if not isinstance(saved[fqn], TensorStorageMetadata):
+            small[fqn] = None
+        elif path[0] == "param_groups":
+            size, dtype = _size_and_dtype(saved[fqn])
+            small[fqn] = torch.empty(size, dtype=dtype)
+    return small
 
 
 def _as_saved(view: LogicalView, value: Any, layer: int | None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     LOAD,
@@ -18,6 +18,9 @@ from .arguments import (
 )
 from .inputs import policy_options, read_windows, require_extra, require_output, require_policies, topology_of
 from .printing import print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..simulate import PolicyRun
 
 GATE = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
 
@@ -106,22 +109,23 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     print_table(
         f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every {arguments.every}",
-        [
-            {
-                "policy": summary["policy"],
-                "layout": run.layout,
-                "balancedness mean": f"{summary['balancedness']['mean']:.4f}",
-                "p5": f"{summary['balancedness']['p5']:.4f}",
-                "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
-                "p95": f"{summary['imbalance']['p95']:.4f}",
-                "max": f"{summary['imbalance']['max']:.4f}",
-                "cross-node tokens": f"{summary['crossing_share']:.1%}",
-                "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
-                "rebalances": f"{summary['rebalances']} of {len(run.replans)}",
-                "GB moved": f"{run.moved_bytes / 1e9:.1f}",
-                "plan ms": f"{summary['plan_seconds'] * 1e3:.2f}",
-                "step ms": f"{summary['step_seconds'] * 1e3:.3f}",
-            }
-            for run, summary in zip(runs, summaries, strict=True)
-        ],
+        [_shown(run, summary) for run, summary in zip(runs, summaries, strict=True)],
     )
+
+
+def _shown(run: PolicyRun, summary: dict[str, Any]) -> dict[str, str]:
+    return {
+        "policy": summary["policy"],
+        "layout": run.layout,
+        "balancedness mean": f"{summary['balancedness']['mean']:.4f}",
+        "p5": f"{summary['balancedness']['p5']:.4f}",
+        "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
+        "p95": f"{summary['imbalance']['p95']:.4f}",
+        "max": f"{summary['imbalance']['max']:.4f}",
+        "cross-node tokens": f"{summary['crossing_share']:.1%}",
+        "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
+        "rebalances": f"{summary['rebalances']} of {len(run.replans)}",
+        "GB moved": f"{run.moved_bytes / 1e9:.1f}",
+        "plan ms": f"{summary['plan_seconds'] * 1e3:.2f}",
+        "step ms": f"{summary['step_seconds'] * 1e3:.3f}",
+    }

@@ -27,4 +27,3 @@ def compile_kernels(policy: str = "incremental") -> None:
     current = Placement.initial(2, 8, 4, 1)
     plan(load, topology, slots_per_rank=3, policy=policy, current=current if in_home else None)
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
-
