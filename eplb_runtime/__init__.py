@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .config import BalancerConfig
     from .gradients.scaler import GradScaler
     from .hosts import MoE, attach, shard_experts, stack_experts
+    from .hosts.trainer import BalancedTrainer
     from .placement import Placement
     from .planner import Plan, plan, rebalance_experts
     from .topology import Topology
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalancedTrainer",
     "Balancer",
     "BalancerConfig",
     "GradScaler",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _ROOM_OF = {
+    "BalancedTrainer": "hosts.trainer",
     "Balancer": "balancer",
     "BalancerConfig": "config",
     "GradScaler": "gradients.scaler",

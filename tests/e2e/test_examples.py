@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from examples import FOLDER
 
+TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
 
-@pytest.mark.parametrize("command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"]], ids=str)
-def test_an_example_runs_by_itself(command: list[str]) -> None:
-    name, *options = command
+
+@pytest.mark.parametrize(
+    "command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER], ids=str
+)
+def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
+    name, *options = [part.format(folder=tmp_path) for part in command]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, str(FOLDER / name), *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
 
@@ -19,3 +20,12 @@ def test_every_public_name_is_the_rooms_own(name: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'rebalance'"):
         _ = eplb_runtime.rebalance
+
+
+def test_without_accelerate_the_trainer_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "accelerate"] + ["accelerate"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "eplb_runtime.hosts.trainer", raising=False)
+    monkeypatch.delitem(vars(eplb_runtime), "BalancedTrainer", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'eplb-runtime\[trainer\]'"):
+        _ = eplb_runtime.BalancedTrainer

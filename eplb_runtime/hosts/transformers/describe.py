@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...attaching.description import AttachError, HostModel, MoELayer, spread_of
 from ...layer import ExpertParallelLayer
@@ -98,8 +99,11 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
 
 def _save_together(model: nn.Module, come: Callable[[str], None]) -> None:
     """``save_pretrained`` of an attached model writes all of it, from all ranks."""
-    if not hasattr(model, "save_pretrained"):
-        return
+    for inner in model.modules():
+        if inner is not model and isinstance(inner, PreTrainedModel):
+            object.__setattr__(inner, "save_pretrained", _refuse_part)
+    if not isinstance(model, PreTrainedModel):
+        return  # PEFT's folders hold adapters, which are whole on every rank
     own = model.save_pretrained
 
     def save_pretrained(save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
@@ -113,6 +117,14 @@ def _save_together(model: nn.Module, come: Callable[[str], None]) -> None:
         export_pretrained(model, save_directory, **options)
 
     object.__setattr__(model, "save_pretrained", save_pretrained)
+
+
+def _refuse_part(*_: Any, **__: Any) -> None:
+    """In the place of ``save_pretrained`` of a model inside an attached one (PEFT's base, adapters merged or not)."""
+    raise AttachError(
+        "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
+        "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
+    )
 
 
 class _Folders:

@@ -1,0 +1,398 @@
+"""Hugging Face's Trainer on Accelerate, and TRL's trainers on it: the balancer is attached, clips, saves and resumes.
+
+A callback would come too late: the optimizer is wrapped by then, and the model is in DistributedDataParallel. So this
+overrides what the Trainer itself calls. What belongs to the Trainer (batches, losses, schedules, random numbers) stays
+its own; nothing here looks into a model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..attaching.description import AttachError
+from ..balancer import Balancer
+from ..checkpoint import load, load_pretrained, save
+from ..checkpoint.catalogue import INDEX
+from ..checkpoint.meeting import Meeting
+from ..checkpoint.restoring import restore_placement
+from ..checkpoint.state import CheckpointError, LogicalView
+from ..config import BalancerConfig
+from ..files import write_file
+from ..gradients.scaler import GradScaler
+from ..ranks import gather_rows
+from . import attach
+
+try:
+    from accelerate.utils import recursively_apply
+    from transformers import PreTrainedModel, Trainer
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer_pt_utils import find_batch_size
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as error:
+    raise ImportError(
+        f"BalancedTrainer needs Transformers with Accelerate: pip install 'eplb-runtime[trainer]' ({error})"
+    ) from None
+
+logger = logging.getLogger("eplb_runtime")
+
+STATE = "eplb_runtime"
+"""In a checkpoint of the Trainer: the folder with experts' optimizer state, in logical order; with ``.json``, what the
+balancer has measured, where no expert is trained."""
+_NOT_HERE = {
+    "auto_find_batch_size": "it starts anew on the rank that ran out of memory alone: set per_device_train_batch_size",
+    "enable_jit_checkpoint": "each rank would save when the signal reaches it: save by save_strategy",
+}
+
+
+_TrainerToCome: Any = object
+"""What the mixin stands in front of has a Trainer's attributes; which ones depends on the class."""
+
+
+class BalancedTrainerMixin(_TrainerToCome):
+    """Put it in front of a Trainer: ``class BalancedSFTTrainer(BalancedTrainerMixin, SFTTrainer): pass``.
+
+    Args:
+        balancer_config: settings, the same on every rank. ``dense_gradients="host"``, the default: Accelerate puts the
+            model into DistributedDataParallel, which leaves the experts out; ``"allreduce"``: no wrapper.
+        ep_group: as for ``attach``.
+        arguments, options: of the Trainer.
+
+    Attributes:
+        balancer: from the first ``train()`` on; None before. Until then every rank holds the whole model.
+
+    Raises:
+        AttachError: a setting of the Trainer that cannot be used here; on every rank.
+    """
+
+    balancer: Balancer | None = None
+    gather_function: Any
+
+    def __init__(
+        self, *arguments: Any, balancer_config: BalancerConfig | None = None, ep_group: Any = None, **options: Any
+    ) -> None:
+        self._balancer_config = balancer_config
+        self._ep_group = ep_group
+        self._taken: tuple[Path, list[dict[str, Any]]] | None = None
+        self._resumes_from: Path | None = None
+        super().__init__(*arguments, **options)
+        _refuse(self)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+        """As the Trainer's. ``resume_from_checkpoint=True`` takes the last checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(self._last_whole_checkpoint())
+        self._resumes_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        """The Trainer's; then the experts are spread, while neither model nor optimizer is wrapped."""
+        super().create_optimizer(*arguments, **options)
+        if self.model.__dict__.get("_eplb_runtime_balancer") is None or self.balancer is None:
+            self._attach()
+        return self.optimizer
+
+    def _attach(self) -> None:
+        self._close()  # with model_init the model is a new one
+        folder = self._resumes_from
+        if folder is not None and (folder / OPTIMIZER_NAME).is_file():
+            # Of a run without us: whole on every rank, until attaching takes over what belongs here.
+            whole = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(whole)
+            self._taken = folder, whole["param_groups"]
+        self.balancer = attach(self.model, self.optimizer, config=self._balancer_config, ep_group=self._ep_group)
+        atexit.register(self.balancer.close)  # a script that ends after train() leaves no thread behind
+        if self.accelerator.scaler is not None:
+            handler = self.accelerator.scaler_handler
+            self.accelerator.scaler = GradScaler(self.balancer, **(handler.to_kwargs() if handler is not None else {}))
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **options: Any) -> nn.Module:
+        """Wrap it as Accelerate does, but leave it where it is: moving gives parameters new memory, even on a CPU."""
+        if self.balancer is None or not training:
+            return super()._wrap_model(model, training, *arguments, **options)
+        if model is self.model:
+            model._is_accelerate_prepared = False  # type: ignore[assignment]  # an evaluation ahead of training says so
+        alone = self.balancer.config.dense_gradients == "allreduce"
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=alone)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if model.__dict__.get("_eplb_runtime_balancer") is None:
+            super()._move_model_to_device(model, device)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        """The Trainer's; gradients of copies go home with the last micro-batch of a step."""
+        if self.balancer is None or self.accelerator.sync_gradients:
+            return super().training_step(*arguments, **options)
+        with self.balancer.no_sync():
+            return super().training_step(*arguments, **options)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """By the norm over all ranks' experts."""
+        return self._clip(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return grad_norm if grad_norm is not None else self._clip(float("inf"))
+
+    def _clip(self, max_norm: float) -> Tensor:
+        assert self.balancer is not None
+        self.accelerator.unscale_gradients()
+        return self.balancer.clip_grad_norm_(max_norm)
+
+    def end(self) -> None:
+        """The balancer's end, then the Trainer's: process groups are gone afterwards. Collective."""
+        self._close()
+        super().end()
+
+    def _close(self) -> None:
+        if self.balancer is not None:
+            self.balancer.close()
+            atexit.unregister(self.balancer.close)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """The Trainer's, with all ranks in step, however many batches each has; predictions, too."""
+        if self.balancer is None:
+            return super().evaluation_loop(dataloader, *arguments, **options)
+        own, in_step = self.gather_function, InStep(dataloader, self.accelerator, self.balancer, self.gather_function)
+        self.gather_function = in_step.gather
+        try:
+            return super().evaluation_loop(in_step, *arguments, **options)
+        except BaseException:
+            self.gather_function = own
+            raise
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """All experts in logical order, so from all ranks; what else is in the folder, from those that save."""
+        if self._exports and not self.args.should_save:
+            self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
+            return
+        super()._save(output_dir, None if self._exports else state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's state is what makes a checkpoint whole: the old one goes first, the new one is written last."""
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.balancer is None or not self._trains_experts:
+            super()._save_optimizer_and_scheduler(output_dir)
+            if self.balancer is not None:
+                state = self.balancer.state_dict()
+                if self.args.should_save:
+                    write_file(Path(output_dir) / f"{STATE}.json", json.dumps(state))
+            return
+        save(Path(output_dir) / STATE, self.model, self._bare_optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Every rank's own, ahead of what makes the checkpoint whole."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+
+    # -- resuming ------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Only adapters here: experts are read when they are spread, by the rank that gets them."""
+        if not isinstance(self.model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Weights, too: when this is called, experts are spread and the optimizer is the one that will step."""
+        if checkpoint is None:
+            return
+        folder, view = Path(checkpoint), LogicalView(self.model)
+        meeting = Meeting.of(view)
+        if meeting.folder_has(folder / STATE / INDEX):
+            load(folder / STATE, self.model, self._bare_optimizer)
+        else:
+            if self._exports:
+                load_pretrained(self.model, folder)
+            if meeting.folder_has(folder / OPTIMIZER_NAME):
+                self._load_plain_optimizer(folder)
+            if meeting.folder_has(folder / f"{STATE}.json"):
+                restore_placement(view, json.loads((folder / f"{STATE}.json").read_text()), True)
+        if meeting.folder_has(folder / SCHEDULER_NAME):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_plain_optimizer(self, folder: Path) -> None:
+        """Of a run without us, or of one that trains no expert."""
+        if self._taken is not None and self._taken[0] == folder:
+            # The schedule that was made meanwhile has set the learning rates of its first step.
+            for group, saved in zip(self._bare_optimizer.param_groups, self._taken[1], strict=True):
+                group.update({option: value for option, value in saved.items() if option != "params"})
+        elif self._trains_experts:
+            raise CheckpointError(
+                f"{folder} was saved without the balancer, and its optimizer is for whole experts: make a new "
+                "BalancedTrainer to resume from it"
+            )
+        else:
+            whole = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(whole)
+
+    def _load_best_model(self) -> None:
+        if not self._exports:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
+        load_pretrained(self.model, best)
+
+    def _last_whole_checkpoint(self) -> Path:
+        """Of the output folder; the same on every rank.
+
+        Raises:
+            ValueError: there is none, or ranks see different ones.
+        """
+        output = Path(self.args.output_dir)
+        steps = sorted(
+            int(folder.name.rpartition("-")[2])
+            for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            if folder.name.rpartition("-")[2].isdigit() and _is_json(folder / TRAINER_STATE_NAME)
+        )
+        last = torch.tensor([steps[-1] if steps else -1], device=self.args.device)
+        seen = self.accelerator.gather(last).tolist()
+        if len(set(seen)) > 1:
+            raise ValueError(f"the last checkpoint in {output} is of step {seen} on the ranks: give a folder all see")
+        if not steps:
+            raise ValueError(f"no checkpoint in {output} is whole")
+        return output / f"{PREFIX_CHECKPOINT_DIR}-{steps[-1]}"
+
+    # -- what the Trainer has ------------------------------------------------------------------------------------------
+
+    @property
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        """Without Accelerate's wrapper."""
+        bare: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        return bare
+
+    @property
+    def _exports(self) -> bool:
+        """Whether saved folders hold the whole model, which all ranks write; adapters are whole on every rank."""
+        return (
+            self.balancer is not None
+            and isinstance(self.model, PreTrainedModel)
+            and not getattr(self.model, "_hf_peft_config_loaded", False)
+        )
+
+    @property
+    def _trains_experts(self) -> bool:
+        assert self.balancer is not None
+        experts = self.balancer.layer_of_parameter
+        return any(name in experts and p.requires_grad for name, p in self.model.named_parameters())
+
+
+class InStep:
+    """Batches of a data loader, one for each rank in each round: every forward is a meeting of the ranks.
+
+    A rank that has no more goes along with its last batch, and what comes of it is dropped.
+
+    Args:
+        loader: this rank's.
+        gather: the Trainer's own, for rounds in which all ranks have equally much.
+    """
+
+    def __init__(self, loader: Any, accelerator: Any, balancer: Balancer, gather: Any) -> None:
+        self._loader = loader
+        self._accelerator = accelerator
+        self._balancer = balancer
+        self._gather = gather
+        self._rows_R = [0]  # of each rank's batch in this round; -1: it has none
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        own, last, is_first = iter(self._loader), None, True
+        while True:
+            batch = next(own, None)
+            rows = (find_batch_size(batch) or 0) if batch is not None else -1
+            mine = torch.tensor([rows], device=self._balancer.device)
+            self._rows_R = gather_rows(mine, self._balancer.gradient_group).flatten().tolist()
+            if max(self._rows_R) < 0:
+                return
+            if is_first and -1 in self._rows_R:
+                empty = [rank for rank, rows in enumerate(self._rows_R) if rows < 0]
+                raise RuntimeError(
+                    f"rank {', '.join(map(str, empty))} has no batch to evaluate, and takes part in every forward: "
+                    "give each rank one at least (even_batches=True does)"
+                )
+            last, is_first = batch if batch is not None else last, False
+            yield last
+
+    def gather(self, tensors: Any) -> Any:
+        """What the round gave on all ranks, in their order, without what was only to keep step."""
+        if self._accelerator.even_batches and len(set(self._rows_R)) == 1:
+            return self._gather(tensors)
+        return recursively_apply(self._gather_rows, tensors)
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        most = max(self._rows_R)
+        mine = tensor[:most]
+        padded = torch.cat([mine, mine.new_zeros(most - mine.shape[0], *mine.shape[1:])])
+        of_ranks = self._accelerator.gather(padded).split(most)
+        return torch.cat([part[: max(0, rows)] for part, rows in zip(of_ranks, self._rows_R, strict=True)])
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+def _refuse(trainer: Any) -> None:
+    """What would go another way than the balancer does; one line, from settings that all ranks have."""
+    args = trainer.args
+    for name, mend in _NOT_HERE.items():
+        if getattr(args, name, False):
+            raise AttachError(f"BalancedTrainer does not take {name}: {mend}")
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    for name, is_on in {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "DistributedConfig": getattr(trainer, "is_distributed_loading_by_transformers", False),
+        "ParallelismConfig": parallel is not None and parallel.total_size > 1,
+    }.items():
+        if is_on:
+            raise AttachError(
+                f"BalancedTrainer does not run with {name}: it spreads the experts itself, and Accelerate's "
+                "DistributedDataParallel averages the rest"
+            )
+    if args.n_gpu > 1 or not dist.is_initialized():
+        raise AttachError("BalancedTrainer needs a process for each device: start it with torchrun")
+
+
+if not hasattr(Trainer, "_clip_grad_norm"):
+    raise ImportError("BalancedTrainer needs Transformers 5.10 or newer: pip install 'eplb-runtime[trainer]'")
+
+
+class BalancedTrainer(BalancedTrainerMixin, Trainer):
+    """Transformers' Trainer with the experts of the model spread over all ranks and balanced.
+
+    It is used as the Trainer is, in a script that torchrun starts, on every rank alike (`save_model`, too)::
+
+        trainer = eplb.BalancedTrainer(model=model, args=arguments, train_dataset=data, balancer_config=config)
+        trainer.train(resume_from_checkpoint=True)
+
+    Every saved folder holds all experts in logical order; checkpoints have the optimizer's state in a folder of ours.
+    See `BalancedTrainerMixin`.
+    """

@@ -1,0 +1,437 @@
+"""Transformers' Trainer with a balancer, against the Trainer without: training, folders, resuming, evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import VOCABULARY, make_model
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import eplb_runtime as eplb
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install '.[trainer]'")
+
+import transformers
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from eplb_runtime.hosts.trainer import BalancedTrainerMixin
+
+STEPS, SAVED = 6, 2
+
+
+class Texts(Dataset):
+    """Of different lengths, padded; the loss leaves the padding out."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = torch.randint(1, VOCABULARY, (count, 12), generator=generator)
+        self._lengths = torch.randint(4, 13, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        real = torch.arange(12) < self._lengths[index]
+        tokens = self._tokens[index]
+        return {
+            "input_ids": tokens * real,
+            "attention_mask": real.long(),
+            "labels": torch.where(real, tokens, torch.full_like(tokens, -100)),
+        }
+
+
+class Moving(eplb.BalancedTrainer):
+    """Every home moves at each decision."""
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*arguments)
+        self.balancer._plan_with(plan_shuffle)
+        return optimizer
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    chosen = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "ddp_find_unused_parameters": False,
+    }
+    return TrainingArguments(**{**chosen, **options})
+
+
+def trainer_of(
+    kind: type[Trainer], folder: Path, config: dict[str, Any] | None = None, model: Any = None, **options: Any
+) -> Trainer:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    transformers.utils.logging.set_verbosity_error()
+    own = {}
+    if kind is not Trainer:
+        own["balancer_config"] = eplb.BalancerConfig(**{"interval": 2, "gate": "always", **(config or {})})
+    return kind(
+        model=model if model is not None else make_model("olmoe"),
+        args=arguments(folder, **options),
+        train_dataset=Texts(64),
+        eval_dataset=Texts(5, seed=1),
+        **own,
+    )
+
+
+def logged(trainer: Trainer, what: str = "loss") -> list[float]:
+    return [entry[what] for entry in trainer.state.log_history if what in entry]
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    return eplb.logical_state_dict(trainer.model, trainer._bare_optimizer)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def train(kind: type[Trainer], folder: Path, config: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    trainer = trainer_of(kind, folder, config, **options)
+    trainer.train()
+    return trainer
+
+
+def trained(rank: int, folder: Path) -> dict[str, Any]:
+    """The Trainer, ours with everything fixed, moving, with copies, and without DistributedDataParallel."""
+    found: dict[str, Any] = {}
+    plain = train(Trainer, folder / "plain", save_strategy="steps", save_steps=SAVED)
+    found["plain"] = logged(plain), logged(plain, "grad_norm"), plain.evaluate()["eval_loss"]
+    still = train(eplb.BalancedTrainer, folder / "still", {"policy": "static"})
+    found["still"] = logged(still), logged(still, "grad_norm"), still.evaluate()["eval_loss"]
+    saving = {"save_strategy": "steps", "save_steps": SAVED}
+    moving = train(Moving, folder / "moving", {"lag": 1}, **saving)
+    found["moving"] = logged(moving), logged(moving, "grad_norm"), moving.evaluate()["eval_loss"]
+    found["moved"] = moving.balancer.placement.epoch
+    found["moving is still"] = same(state_of(moving), state_of(still))
+    moving.save_model(str(folder / "final"))
+    found["experts"] = {key: value for key, value in state_of(moving).items() if key.startswith("model.")}
+    copies = train(Moving, folder / "copies", {"replica_slots": 1})
+    found["copies"] = logged(copies), logged(copies, "grad_norm"), copies.evaluate()["eval_loss"]
+    bare = train(Moving, folder / "bare", {"dense_gradients": "allreduce"}, gradient_accumulation_steps=2)
+    found["bare"] = logged(bare), logged(bare, "grad_norm"), bare.evaluate()["eval_loss"]
+    found["wrapped"] = [type(trainer.model_wrapped).__name__ for trainer in (still, bare)]
+    # Killed while it saves for the second time, and started anew.
+    found["resumed"] = resumed(Moving, folder, "moving")
+    found["resumed is moving"] = same(found["resumed"].pop(), state_of(moving))
+    found["from plain"] = resumed(eplb.BalancedTrainer, folder, "plain")[:1]
+    return found
+
+
+def resumed(kind: type[Trainer], folder: Path, name: str) -> list[Any]:
+    """Losses and state of a run that goes on from the first checkpoint of another; the second one is not whole."""
+    copy = folder / f"{name} again"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / name, copy)
+        for step in range(2 * SAVED, STEPS + 1, SAVED):
+            (copy / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    dist.barrier()
+    trainer = trainer_of(kind, copy)
+    trainer.train(resume_from_checkpoint=True)
+    return [logged(trainer), state_of(trainer)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, trained, folder)
+
+
+@pytest.mark.parametrize("way", ["still", "moving", "copies", "bare"])
+def test_losses_and_norms_are_those_of_the_trainer_without_us(results: list[dict[str, Any]], way: str) -> None:
+    for found in results:
+        (losses, norms, evaluated), (wanted, wanted_norms, wanted_evaluated) = found[way], found["plain"]
+        assert len(losses) == STEPS and max(norms) > 0.3
+        assert losses == pytest.approx(wanted, abs=2e-5) and norms == pytest.approx(wanted_norms, rel=1e-4)
+        assert evaluated == pytest.approx(wanted_evaluated, abs=2e-5)
+
+
+def test_moving_experts_changes_no_bit(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["moved"] > 1 and found["moving"] == found["still"] and found["moving is still"]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_from_the_last_checkpoint_that_is_whole(
+    results: list[dict[str, Any]],
+) -> None:
+    for found in results:
+        assert found["resumed"][0] == found["moving"][0] and found["resumed is moving"]
+
+
+def test_a_run_without_us_goes_on_with_us(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["from plain"][0] == pytest.approx(found["plain"][0], abs=2e-5)
+
+
+@pytest.mark.parametrize("saved", ["final", f"moving/checkpoint-{STEPS}"])
+def test_saved_folders_hold_all_experts_in_logical_order(
+    results: list[dict[str, Any]], folder: Path, saved: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / saved)
+    experts = results[0]["experts"]
+    assert {f"model.{name}" for name in model.state_dict()} == experts.keys()
+    assert all(torch.equal(value, experts[f"model.{name}"]) for name, value in model.state_dict().items())
+    earlier = AutoModelForCausalLM.from_pretrained(folder / "moving" / f"checkpoint-{SAVED}").state_dict()
+    assert not torch.equal(earlier["lm_head.weight"], experts["model.lm_head.weight"])
+
+
+def test_the_wrapper_is_left_out_where_the_balancer_averages(results: list[dict[str, Any]]) -> None:
+    assert results[0]["wrapped"] == ["DistributedDataParallel", "OlmoeForCausalLM"]
+
+
+# -- evaluation, the best model, mistakes -----------------------------------------------------------------------------
+
+
+class LosesTheLast(Moving):
+    """Remembers what it had before it loads the best model."""
+
+    def _load_best_model(self) -> None:
+        self.last = state_of(self)
+        super()._load_best_model()
+
+
+def around(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    scores = itertools.count()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    best = trainer_of(
+        LosesTheLast,
+        folder / "best",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+        save_total_limit=1,
+        **options,
+    )
+    best.compute_metrics = lambda prediction: {"score": float(next(scores))}
+    before = best.evaluate()["eval_loss"]  # ahead of training each rank has the whole model
+    best.train()
+    found["before"], found["after"] = before, best.evaluate()["eval_loss"]
+    found["last"] = best.last
+    found["best"] = {key: value for key, value in state_of(best).items() if key.startswith("model.")}
+    found["predictions"] = best.predict(Texts(5, seed=1)).predictions
+    best.accelerator.even_batches = False
+    found["unequal"] = best.predict(Texts(5, seed=1)).predictions
+    found["lengths"] = len(list(best.get_test_dataloader(Texts(5, seed=1))))
+    try:
+        best.predict(Texts(2, seed=1))
+    except RuntimeError as error:
+        found["too few"] = str(error)
+    found["accelerated"] = [accelerated(ours) for ours in (False, True)]
+    found["mistakes"] = mistakes(rank, folder)
+    return found
+
+
+def accelerated(ours: bool) -> list[float]:
+    """A loop on Accelerate as its documentation has it; with us, and copies."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model("olmoe")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(Texts(32), batch_size=2)
+    balancer = None
+    if ours:
+        balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(replica_slots=1, policy="static"))
+    placement = [not ours, not ours, True]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader, device_placement=placement)
+    model.train()
+    losses = []
+    for batch in loader:
+        deferred = balancer.no_sync() if balancer and not accelerator.sync_gradients else contextlib.nullcontext()
+        with accelerator.accumulate(model), deferred:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = balancer.clip_grad_norm_(0.3) if balancer else None
+                norm = norm if norm is not None else accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                losses.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    if balancer:
+        balancer.close()
+    return losses
+
+
+class ClipsAlone(eplb.BalancedTrainer):
+    """Control: each rank by its own norm, as the Trainer does."""
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        return Trainer._clip_grad_norm(self, model)
+
+
+class SavesAlone(eplb.BalancedTrainer):
+    """Control: rank 0 alone, as the Trainer does."""
+
+    def _save(self, *arguments: Any) -> None:
+        Trainer._save(self, *arguments)
+
+
+def mistakes(rank: int, folder: Path) -> list[str]:
+    said = []
+
+    def noticed(kind: type[Trainer], **options: Any) -> None:
+        try:
+            trainer = train(kind, folder / "mistakes", {"timeout_seconds": 2}, max_steps=1, **options)
+            trainer.save_model(str(folder / "alone"))
+            said.append("nothing")
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+        dist.barrier()
+
+    noticed(ClipsAlone)
+    noticed(SavesAlone)
+    noticed(eplb.BalancedTrainer, auto_find_batch_size=True)
+    noticed(eplb.BalancedTrainer, optim="adafactor")
+    return said
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(2, around, folder)
+
+
+def test_the_best_model_is_loaded_at_the_end(others: list[dict[str, Any]], folder: Path) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(folder / "best" / "checkpoint-2").state_dict()
+    assert not (folder / "best" / "checkpoint-4").exists()  # save_total_limit
+    for found in others:
+        assert all(torch.equal(value, found["best"][f"model.{name}"]) for name, value in saved.items())
+        assert not any(torch.equal(value, found["last"][f"model.{name}"]) for name, value in saved.items())
+        assert found["before"] != pytest.approx(found["after"], abs=1e-4)
+
+
+def test_ranks_with_unequally_many_batches_evaluate_in_step(others: list[dict[str, Any]]) -> None:
+    assert [found["lengths"] for found in others] == [2, 1]
+    for found in others:
+        assert found["predictions"].shape == (5, 12, VOCABULARY)
+        np.testing.assert_array_equal(found["unequal"], found["predictions"])
+        assert "rank 1 has no batch to evaluate" in found["too few"]
+
+
+def test_a_loop_on_accelerate_alone(others: list[dict[str, Any]]) -> None:
+    for found in others:
+        plain, ours = found["accelerated"]
+        assert len(ours) == 12 and ours == pytest.approx(plain, abs=2e-5)
+
+
+def test_control_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> None:
+    clipped, saved, found, optimizer = zip(*(found["mistakes"] for found in others), strict=True)
+    assert clipped[0] == clipped[1] and "clipping" in clipped[0]
+    assert "rank 1 did not come to save_pretrained" in saved[0] and saved[1] == "nothing"
+    assert all("does not take auto_find_batch_size" in line and "\n" not in line for line in found)
+    assert all("Adafactor" in line and "\n" not in line for line in optimizer)
+
+
+# -- adapters, and TRL's trainer --------------------------------------------------------------------------------------
+
+
+def adapted(rank: int, folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    def model() -> Any:
+        base = make_model("olmoe")
+        torch.manual_seed(3)
+        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    plain = train(Trainer, folder / "plain", model=model(), **saving)
+    ours = train(Moving, folder / "ours", model=model(), **saving)
+    again = trainer_of(Moving, folder / "ours", model=model(), **saving)
+    again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-2"))
+    try:
+        ours.model.merge_and_unload().save_pretrained(folder / "merged")
+        refused = "saved"
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "losses": [logged(trainer) for trainer in (plain, ours, again)],
+        "same": same(state_of(again), state_of(again)) and logged(again) == logged(ours),
+        "moved": ours.balancer.placement.epoch,
+        "refused": refused,
+    }
+
+
+def test_adapters_on_attention_train_and_resume(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from safetensors.torch import load_file
+
+    for found in run_ranks(2, adapted, tmp_path):
+        plain, ours, again = found["losses"]
+        assert ours == pytest.approx(plain, abs=2e-5) and again == ours and found["moved"] > 0
+        assert "only a part of what was attached" in found["refused"]
+    for kind in ("plain", "ours"):
+        found = load_file(tmp_path / kind / "checkpoint-4" / "adapter_model.safetensors")
+        assert len(found) == 8  # two layers, two modules, two matrices
+
+
+def tuned(rank: int, folder: Path) -> list[list[float]]:
+    from datasets import Dataset as Table
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class BalancedSFTTrainer(BalancedTrainerMixin, SFTTrainer):
+        pass
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1", pad_token="w0"
+    )
+    texts = Table.from_dict({"input_ids": [Texts(32)[index]["input_ids"].tolist() for index in range(32)]})
+    losses = []
+    for kind, options in (
+        (SFTTrainer, {}),
+        (BalancedSFTTrainer, {"balancer_config": eplb.BalancerConfig(interval=2, gate="always")}),
+    ):
+        chosen = arguments(folder / kind.__name__, max_steps=3, save_strategy="steps", save_steps=3).to_dict()
+        wanted = {key: value for key, value in chosen.items() if key in ("output_dir", "max_steps", "report_to")}
+        args = SFTConfig(
+            **wanted,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_steps=3,
+            use_cpu=True,
+            bf16=False,
+            max_length=16,
+        )
+        trainer = kind(model=make_model("olmoe"), args=args, train_dataset=texts, processing_class=tokenizer, **options)
+        trainer.train()
+        losses.append(logged(trainer))
+    return losses
+
+
+def test_trl_fine_tunes_with_the_mixin(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for plain, ours in run_ranks(2, tuned, tmp_path):
+        assert len(ours) == 3 and ours == pytest.approx(plain, abs=2e-5)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "BalancedSFTTrainer" / "checkpoint-3").num_parameters() > 0
