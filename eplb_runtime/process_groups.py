@@ -136,14 +136,19 @@ class ProcessGroups:
 
     def take_over(self, connections: Connections) -> Connections:
         """Let these stand from now on; those that stood are returned, for `give_back`."""
-        before = Connections(self.control, self.migration)
+        before = self.standing
         self.control, self.migration = connections.control, connections.migration
         return before
 
-    def hang_up(self) -> None:
-        """Close the connections that stand, so that a rank which waits for this one learns it at once."""
-        private_groups.hang_up(self.control, "gloo")
-        private_groups.hang_up(self.migration, self.backend)
+    def hang_up(self, connections: Connections) -> None:
+        """Close them, so that a rank which waits for this one learns it at once."""
+        private_groups.hang_up(connections.control, "gloo")
+        private_groups.hang_up(connections.migration, self.backend)
+
+    @property
+    def standing(self) -> Connections:
+        """What rebalancing talks over now."""
+        return Connections(self.control, self.migration)
 
     def give_back(self, connections: Connections) -> None:
         """What stands no more."""

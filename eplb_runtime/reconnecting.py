@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,11 +41,12 @@ class Link:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Connections that hold from the end of a step on, if the record says so."""
+    """Connections that hold from the end of a step on, if the record says so; training knows it first."""
 
     step: int
     key: str
     link: Link
+    holds: Future[bool] = field(default_factory=Future)
 
 
 @dataclass
@@ -89,7 +91,6 @@ class Reconnection:
         self._worker = Worker("eplb_runtime connect", begin)
         self._lock = threading.Lock()
         self._proposal: _Proposal | None = None
-        self._decided = threading.Event()
         self._closing = threading.Event()
         self._under_way = False
         self._attempt = 1
@@ -105,7 +106,8 @@ class Reconnection:
         """The connections are broken: look for the others, on a thread of our own."""
         if not self._under_way and not self._closing.is_set():
             self._under_way = True
-            self._worker.submit(self._try_until_it_works)
+            broken = self._groups.standing
+            self._worker.submit(lambda: self._try_until_it_works(broken))
 
     def at_boundary(self) -> Link | None:
         """Training has come to the end of a step, which stands in ``standing``: what holds from here on, on all ranks,
@@ -117,7 +119,7 @@ class Reconnection:
             self._proposal = None
         holds = self._word(proposal.key, "no") == "yes"
         self._under_way = not holds
-        self._decided.set()
+        proposal.holds.set_result(holds)
         return proposal.link if holds else None
 
     def dispose(self, connections: Connections) -> None:
@@ -127,15 +129,16 @@ class Reconnection:
     def close(self, seconds: float) -> None:
         """Try no more."""
         self._closing.set()
-        self._decided.set()
         with self._lock:
-            self._proposal = None
+            proposal, self._proposal = self._proposal, None
+        if proposal is not None:
+            proposal.holds.set_result(False)
         self._worker.close(seconds)
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _try_until_it_works(self) -> None:
-        self._groups.hang_up()
+    def _try_until_it_works(self, broken: Connections) -> None:
+        self._groups.hang_up(broken)
         self.tries, pause = 0, FIRST_PAUSE_SECONDS
         while not self._closing.is_set():
             try:
@@ -157,11 +160,9 @@ class Reconnection:
         hold = False
         try:
             connections = self._groups.connect(self._attempt)
-            hold = self._propose(key, Link(connections, self._carrier(connections)))
-            if hold:
-                # Training may not learn that they hold, if the store is silent just then; the others will miss it.
-                self._decided.wait()
-                hold = not self._under_way
+            proposal = self._propose(key, Link(connections, self._carrier(connections)))
+            # Training may not learn that they hold, if the store is silent just then; the others will miss it.
+            hold = proposal is not None and proposal.holds.result()
         except Exception:
             self._word(key, "no")
             raise
@@ -185,8 +186,8 @@ class Reconnection:
             # Whoever comes last goes on at once, and waits for the others a timeout long.
             pause = min(1.5 * pause, self._groups.timeout_seconds / 8)
 
-    def _propose(self, key: str, link: Link) -> bool:
-        """Compare, and agree on a step from which these connections hold; whether they do."""
+    def _propose(self, key: str, link: Link) -> _Proposal | None:
+        """Compare, and agree on a step from which these connections hold; None: they do not."""
         agreement = Agreement(link.connections.control, self._groups.store)
         lead = 1 + int(LEAD_SECONDS * self.tries / max(self._standing.step_seconds, 1e-3))
         own = torch.tensor([self._standing.steps + lead])
@@ -194,25 +195,24 @@ class Reconnection:
         if not is_one_value(highest[1:]):
             who = agreement.who_differs(self._standing.digest, "placement").cause
             self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
-            return False
+            return None
         proposal = _Proposal(int(highest[0]), key, link)
         with self._lock:
-            late = self._standing.steps >= proposal.step
+            late = self._standing.steps >= proposal.step or self._closing.is_set()
             if not late:
-                self._decided.clear()
                 self._proposal = proposal
         try:
             late_anywhere = bool(agreement.highest(torch.tensor([int(late)])))
         except RuntimeError:
             late_anywhere = True  # unless the others have recorded that it holds
-        if self._word(key, "no" if late_anywhere else "yes") == "yes":
-            return True
+        if self._word(key, "no" if late_anywhere else "yes") == "yes" and not late:
+            return proposal
         with self._lock:
             untouched = late or self._proposal is proposal
             self._proposal = None
         if not untouched:
-            self._decided.wait(self._groups.timeout_seconds)  # training looks at this very proposal
-        return False
+            wait([proposal.holds], self._groups.timeout_seconds)  # training looks at this very proposal
+        return None
 
     def _word(self, key: str, word: str) -> str:
         """What stands under a key, after this rank wrote it if nobody else had; another word if the store does not

@@ -96,7 +96,8 @@ def run(
         say: hears a line of progress, on rank 0.
 
     Returns:
-        JSON-able: ``passed`` (``identical`` and ``bounded`` on all ranks), ``minutes``, ``ranks``, ``steps``,
+        JSON-able: ``passed`` (``identical``, ``bounded`` and ``alive`` - rebalances still commit in the second half - on
+        all ranks), ``minutes``, ``ranks``, ``steps``,
         ``committed``, ``aborted``, ``paused``, ``resumed``, ``faults`` (how often each was made), and of the rank that
         holds most ``threads``, ``descriptors``, ``resident_mib``: the most of the first half, the most of the second,
         and the least of the last quarter.
@@ -113,6 +114,7 @@ def run(
     faults, chance = Faults(job.balancer, timeout_seconds), random.Random(seed)
     made: Counter[str] = Counter()
     held: list[Held] = []
+    committed: list[int] = []
     began, reported, step, same = time.monotonic(), time.monotonic(), 0, True
     while not _over(step, began, minutes):
         if step % INTERVAL == INTERVAL - 1:
@@ -125,11 +127,13 @@ def run(
         step += 1
         if step % STEPS_BETWEEN_CLOCKS == 0:
             held.append(Held.now())
+            committed.append(seen[RebalanceCommitted])
         if dist.get_rank() == 0 and time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
             say(_progress(step, time.monotonic() - began, seen, held[-1], same))
     faults.make("none", 0)
-    result = {**_result(seen, held, same), "steps": step, "minutes": (time.monotonic() - began) / 60}
+    alive = committed[-1] > committed[len(committed) // 2]
+    result = {**_result(seen, held, same, alive), "steps": step, "minutes": (time.monotonic() - began) / 60}
     job.balancer.close()
     twin.balancer.close()
     return {**result, "ranks": dist.get_world_size(), "faults": dict(sorted(made.items()))}
@@ -152,7 +156,7 @@ def _progress(step: int, seconds: float, seen: Mapping[type[Event], int], held: 
     )
 
 
-def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool) -> dict[str, Any]:
+def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool, alive: bool) -> dict[str, Any]:
     half, quarter = max(1, len(held) // 2), max(1, len(held) // 4)
     names = ("threads", "descriptors", "resident_mib")
     first, second = ([max(getattr(one, name) for one in part) for name in names] for part in (held[:half], held[half:]))
@@ -162,13 +166,14 @@ def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool) -> di
     bounded = all(now <= before + 2 for now, before in zip(least[:2], first[:2], strict=True))
     bounded = bounded and second[2] <= 1.1 * first[2] + 8
     most = torch.tensor([first, second, least], dtype=torch.float64)
-    verdict = torch.tensor([int(same), int(bounded)])
+    verdict = torch.tensor([int(same), int(bounded), int(alive)])
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {
         "passed": bool(verdict.all()),
         "identical": bool(verdict[0]),
         "bounded": bool(verdict[1]),
+        "alive": bool(verdict[2]),
         "committed": seen[RebalanceCommitted],
         "aborted": seen[RebalanceAborted],
         "paused": seen[BalancingPaused],

@@ -114,11 +114,11 @@ def _verification_fails(faults: Faults) -> None:
 
 
 def _connections_are_cut(faults: Faults) -> None:
-    faults.groups.hang_up()
+    faults.groups.hang_up(faults.groups.standing)
 
 
 def _connections_are_cut_in_a_migration(faults: Faults) -> None:
-    faults.at(Phase.VERIFIED, lambda staged: faults.groups.hang_up())
+    faults.at(Phase.VERIFIED, lambda staged: faults.groups.hang_up(faults.groups.standing))
 
 
 def _store_is_silent(faults: Faults) -> None:
