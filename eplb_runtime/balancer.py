@@ -68,6 +68,7 @@ class Balancer:
         self._adopt: Callable[[torch.optim.Optimizer], None]
         self._closed = False
         self._in_step = False
+        self._under_way = ""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._gradients = Gradients(
             parts.registry,
@@ -125,6 +126,7 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
+        self._refuse_under_way("the end of a training step (optimizer.step())")
         self._gradients.begin()
         self._in_step = False
         self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
@@ -177,8 +179,25 @@ class Balancer:
             raise RuntimeError(f"declare() has no effect: {why}")
         self._rebalancer.declared = checked_declaration(load, self.placement.num_layers, self.placement.num_experts)
 
+    @contextmanager
+    def _uninterrupted(self, what: str) -> Iterator[None]:
+        """Inside, micro-batches are between their forward and their backward, for which the placement must stand."""
+        self._under_way = what
+        try:
+            yield
+        finally:
+            self._under_way = ""
+
+    def _refuse_under_way(self, what: str) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                f"{what} inside {self._under_way}: micro-batches are between their forward and their backward, for "
+                "which experts must stay where they are; call it after optimizer.step() and before the next step"
+            )
+
     def _refuse_inside_a_step(self, what: str) -> None:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
+        self._refuse_under_way(what)
         if self._in_step and any(parameter.grad is not None for parameter in self._registry.parameters()):
             raise RuntimeError(
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "

@@ -48,10 +48,11 @@ class SharedReplicas(LocalExperts):
         home_rows = sum(counts[:homes])
         here, copied = slice(home_rows), slice(home_rows, None)
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
-        at_home = run_rows(self._compute, rows_MD[here], at_homes, self._bank.parameters, home_weights)
         if not self._sync.has_copies(self._layer):
-            return at_home
-        at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *self._bank.parameters)
+            return run_rows(self._compute, rows_MD[here], at_homes, self._bank.parameters, home_weights)
+        parameters = _Together.apply(*self._bank.parameters)
+        at_home = run_rows(self._compute, rows_MD[here], at_homes, parameters, home_weights)
+        at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *parameters)
         return torch.cat([at_home, at_copy])
 
     def compute_copies(
@@ -74,9 +75,23 @@ class SharedReplicas(LocalExperts):
         self._sync.collect(self._layer, gradients, edges)
 
 
+class _Together(torch.autograd.Function):
+    """A layer's parameters as they are, by one node: a pass wants the gradients of all or none, and can be asked."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        views = tuple(parameter.view_as(parameter) for parameter in parameters)
+        ctx.mark_non_differentiable(*(view for view, p in zip(views, parameters, strict=True) if not p.requires_grad))
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
 class _OnReplicaRows(torch.autograd.Function):
     """The compute of copies. The homes' parameters take part so that a frozen input does not cut the graph; their
-    gradient from here comes over the wire."""
+    gradient from here comes over the wire, in a pass that wants it: the inputs' half of a split backward does not."""
 
     @staticmethod
     def forward(
@@ -101,6 +116,9 @@ class _OnReplicaRows(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, weights_M = ctx.saved_tensors
         rows_need, weights_need, _, _, *trained = ctx.needs_input_grad
+        together = next((node for node, _ in ctx.next_functions[-len(trained) :] if node is not None), None)
+        if together is None or not torch._C._will_engine_execute_node(together):  # type: ignore[attr-defined]
+            together, trained = None, [False] * len(trained)
         rows_MD = rows_MD.detach().requires_grad_(rows_need)
         if weights_M is not None:
             weights_M = weights_M.detach().requires_grad_(weights_need)
@@ -111,7 +129,8 @@ class _OnReplicaRows(torch.autograd.Function):
         wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         found = iter(torch.autograd.grad(out_MD, wanted, grad_MD, allow_unused=True))
         gradients = [next(found) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
-        ctx.layer.collect(gradients[2:], ctx.next_functions[-len(trained) :])
+        if together is not None:
+            ctx.layer.collect(gradients[2:], together.next_functions)
         return gradients[0], gradients[1], None, None, *(None for _ in trained)
 
 

@@ -9,7 +9,7 @@ is on its way, beside the backward of the layers before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +83,7 @@ class ReplicaSync:
         self._fetched: int | None = None
         self._sent: tuple[int, list[dist.Work]] | None = None
         self._deferring = False
+        self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
@@ -214,17 +215,32 @@ class ReplicaSync:
             gradients: ``[k, ...]`` per tensor; None where the backward gave none.
             edges: of the node that runs, to the layer's parameters; errors as for `bank.are_accumulated`.
         """
-        if not self.has_copies(layer) or not are_accumulated(edges):
+        if not self.has_copies(layer) or not (self._handed_over or are_accumulated(edges)):
             return
         self._finish()
         hold = self._deferring and not self._shared
         self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
-        # The engine calls them when this backward pass is over: then every gradient is whole.
-        if hold:
-            Variable._execution_engine.queue_callback(self._banks[layer].note)  # type: ignore[attr-defined]
-        else:
+        if not hold:
             self._send(layer)
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        if self._handed_over:
+            return
+        # The engine calls them when this backward pass is over: then every gradient is whole.
+        callback = self._banks[layer].note if hold else self._finish
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """Inside, backward passes are ``torch.autograd.grad`` of a caller that adds all that it is given to ``.grad``
+        by itself, as the weights' half of a split backward does. Copies' gradients follow when it ends."""
+        self._handed_over = True
+        try:
+            yield
+        finally:
+            self._handed_over = False
+        self._finish()
+        for bank in self._banks.values():
+            if bank.unsent:
+                bank.note()
 
     def abandon(self) -> None:
         """A forward in training begins: what a backward pass that never ended has under way is of no use any more."""
@@ -232,10 +248,10 @@ class ReplicaSync:
         for work in sent[1] if sent is not None else ():
             work.wait()
 
-    def reduce_gradients(self) -> None:
-        """Bring home what was deferred. Collective over the ranks concerned."""
+    def reduce_gradients(self, layers: Collection[int] | None = None) -> None:
+        """Bring home what was deferred, of these layers or all. Collective over the ranks concerned."""
         for layer in reversed(list(self._banks)):
-            if self._banks[layer].unsent:
+            if self._banks[layer].unsent and (layers is None or layer in layers):
                 self._finish()
                 self._banks[layer].release()
                 self._send(layer)

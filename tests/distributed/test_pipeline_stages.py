@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import EXPERTS, HIDDEN, TOP_K, Stage, make_stages, micro_batch
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -18,58 +19,7 @@ from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitt
 from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.ranks import Ranks
 
-EXPERTS, TOP_K, HIDDEN, VOCABULARY = 8, 2, 16, 32
 MICRO_BATCHES, TOKENS, STEPS = 4, 24, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        from transformers import MixtralConfig
-        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-        super().__init__()
-        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=16, num_local_experts=EXPERTS, hidden_act="silu")
-        config._experts_implementation = "eager"
-        self.mix = nn.Linear(HIDDEN, HIDDEN)
-        self.router = nn.Linear(HIDDEN, EXPERTS)
-        self.experts = MixtralExperts(config)
-
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        hidden_TD = hidden_TD + torch.tanh(self.mix(hidden_TD))
-        weights_TK, ids_TK = self.router(hidden_TD).softmax(dim=-1).topk(TOP_K)
-        return hidden_TD + self.experts(hidden_TD, ids_TK, weights_TK)
-
-
-class Stage(nn.Module):
-    """Some blocks, with the embedding before the first and the head behind the last."""
-
-    def __init__(self, number: int, stages: int, blocks: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN) if number == 0 else None
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(HIDDEN, VOCABULARY) if number == stages - 1 else None
-
-    def forward(self, incoming: Tensor) -> Tensor:
-        hidden_TD = incoming if self.embed is None else self.embed(incoming)
-        for block in self.blocks:
-            hidden_TD = block(hidden_TD)
-        return hidden_TD if self.head is None else self.head(hidden_TD)
-
-
-def make_stages(blocks_of_stage: tuple[int, ...]) -> list[Stage]:
-    torch.manual_seed(0)
-    stages = [Stage(number, len(blocks_of_stage), blocks) for number, blocks in enumerate(blocks_of_stage)]
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            nn.init.normal_(parameter, std=1.0 if "router" in name or "embed" in name else 0.2)
-        stage.double()
-    return stages
-
-
-def micro_batch(replica: int, step: int, number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1 + number + 100 * step + 10_000 * replica)
-    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=generator)
-    return ids[0], ids[1]
 
 
 def loss_of(out: Tensor, labels: Tensor) -> Tensor:
@@ -181,7 +131,7 @@ class Runner:
         return loss
 
     def forward(self, stage: int, number: int, step: int) -> float:
-        ids, labels = micro_batch(self.replica, step, number)
+        ids, labels = micro_batch(self.replica, step, number, TOKENS)
         incoming = ids if stage == 0 else self.pipe.receive("forward", stage, number, stage - 1).requires_grad_()
         out = self.stages[stage](incoming)
         if stage == self.last:
@@ -256,7 +206,7 @@ def train_whole(job: Job) -> dict:
         for replica in range(replicas):
             total = 0.0
             for number in range(MICRO_BATCHES):
-                out, labels = micro_batch(replica, step, number)
+                out, labels = micro_batch(replica, step, number, TOKENS)
                 for stage in stages:
                     out = stage(out)
                 loss = loss_of(out, labels)
