@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from .dispatch.lanes import Lane, Lanes
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
 from .experts.registry import RegistryError
@@ -56,6 +57,7 @@ class Balancer:
         self._counter = parts.counter
         self._maps = parts.maps
         self._layers = parts.layers
+        self._lanes = parts.lanes
         self._watch = parts.watch
         self._structure = parts.structure
         self._come = parts.come
@@ -376,6 +378,23 @@ class Balancer:
         """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
         return self._groups.background()
 
+    def _open_second_lane(self) -> Lanes:
+        """Let two batches of a rank travel at once (`dispatch.lanes`). Collective, between steps.
+
+        Raises:
+            RuntimeError: on a device, or with copies that layers share: one set of rows cannot serve two at once.
+        """
+        if self._device.type != "cpu":
+            raise RuntimeError(f"two batches at once run on CPUs so far, and the model is on {self._device}")
+        if self.config.shared_between_layers:
+            raise RuntimeError(
+                "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
+                "once are in two: keep copies, or run one batch after the other"
+            )
+        if not self._lanes.is_open:
+            self._lanes.open(Lane(*self._groups.second_lane()))
+        return self._lanes
+
     # -- for other rooms ------------------------------------------------------------------------------------------
 
     def _plan_with(self, planner: Callable[..., Plan]) -> None:
@@ -490,7 +509,7 @@ class Balancer:
                 self._division.follow()
                 self._structure.check(thoroughly=self._guard.is_new)
             self._in_step = True
-            if self._maps.replicas is not None and not in_recompute():
+            if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
                 self._maps.replicas.abandon()
             self._gradients.forward_begins()
             self._guard.before_forward()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .dispatch.base import CountExchange, Dispatcher
 from .dispatch.in_flight import InFlight
+from .dispatch.lanes import Lanes
 from .experts.compute import LocalExperts
 from .load.counter import LoadCounter, in_recompute
 from .routing.lookup import SlotTable
@@ -26,6 +27,7 @@ class ExpertParallelLayer:
         experts: the slots of this rank.
         splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
         meeting: where this rank is, as the other ranks are told.
+        lanes: the ways of this rank's exchanges.
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
 
     Attributes:
@@ -45,6 +47,7 @@ class ExpertParallelLayer:
         dispatcher: Dispatcher,
         exchange_counts: CountExchange,
         meeting: Meeting,
+        lanes: Lanes,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
         self.index = index
@@ -58,7 +61,7 @@ class ExpertParallelLayer:
         self._meeting = meeting
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(lambda: lanes.busy)
         self.calls = 0
 
     @torch.compiler.disable

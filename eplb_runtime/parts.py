@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import BalancerConfig
+from .dispatch.lanes import Lanes
 from .experts.registry import ExpertTensors
 from .guard import Watched
 from .layer import ExpertParallelLayer
@@ -38,6 +39,7 @@ class Parts:
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
         layers: the MoE layers that are here.
+        lanes: the ways of this rank's exchanges of tokens.
         watch: sees how long this rank waits for others.
         structure: what in a model must stay as it is.
         come: given the name of a collective call, returns when all ranks have come to it; else raises on those that
@@ -57,6 +59,7 @@ class Parts:
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
     layers: Sequence[ExpertParallelLayer]
+    lanes: Lanes
     watch: Watch
     structure: Structure
     come: Callable[[str], None]

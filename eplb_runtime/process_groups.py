@@ -88,6 +88,7 @@ class ProcessGroups:
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._background: dist.ProcessGroup | None = None
+        self._second_lane: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
@@ -159,6 +160,14 @@ class ProcessGroups:
         if self._background is None:
             self._background = self._new([self.job.ranks], "gloo", "background")
         return self._background
+
+    def second_lane(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """``dispatch`` and ``counts`` once more, for a second batch at once; made at the first call, collectively."""
+        if self._second_lane is None:
+            dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
+            counts = self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
+            self._second_lane = dispatch, counts
+        return self._second_lane
 
     def go_with(self, models: Sequence[nn.Module]) -> None:
         """Give back all of them when the last of these models is gone: a closed model still computes with some."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,9 +44,8 @@ class Watch:
         self._timeout = timeout_seconds
         self._tick = min(5.0, timeout_seconds / 4)
         self._place: str | int = "its own code before the first forward"
-        self._in_backward = False
-        self._since: float | None = None
-        self._wait = 0
+        self._waits: dict[int, _Wait] = {}
+        self._count = 0
         self.said = ""
         self._store = store
         self._rank = dist.get_rank()
@@ -64,14 +64,14 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this thread waits for other ranks.
+        """Inside, this thread waits for other ranks. Two threads may, in a forward and in a backward pass.
 
         Raises:
             RuntimeError: the wait failed: the process group's own timeout, or a rank that has ended.
         """
-        self._wait += 1
-        self._in_backward = bool(torch._C._current_graph_task_id() != -1)
-        self._since = time.monotonic()
+        self._count += 1
+        thread = threading.get_ident()
+        self._waits[thread] = _Wait(self._count, time.monotonic(), bool(torch._C._current_graph_task_id() != -1))
         try:
             yield
         except RuntimeError as error:
@@ -82,7 +82,7 @@ class Watch:
                 f"rank {self._rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
             ) from error
         finally:
-            self._since = None
+            del self._waits[thread]
 
     def close(self) -> None:
         """Nobody looks any more."""
@@ -96,23 +96,23 @@ class Watch:
         answered, asked_for, mine, ticks = 0, 0, 0, 0
         while not self._over.wait(self._tick):
             try:
-                since, wait = self._since, self._wait
-                if since is not None and time.monotonic() - since > self._timeout and wait != asked_for:
-                    asked_for, mine, ticks = wait, self._store.add("asked", 1), 3
+                wait = self._longest()
+                if wait is not None and time.monotonic() - wait.since > self._timeout and wait.number != asked_for:
+                    asked_for, mine, ticks = wait.number, self._store.add("asked", 1), 3
                 asked = self._store.add("asked", 0)
                 for question in range(max(answered, asked - 8) + 1, asked + 1):
                     self._answer(question)
                 answered = asked
                 ticks -= 1
-                if ticks == 0 and self._wait == asked_for and self._since is not None:
+                if ticks == 0 and wait is not None and wait.number == asked_for:
                     self._report(mine)  # by now all that live have answered
             except RuntimeError as error:  # the launcher's store is gone: the job ends
                 logger.debug("the watch ends: %s", error)
                 return
 
     def _answer(self, asked: int) -> None:
-        since = self._since
-        waits = "" if since is None else f"waits for {time.monotonic() - since:.0f} s in "
+        wait = self._longest()
+        waits = "" if wait is None else f"waits for {time.monotonic() - wait.since:.0f} s in "
         self._store.set(f"{asked}/{self._rank}", waits + self._shown())
 
     def _report(self, asked: int) -> None:
@@ -139,7 +139,18 @@ class Watch:
 
     def _shown(self) -> str:
         place = self._place if isinstance(self._place, str) else _forward(self._place)
-        return f"the backward pass after {place}" if self._since is not None and self._in_backward else place
+        wait = self._longest()
+        return f"the backward pass after {place}" if wait is not None and wait.in_backward else place
+
+    def _longest(self) -> _Wait | None:
+        return min(self._waits.copy().values(), key=lambda wait: wait.since, default=None)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    number: int
+    since: float
+    in_backward: bool
 
 
 _WAITS = "waits in "
@@ -166,12 +177,19 @@ class Meeting:
     def __init__(self, ranks: Sequence[int], watch: Watch) -> None:
         self._ranks = list(ranks)
         self.watch = watch
-        self.word = 0
+        self._here = threading.local()
+
+    @property
+    def word(self) -> int:
+        """Of the forward that this thread is in."""
+        word: int = getattr(self._here, "word", 0)
+        return word
 
     def enter(self, layer: int, step: int, training: bool) -> None:
         """A forward of a layer begins on this rank."""
-        self.word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self.watch.at(self.word)
+        word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        self._here.word = word
+        self.watch.at(word)
 
     def check(self, words: NDArray[np.int64]) -> None:
         """Raises on every rank of the group, if any is elsewhere.

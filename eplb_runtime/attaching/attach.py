@@ -20,6 +20,7 @@ from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
 from ..dispatch import DISPATCHERS
 from ..dispatch.base import CountExchange
+from ..dispatch.lanes import Lane, Lanes
 from ..experts.compute import LocalExperts
 from ..experts.registry import ExpertTensors
 from ..experts.slices import DividedGradient, is_sliced
@@ -143,6 +144,7 @@ class _Attaching:
         placement = self.placement
         store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
         self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
+        self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts))
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.layers = self._install_layers(self.maps, self.counter)
@@ -171,6 +173,7 @@ class _Attaching:
                 parameters=self.parameters,
                 layers=self.layers,
                 watch=self.watch,
+                lanes=self.lanes,
                 structure=Structure(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
@@ -263,9 +266,9 @@ class _Attaching:
         """Put the expert-parallel way in the place of each layer's own."""
         meeting = Meeting(self._job.ep_ranks, self.watch)
         dispatcher = DISPATCHERS[self.config.dispatch](
-            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting
+            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
-        exchange_counts = CountExchange(self.groups.counts, meeting)
+        exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         made = []
         for index, _, layer in self._layers():
@@ -279,6 +282,7 @@ class _Attaching:
                 dispatcher=dispatcher,
                 exchange_counts=exchange_counts,
                 meeting=meeting,
+                lanes=self.lanes,
                 real_tokens=real_tokens[id(layer)],
             )
             layer.install(parallel)

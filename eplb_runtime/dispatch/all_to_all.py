@@ -27,6 +27,7 @@ from ..routing.splitter import RowCounts
 from ..watch import Meeting
 from . import permute
 from .base import Dispatched, Dispatcher, Handle
+from .lanes import Lane, Lanes
 from .manifest import Cargo, Manifest, begins, worth_sending_once
 from .memory import RowMemory
 
@@ -40,6 +41,7 @@ class AllToAll(Dispatcher):
         counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
             wait for each other there, where all messages are of one size; None: ``group``.
         meeting: makes sure that ranks are in the same forward, and sees how long they wait; None: they are.
+        lanes: where there may be a second way beside these groups.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
@@ -50,9 +52,9 @@ class AllToAll(Dispatcher):
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
-        self._group = group
-        self._counts_group = counts_group if counts_group is not None else group
+        self._lanes = lanes or Lanes(Lane(group, counts_group if counts_group is not None else group))
         self._meeting = meeting
         self._rank = group.rank()
         self._num_ranks = group.size()
@@ -130,7 +132,7 @@ class AllToAll(Dispatcher):
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
             return None
-        return dist.all_to_all_single(out, rows, received, sent, group=self._group, async_op=True)
+        return dist.all_to_all_single(out, rows, received, sent, group=self._lanes.here().tokens, async_op=True)
 
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is named so that it stays while it is read."""
@@ -179,7 +181,7 @@ class AllToAll(Dispatcher):
         sent = torch.cat(columns, dim=1)
         received = torch.empty_like(sent)
         with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
-            dist.all_to_all_single(received, sent, group=self._counts_group)
+            dist.all_to_all_single(received, sent, group=self._lanes.here().counts)
             both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])

@@ -9,6 +9,7 @@ R ranks, S slots a rank, P = R * S slots.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
+from .lanes import Lane, Lanes
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,43 +114,53 @@ class CountExchange:
     Args:
         group: the EP group, on the counts' device.
         meeting: makes sure that ranks are in the same forward; None: they are.
+        lanes: where there may be a second way beside this group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting | None = None, lanes: Lanes | None = None) -> None:
+        self._lanes = lanes or Lanes(Lane(group, group))
         self._meeting = meeting
-        self._counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
-        self._all_RE: Tensor | None = None
-        self._on_host_RE: Tensor | None = None
+        self._memory = _Memory()
 
     def __call__(self, counts_E: Tensor) -> NDArray[np.int64]:
-        """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until the next call. Collective."""
+        """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until this thread's next call. Collective."""
         if self._meeting is None:
             return self._gather(counts_E)
         with self._meeting.watch.waiting():
             both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)]))
         self._meeting.check(both[:, -1])
-        if self._counts_RE.shape != (both.shape[0], both.shape[1] - 1):
-            self._counts_RE = np.empty((both.shape[0], both.shape[1] - 1), dtype=np.int64)
-        np.copyto(self._counts_RE, both[:, :-1])
-        return self._counts_RE
+        memory = self._memory
+        if memory.counts_RE.shape != (both.shape[0], both.shape[1] - 1):
+            memory.counts_RE = np.empty((both.shape[0], both.shape[1] - 1), dtype=np.int64)
+        np.copyto(memory.counts_RE, both[:, :-1])
+        return memory.counts_RE
 
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
-        all_, on_host = self._buffers(mine)
-        _all_gather_into(all_.view(-1), mine, group=self._group)
+        group = self._lanes.here().counts
+        all_, on_host = self._memory.buffers(mine, group.size())
+        _all_gather_into(all_.view(-1), mine, group=group)
         if on_host is not all_:
             on_host.copy_(all_, non_blocking=True)
             torch.accelerator.current_stream(mine.device).synchronize()
         result: NDArray[np.int64] = on_host.numpy()
         return result
 
-    def _buffers(self, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+
+class _Memory(threading.local):
+    """What one thread's exchanges use again and again."""
+
+    def __init__(self) -> None:
+        self.counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
+        self._all_RE: Tensor | None = None
+        self._on_host_RE: Tensor | None = None
+
+    def buffers(self, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Rows of all ranks, where they arrive and on the host."""
         if self._all_RE is None or self._on_host_RE is None or self._all_RE.shape[1:] != counts_E.shape:
             with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to them
-                self._all_RE = self._on_host_RE = counts_E.new_empty(self._group.size(), counts_E.shape[0])
+                self._all_RE = self._on_host_RE = counts_E.new_empty(ranks, counts_E.shape[0])
                 if counts_E.device.type != "cpu":
                     self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
-        assert self._on_host_RE is not None
         return self._all_RE, self._on_host_RE
 
 

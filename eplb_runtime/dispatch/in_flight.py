@@ -10,7 +10,9 @@ function of the placement and of all ranks' counts. The choices of this rank are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -30,9 +32,16 @@ class _Forward:
 
 
 class InFlight:
-    """The forwards of one layer in the running step."""
+    """The forwards of one layer in the running step.
 
-    def __init__(self) -> None:
+    Args:
+        beside: whether something else runs at once, on every rank alike: which of a forward and a backward pass is
+            first then may differ from rank to rank.
+    """
+
+    def __init__(self, beside: Callable[[], bool] = lambda: False) -> None:
+        self._beside = beside
+        self._lock = Lock()
         self._step = -1
         self._count = 0
         self._alone: _Forward | None = None
@@ -46,8 +55,9 @@ class InFlight:
             RecomputeError: a recompute has differed.
         """
         self._raise_if_it_differed()
-        if step != self._step:
-            self._step, self._count, self._alone = step, 0, None
+        with self._lock:
+            if step != self._step:
+                self._step, self._count, self._alone = step, 0, None
 
     def until_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, manifest: Any, training: bool) -> Tensor:
         """The layer's output as it is. From here on until its backward runs, this forward is in flight.
@@ -58,12 +68,14 @@ class InFlight:
         """
         if not combined_TD.requires_grad and not training:
             return combined_TD
-        self._count += 1
+        with self._lock:
+            self._count += 1
+            alone = self._count == 1 and not self._beside()
         self._alone = None
         if not combined_TD.requires_grad:
             return combined_TD
         forward = None
-        if self._count == 1:
+        if alone:
             forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), manifest)
         left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward))
         return left
@@ -96,8 +108,9 @@ class InFlight:
 
     def over(self, step: int, forward: _Forward | None) -> None:
         """The backward of one is there: it will not be repeated any more."""
-        if step == self._step:
-            self._count -= 1
+        with self._lock:
+            if step == self._step:
+                self._count -= 1
         if forward is self._alone:
             self._alone = None
 

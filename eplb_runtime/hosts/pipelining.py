@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+from torch.distributed.pipelining.schedules import (
+    OVERLAP_F_B,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineContext,
+)
 
 from ..attaching.description import AttachError
 from ..balancer import Balancer
 from ..config import BalancerConfig
+from ..dispatch.lanes import Lanes
 from ..ranks import Ranks
 from . import MoE, _meet
 from . import attach as attach_models
@@ -73,6 +81,98 @@ def attach(
     for stage in stages:
         _bring_copies_home(stage, balancer)
     return balancer
+
+
+def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwardBackward:
+    """Let DualPipeV run a forward and a backward at once where its table pairs them (``OVERLAP_F_B``), so that one
+    computes while the other's tokens travel. Outputs and gradients are those of one after the other, to the bit.
+
+    By default, torch runs the pair one after the other, and nothing is hidden. Collective, after `attach`; for models
+    on a CPU so far.
+
+    Args:
+        schedule: that was attached; any that has ``OVERLAP_F_B`` actions and `register_custom_function`.
+
+    Raises:
+        AttachError: a stage is wrapped by ``fully_shard``, whose gathering of weights is of one thread.
+        RuntimeError: the model is on a device, or copies are shared between layers.
+    """
+    wrapped = [stage.stage_index for stage in _stages(schedule) if isinstance(stage.submod, FSDPModule)]
+    if wrapped:
+        raise AttachError(
+            f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
+            "not overlap"
+        )
+    together = OverlappedForwardBackward(schedule, balancer._open_second_lane(), balancer)
+    schedule.register_custom_function(OVERLAP_F_B, together)
+    own = schedule.step
+
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        together.save_output, together.loss_kwargs = kwargs.get("return_outputs", True), kwargs.get("loss_kwargs")
+        return own(*args, **kwargs)
+
+    schedule.step = step  # type: ignore[method-assign]
+    return together
+
+
+class OverlappedForwardBackward:
+    """Runs a pair of a schedule's actions: the forward here, the backward on a thread of its own.
+
+    Each does what the schedule does with such an action alone, given what it was given. Random numbers that a backward
+    draws again (activation checkpointing of dropout) would be the forward's: leave one of the two out.
+    """
+
+    def __init__(self, schedule: Any, lanes: Lanes, balancer: Balancer) -> None:
+        self._schedule = schedule
+        self._lanes = lanes
+        self._balancer = balancer
+        self.save_output = True
+        self.loss_kwargs: dict[str, Any] | None = None
+
+    def __call__(self, action: _Action, ctx: _PipelineContext) -> None:
+        forward, backward = action.sub_actions or ()
+        self._lanes.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx))
+
+    def forward(self, action: _Action, context: _PipelineContext) -> None:
+        schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
+        assert micro_batch is not None and context.arg_mbs is not None and context.kwarg_mbs is not None
+        here = self._here()
+        stage = here[number]
+        if not stage.is_first and number - 1 not in here:
+            self.arrived(schedule.fwd_recv_ops.pop((number, micro_batch)))
+        out = stage.forward_one_chunk(
+            micro_batch,
+            context.arg_mbs[micro_batch],
+            context.kwarg_mbs[micro_batch],
+            save_forward_output=self.save_output,
+        )
+        schedule._maybe_compute_loss(stage, out, context.target_mbs, micro_batch, self.loss_kwargs)
+        if number + 1 in here:
+            here[number + 1].set_local_fwd_input(out, micro_batch)
+
+    def backward(self, action: _Action, context: _PipelineContext) -> None:
+        schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
+        assert micro_batch is not None
+        here = self._here()
+        stage = here[number]
+        if not stage.is_last and number + 1 not in here:
+            self.arrived(schedule.bwd_recv_ops.pop((number, micro_batch)))
+        schedule.backward_counter[number] += 1
+        last = schedule.backward_counter[number] == schedule._n_microbatches
+        loss = schedule._maybe_get_loss(stage, micro_batch)
+        stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
+        if number - 1 in here:
+            here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+
+    def arrived(self, works: Sequence[dist.Work]) -> None:
+        """Wait for what a neighbour in the pipeline sends."""
+        with self._balancer._watch.waiting():
+            for work in works:
+                work.wait()
+
+    def _here(self) -> dict[int, PipelineStage]:
+        return {stage.stage_index: stage for stage in _stages(self._schedule)}
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
@@ -44,6 +46,7 @@ class Job:
     shared: bool = False
     hold_back: bool = False
     meddle: bool = False
+    overlap: bool = False
     damage: Callable[[], None] = break_nothing
 
     @property
@@ -131,6 +134,8 @@ def start(rank: int, job: Job) -> Run:
     )
     if job.moving:
         balancer._plan_with(plan_shuffle)
+    if job.overlap:
+        pipelining.overlap(schedule, balancer)
     return Run(job, rank % job.ep, modules, schedule, optimizers, balancer, [pipeline, experts])
 
 
@@ -301,6 +306,46 @@ def test_copies_of_experts_change_nothing_under_any_schedule() -> None:
     for job, results in zip(COPIES, run_jobs(4, COPIES), strict=True):
         assert largest_difference(job, results) < 1e-10, job
         check_counts(job, results)
+
+
+IN_TURN = Job("ScheduleDualPipeV", micro_batches=8)
+AT_ONCE = replace(IN_TURN, overlap=True)
+PAIRED = [(IN_TURN, AT_ONCE, replace(AT_ONCE, moving=True))]
+PAIRED += [tuple(replace(job, replica_slots=1) for job in PAIRED[0][:2])]
+
+
+def test_a_forward_and_a_backward_at_once_change_no_bit() -> None:
+    results = iter(run_jobs(4, [job for jobs in PAIRED for job in jobs]))
+    for in_turn, *at_once in PAIRED:
+        expected = next(results)
+        for job in at_once:
+            for rank, (before, after) in enumerate(zip(expected, next(results), strict=True)):
+                assert differing(before, after) == [], (job, rank)
+                assert after["committed"] == (STEPS if job.moving else 0) and after["aborted"] == []
+        assert largest_difference(in_turn, expected) < 1e-10
+
+
+def meet_inside(rank: int) -> list[int]:
+    """Both halves of a pair wait for each other: in turn, the first would wait for ever."""
+    run = start(rank, AT_ONCE)
+    barrier, pairs = threading.Barrier(2, timeout=60), []
+    together = run.schedule._comp_type_to_function_map[OVERLAP_F_B]
+
+    def first_meet(own: Callable[..., None], action: Any, ctx: Any) -> None:
+        barrier.wait()
+        pairs.append(action.stage_index)
+        own(action, ctx)
+
+    together.forward, together.backward = (partial(first_meet, own) for own in (together.forward, together.backward))
+    ids, labels, _ = batches(AT_ONCE, run.column, 0)
+    run.schedule.step(ids, target=labels)
+    run.balancer.close()
+    return pairs
+
+
+def test_both_halves_of_a_pair_are_under_way_at_once() -> None:
+    for rank, pairs in enumerate(run_ranks(4, meet_inside)):
+        assert set(pairs) == set(AT_ONCE.stages_of(rank // 2)) and len(pairs) >= 2 * AT_ONCE.micro_batches
 
 
 def forget_the_sum() -> None:
