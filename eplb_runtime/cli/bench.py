@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from .arguments import LOAD, add_command, adder, names, not_negative, positive, positive_float
@@ -28,6 +29,7 @@ def add(commands: Any) -> None:
     _add_scale(benches)
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
+    _add_overlap(benches)
     _add_soak(benches)
 
 
@@ -95,6 +97,24 @@ def _add_on_ranks(benches: Any, what: str) -> None:
             "of an expert's hidden layer: more of it, more of a step is computing",
             default=1024,
         )
+
+
+def _add_overlap(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "overlap",
+        _overlap,
+        "what DualPipeV hides when a forward and a backward run at once, over slow links",
+        """
+  eplb-runtime bench overlap --trace traces                             # starts four ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench overlap --json
+""",
+    )
+    add = adder(command)
+    add("--repeats", "N", positive, "steps of each way that count (default: 5)", default=5)
+    add("--micro-batches", "M", positive, "of a step, 4 at least (default: 16)", default=16)
+    add("--trace", "DIR", Path, "write a Chrome trace of each rank's last steps there")
+    add("--ranks", "R", positive, "ranks to start when not under torchrun, even, 4 at least (default: 4)", default=4)
 
 
 def _add_soak(benches: Any) -> None:
@@ -203,6 +223,21 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     sizes = {"width": arguments.width} if "width" in arguments else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext():
         result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats, **sizes)
+    if is_first():
+        _print(result, arguments.json)
+    return 0
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    from ..bench.overlap import run
+    from ..launching import is_first, launched, process_group, start_ranks
+
+    if not launched():
+        options = ["--repeats", str(arguments.repeats), "--micro-batches", str(arguments.micro_batches)]
+        options += [*(["--trace", str(arguments.trace)] if arguments.trace else [])]
+        return start_ranks(["bench", "overlap", *options, *(["--json"] if arguments.json else [])], arguments.ranks)
+    with process_group("cpu") as device, spinner() if is_first() else nullcontext():
+        result = run(device, arguments.repeats, micro_batches=arguments.micro_batches, trace=arguments.trace)
     if is_first():
         _print(result, arguments.json)
     return 0
