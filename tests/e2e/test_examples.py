@@ -10,14 +10,16 @@ import pytest
 from examples import FOLDER
 
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
+PIPELINE = ["pipeline.py", "--steps", "8"]
 
 
 @pytest.mark.parametrize(
-    "command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER], ids=str
+    "command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER, PIPELINE], ids=str
 )
 def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     name, *options = [part.format(folder=tmp_path) for part in command]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ranks = 4 if command is PIPELINE else 2
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*torchrun, str(FOLDER / name), *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
