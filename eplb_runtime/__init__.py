@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .config import BalancerConfig
     from .gradients.scaler import GradScaler
     from .hosts import MoE, attach, shard_experts, stack_experts
+    from .hosts.recording import record
     from .hosts.trainer import BalancedTrainer
     from .placement import Placement
     from .planner import Plan, plan, rebalance_experts
@@ -35,6 +36,7 @@ __all__ = [
     "logical_state_dict",
     "plan",
     "rebalance_experts",
+    "record",
     "shard_experts",
     "stack_experts",
     "verify",
@@ -54,6 +56,7 @@ _ROOM_OF = {
     "logical_state_dict": "checkpoint",
     "plan": "planner",
     "rebalance_experts": "planner",
+    "record": "hosts.recording",
     "shard_experts": "hosts",
     "stack_experts": "hosts",
     "verify": "verification",

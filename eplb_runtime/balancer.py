@@ -72,6 +72,7 @@ class Balancer:
         self._in_step = False
         self._under_way = ""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._close_recorder: Callable[[], None] = lambda: None
         self._gradients = Gradients(
             parts.registry,
             parts.maps.replicas,
@@ -401,6 +402,11 @@ class Balancer:
         """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
+    def _record(self, write: Callable[[NDArray[np.int64], int], None], close: Callable[[], None]) -> None:
+        """Let another hear the load that decisions start from, and know when there will be no more."""
+        self._rebalancer.decisions.on_load = write
+        self._close_recorder = close
+
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
         """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
@@ -538,5 +544,6 @@ class Balancer:
         self._hooks.clear()
         self._watch.close()
         self._rebalancer.close()
+        self._close_recorder()
         self._guard.end()
         self._groups.close_balancing()

@@ -68,6 +68,9 @@ class BalancerConfig:
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
+        run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
+            ``load/`` that ``eplb-runtime simulate`` and ``convert`` read. It is added to, never written over. None: no
+            such folder.
 
     Raises:
         ConfigError: a value is out of range or a name is unknown.
@@ -96,6 +99,7 @@ class BalancerConfig:
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
     rank_speed: tuple[float, ...] | None = None
     initial_placement: Placement | str | Path | None = None
+    run: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._at_least("interval", 1)
@@ -146,6 +150,8 @@ class BalancerConfig:
         """One canonical line, equal on ranks whose settings are equal."""
         shown = []
         for field in fields(self):
+            if field.name == "run":  # only rank 0 looks at it
+                continue
             value = getattr(self, field.name)
             shown.append(f"{field.name}={value.digest() if isinstance(value, Placement) else value}")
         return " ".join(shown)

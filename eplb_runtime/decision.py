@@ -94,6 +94,7 @@ class DecisionMaker:
     Attributes:
         history: the load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them
             can save it, though only the planner plans from it.
+        on_load: hears what all ranks counted since the last decision, ``[T, L, E]``, and training steps of a row.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class DecisionMaker:
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
         self.on_plan_received: Callable[[bytearray], None] = lambda message: None
+        self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
 
     def compile(self) -> None:
         """What this rank needs for decisions and migrations; until then nothing is planned."""
@@ -164,6 +166,7 @@ class DecisionMaker:
             return self._nothing_counted(finding, measurement)
         if total.any():
             self.history.extend(total)
+            self.on_load(total, self._steps_per_bucket)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)

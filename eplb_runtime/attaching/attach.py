@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from ..load.counter import LoadCounter
 from ..maps import Maps
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
+from ..observe.recorder import Recorder
 from ..parts import Parts
 from ..placement import Placement
 from ..process_groups import ProcessGroups
@@ -90,7 +92,7 @@ def attach_stages(
     attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device)
     before = Before([stage.model for stage in stages], optimizers)
     try:
-        for part in (attaching.cut, attaching.balance, attaching.hook):
+        for part in (attaching.cut, attaching.balance, attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
         attaching.balancer._begin()
     except BaseException:
@@ -191,6 +193,12 @@ class _Attaching:
             mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
         _hook(self.balancer, self.stages, self.optimizers)
         self.groups.go_with([stage.model for stage in self.stages])
+
+    def record(self) -> None:
+        """Rank 0 writes down what is measured, if that is wished."""
+        if self.config.run is not None and self._job.is_planner:
+            recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts)
+            self.balancer._record(recorder.write, recorder.close)
 
     @property
     def _come(self) -> Callable[[str], None]:

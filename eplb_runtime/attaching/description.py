@@ -75,6 +75,30 @@ class HostModel:
 
 
 @dataclass(frozen=True)
+class WatchedLayer:
+    """An MoE layer whose choices are looked at, and nothing else.
+
+    Args:
+        name: of the experts module within the model.
+        num_experts: E.
+        hook: lets another see int64 ``[T, K]``, the experts chosen in each forward from now on; returns how to end it.
+    """
+
+    name: str
+    num_experts: int
+    hook: Callable[[Callable[[Tensor], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class WatchedModel:
+    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`."""
+
+    layers: tuple[WatchedLayer, ...]
+    real_tokens: Callable[[int], Tensor | None]
+    watch_batches: Callable[[], RemovableHandle]
+
+
+@dataclass(frozen=True)
 class Stage:
     """One of the models that are attached on this rank: the whole model, or a pipeline stage of it.
 

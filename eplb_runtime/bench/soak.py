@@ -96,11 +96,10 @@ def run(
         say: hears a line of progress, on rank 0.
 
     Returns:
-        JSON-able: ``passed`` (``identical``, ``bounded`` and ``alive`` - rebalances still commit in the second half - on
-        all ranks), ``minutes``, ``ranks``, ``steps``,
-        ``committed``, ``aborted``, ``paused``, ``resumed``, ``faults`` (how often each was made), and of the rank that
-        holds most ``threads``, ``descriptors``, ``resident_mib``: the most of the first half, the most of the second,
-        and the least of the last quarter.
+        JSON-able: ``passed`` (on all ranks ``identical``, ``bounded``, and ``alive``: rebalances still commit in the
+        second half), ``minutes``, ``ranks``, ``steps``, ``committed``, ``aborted``, ``paused``, ``resumed``, ``faults``
+        (how often each was made), and of the rank that holds most ``threads``, ``descriptors``, ``resident_mib``: the
+        most of the first half, the most of the second, and the least of the last quarter.
     """
     logging.getLogger("eplb_runtime").setLevel(logging.CRITICAL)  # each fault warns
     work = Workload(experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)

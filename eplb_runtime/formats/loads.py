@@ -27,6 +27,7 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
     * ``.npz`` or ``.safetensors`` with an array ``load`` of shape [L, E] or [T, L, E], oldest window first;
     * ``.json``: ``{"load": ...}`` or SGLang's ``{"logical_count": ...}``, the same shapes as nested lists;
     * ``.pt``: a dump of SGLang's expert distribution recorder, see :func:`sglang.recorded_load`;
+    * a directory in which a run has recorded its load, see `load_series`;
     * a directory of SGLang ``.pt`` dumps of modes ``per_pass`` and ``per_token``, one or more files a rank;
     * a directory of TensorRT-LLM expert statistics, see :func:`tensorrt_llm.expert_statistics`.
 

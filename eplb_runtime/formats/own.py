@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..files import replacing, write_file
+from ..load_series import holds_series, read_series
 from ..placement import Placement
 from ..placement_file import ENDINGS, FILE_FORMAT
 from .arrays import LoadArray
@@ -32,6 +33,8 @@ class Own(Engine):
         return None
 
     def load(self, content: Content) -> Any | None:
+        if content.kind == "directory" and holds_series(content.path):
+            return read_series(content.path)[0]
         return content.value["load"] if content.kind in self.load_names and content.holds("load") else None
 
     def save_placement(self, path: Path, placement: Placement, dense_layers: int) -> None:

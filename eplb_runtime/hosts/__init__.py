@@ -27,7 +27,7 @@ from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
-_HOSTS = {"transformers": "transformers"}
+HOSTS = {"transformers": "transformers"}
 """Room in here -> the extra that installs its framework; imported when a model is described."""
 
 
@@ -185,7 +185,7 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
             raise AttachError("layers=[] names no MoE layer: nothing to balance")
         return module.describe(model, layers)
     missing = []
-    for room, extra in _HOSTS.items():
+    for room, extra in HOSTS.items():
         try:
             host: HostModel = import_module(f".{room}", __name__).describe(model)
         except ImportError:
@@ -193,7 +193,7 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
             continue
         if host.layers or may_be_dense:
             return host
-    if len(missing) == len(_HOSTS):
+    if len(missing) == len(HOSTS):
         raise AttachError(
             f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]', or name the layers of a "
             "model of your own by attach(..., layers=[eplb.MoE(...)])"

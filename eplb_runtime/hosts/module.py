@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..attaching.description import AttachError, HostModel, MoELayer, spread_of
+from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..experts.compute import SlotCounts
 from ..layer import ExpertParallelLayer
 
@@ -125,6 +125,51 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
         lambda: model.register_forward_pre_hook(lambda *_: None),
         lambda module: None,
     )
+
+
+def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
+    """The named layers of ``model``, lists of experts stacked or not.
+
+    Raises:
+        AttachError: a name is wrong.
+    """
+    return WatchedModel(
+        tuple(_watched_layer(model, layer) for layer in layers),
+        lambda tokens: None,
+        lambda: model.register_forward_pre_hook(lambda *_: None),
+    )
+
+
+def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
+    experts = _module(model, layer.experts)
+    first = next(experts.parameters(recurse=False), None)
+    if isinstance(experts, nn.ModuleList):
+        num_experts = len(experts)
+    elif first is not None and first.ndim:
+        num_experts = first.shape[0]
+    else:
+        raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
+    owner = _owner_of_run(model, layer, experts)
+
+    def hook(see: Callable[[Tensor], None]) -> Callable[[], None]:
+        own, had = getattr(owner, layer.run), layer.run in vars(owner)
+        signature = inspect.signature(own)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
+            see(topk_ids.reshape(-1, topk_ids.shape[-1]).long())
+            return own(*args, **kwargs)
+
+        def undo() -> None:
+            if had:
+                setattr(owner, layer.run, own)
+            else:
+                delattr(owner, layer.run)
+
+        setattr(owner, layer.run, run)
+        return undo
+
+    return WatchedLayer(layer.experts, num_experts, hook)
 
 
 def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:

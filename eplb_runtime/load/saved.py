@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,13 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..load_series import LONGEST, decode, encode
 from .counter import LoadCounter
 
 logger = logging.getLogger("eplb_runtime")
-
-
-LONGEST = 1 << 20
-"""Windows; far more than any history has."""
 
 
 def saved_load(
@@ -82,34 +76,3 @@ def saved_windows(state: Any, num_layers: int, num_experts: int) -> NDArray[np.i
     windows = [decode(one, num_layers, num_experts, LONGEST) for one in kept]
     load = np.concatenate(windows) if windows else np.zeros((0, num_layers, num_experts), dtype=np.int64)
     return load if load.any() else None
-
-
-def encode(load: NDArray[np.int64]) -> dict[str, Any]:
-    """int64 ``[T, L, E]`` as JSON; much smaller than lists of numbers."""
-    data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes())
-    return {"shape": list(load.shape), "data": base64.b64encode(data).decode()}
-
-
-def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
-    """What `encode` wrote, at most the newest ``most_windows``.
-
-    Raises:
-        ValueError: it is something else, for another model, or longer than any job keeps.
-    """
-    try:
-        windows, layers, experts = (int(length) for length in saved["shape"])
-        data = base64.b64decode(saved["data"], validate=True)
-    except (KeyError, TypeError, binascii.Error) as error:
-        raise ValueError(f"not a saved load: {type(error).__name__}: {error}") from None
-    if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
-        raise ValueError(f"the saved load has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
-    nbytes = 8 * windows * layers * experts
-    inflate = zlib.decompressobj()
-    try:
-        raw = inflate.decompress(data, nbytes + 1)
-    except zlib.error as error:
-        raise ValueError(f"the saved load cannot be read: {error}") from None
-    if len(raw) != nbytes:
-        raise ValueError("the saved load has another size than it says")
-    load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
-    return load[max(0, windows - most_windows) :]

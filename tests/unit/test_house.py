@@ -19,6 +19,7 @@ GROUND = {
     "files",
     "job_store",
     "launching",
+    "load_series",
     "placement",
     "placement_file",
     "private_groups",

@@ -8,6 +8,7 @@ the rows that arrive here, whatever the model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...attaching.description import AttachError, HostModel, MoELayer, spread_of
+from ...attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ...layer import ExpertParallelLayer
 from .compute import RowCompute
 
@@ -39,6 +40,27 @@ def describe(model: nn.Module) -> HostModel:
         lambda come: _save_together(model, come),
         _Folders(),
     )
+
+
+def watched(model: nn.Module) -> WatchedModel:
+    """The MoE layers of ``model`` in model order, also of one that could not be balanced."""
+    padding = _Padding()
+    return WatchedModel(
+        tuple(
+            WatchedLayer(name, int(module.num_experts), partial(_see_choices, module))  # type: ignore[arg-type]
+            for name, module in model.named_modules()
+            if follows_experts_interface(module)
+        ),
+        padding.real_tokens,
+        lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+    )
+
+
+def _see_choices(experts: nn.Module, see: Callable[[Tensor], None]) -> Callable[[], None]:
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+
+    return experts.register_forward_pre_hook(before_forward, with_kwargs=True).remove
 
 
 def _refuse_adapters(model: nn.Module) -> None:

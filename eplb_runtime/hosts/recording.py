@@ -1,0 +1,148 @@
+"""``record``: the load of a model as it is, with the experts where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import private_groups
+from ..attaching.description import AttachError, WatchedModel
+from ..attaching.meeting import meet
+from ..files import FileError
+from ..job_store import name_of_job
+from ..observe.recorder import Recorder
+from ..observe.recording import Recording
+from . import HOSTS, module
+from .module import MoE
+
+WAITING_SECONDS = 30.0
+"""For ranks that do not come to ``record``, before it is said."""
+
+
+def record(
+    model: nn.Module,
+    run: str | Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    layers: Sequence[MoE] | None = None,
+    interval: int = 10,
+) -> Recording:
+    """Write down how many tokens each expert of a model gets, step by step, and change nothing else.
+
+    For a job without a balancer: what it writes is what ``eplb-runtime simulate`` plays through balancers, to see what
+    one would do. Counting enqueues one small kernel a layer; sums over ranks and writing happen beside training.
+    Padding, activation recompute and, where there is an optimizer, evaluation do not count. Collective: with
+    torch.distributed, every rank of the world calls it for the same model; counts are summed over all of them::
+
+        with eplb.record(model, "runs/first", optimizer):
+            train(model, optimizer)
+
+    Args:
+        model: a Hugging Face Transformers (>= 5) model with MoE layers, or any module with ``layers``; perhaps in
+            DistributedDataParallel. Attached models record by ``BalancerConfig(run=...)``.
+        run: folder; its ``load/`` gets the series, added to what an earlier start has left.
+        optimizer: its steps are the steps; None: call ``step()`` of what is returned.
+        layers: as for ``attach``; lists of experts need not be stacked.
+        interval: steps between two writings; with more than 32 steps, a window is several steps.
+
+    Returns:
+        The recording: ``step()``, ``close()``, a context manager.
+
+    Raises:
+        AttachError: no MoE layer was found, layers have different numbers of experts, or the folder holds the load of
+            another model or cannot be written to; on all ranks alike.
+        RuntimeError: a rank did not come.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    recorder, problem = None, None
+    try:
+        if interval < 1:
+            raise AttachError(f"interval={interval}: give at least 1")
+        found = _watched(model, layers)
+        sizes = {layer.num_experts for layer in found.layers}
+        if len(sizes) != 1:
+            raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
+        if alone or dist.get_rank() == 0:
+            recorder = _recorder(Path(run), len(found.layers), *sizes)
+    except Exception as error:
+        problem = error
+    group = None
+    if alone and problem is not None:
+        raise problem
+    if not alone:
+        everyone = list(range(dist.get_world_size()))
+        meet(everyone, "record", WAITING_SECONDS, problem, patient=True)
+        group = _group(everyone)
+        _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
+    recording = Recording(
+        model,
+        [layer.hook for layer in found.layers],
+        *sizes,
+        interval=interval,
+        device=next(model.parameters()).device,
+        recorder=recorder,
+        group=group,
+        real_tokens=found.real_tokens,
+        in_training_only=optimizer is not None,
+    )
+    recording.until_closed(found.watch_batches().remove)
+    if group is not None:
+        recording.until_closed(lambda: private_groups.forget(group))
+    if optimizer is not None:
+        recording.until_closed(optimizer.register_step_post_hook(lambda *_: recording.step()).remove)
+    return recording
+
+
+def _recorder(run: Path, num_layers: int, num_experts: int) -> Recorder:
+    try:
+        return Recorder(run, num_layers, num_experts)
+    except FileError as error:
+        raise AttachError(str(error)) from None
+    except OSError as error:
+        raise AttachError(f"{run} cannot be written to: {error.strerror or error}") from None
+
+
+def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
+    if hasattr(model, "_eplb_runtime_balancer"):
+        raise AttachError("the model is attached: give BalancerConfig(run=...) instead of record")
+    if layers is not None:
+        if not layers:
+            raise AttachError("layers=[] names no MoE layer: nothing to record")
+        return module.watched(model, layers)
+    for room in HOSTS:
+        try:
+            found: WatchedModel = import_module(f".{room}", __package__).watched(model)
+        except ImportError:
+            continue
+        if found.layers:
+            return found
+    raise AttachError(
+        f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
+        "of a model of your own by record(..., layers=[eplb.MoE(...)])"
+    )
+
+
+def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
+    """A gloo group of our own: sums are taken on a thread beside training."""
+    store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+    name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
+    timeout = dist.distributed_c10d.default_pg_timeout
+    return private_groups.make(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
+
+
+def _same_everywhere(mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    both = torch.cat([mine, -mine])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = both.chunk(2)
+    if not torch.equal(highest, -lowest):
+        raise AttachError(
+            "ranks record different models: layers, experts and interval must be the same on every rank (here "
+            f"{', '.join(map(str, mine.tolist()))})"
+        )

@@ -1,0 +1,121 @@
+"""Count the tokens that each expert of a model gets, as it is: nothing is moved, and nobody waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..load.aggregate import HostCopy, aggregate
+from ..load.counter import LoadCounter, in_recompute
+from ..worker import Worker
+from .recorder import Recorder
+
+logger = logging.getLogger("eplb_runtime")
+
+CLOSING_SECONDS = 30.0
+SeeIds = Callable[[Tensor], None]
+"""Called with int64 ``[T, K]``, the experts that a forward of a layer has chosen."""
+
+
+class Recording:
+    """What `eplb_runtime.record` returns: counts while it is open. A context manager.
+
+    Args:
+        model: its ``training`` flag says what counts.
+        watch: for each MoE layer, a function that lets another see its choices from now on, and returns how to end it.
+        num_experts: E.
+        interval: steps between two writings.
+        recorder: of rank 0; None on the others.
+        group: gloo, for the sums over ranks; None: there is one rank.
+        real_tokens: as a host says it.
+        in_training_only: whether forwards in evaluation mode are left out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        watch: Sequence[Callable[[SeeIds], Callable[[], None]]],
+        num_experts: int,
+        *,
+        interval: int,
+        device: torch.device,
+        recorder: Recorder | None,
+        group: dist.ProcessGroup | None,
+        real_tokens: Callable[[int], Tensor | None],
+        in_training_only: bool,
+    ) -> None:
+        self._model = model
+        self._interval = interval
+        self._recorder = recorder
+        self._group = group
+        self._real_tokens = real_tokens
+        self._in_training_only = in_training_only
+        self._counter = LoadCounter(len(watch), num_experts, interval, device)
+        self._worker = Worker("eplb_runtime recording")
+        self._closed = False
+        self._failed = False
+        self._undo = [hook(partial(self._see, layer)) for layer, hook in enumerate(watch)]
+
+    def until_closed(self, undo: Callable[[], None]) -> None:
+        """Call this at ``close``."""
+        self._undo.append(undo)
+
+    def step(self) -> None:
+        """A step is over; hooked to the optimizer if one was given. Every ``interval`` steps, on all ranks alike, the
+        counts are summed and written in the background."""
+        if self._closed:
+            return
+        self._counter.advance()
+        if self._counter.open_steps >= self._interval:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and leave the model as it was. Every rank calls it after as many steps."""
+        if self._closed:
+            return
+        if self._counter.open_steps:
+            self._flush()
+        self._closed = True
+        if not self._worker.close(CLOSING_SECONDS):
+            logger.warning("the last counts of load are not recorded: a rank did not come within %g s", CLOSING_SECONDS)
+        for undo in self._undo:
+            undo()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @torch.compiler.disable
+    def _see(self, layer: int, ids_TK: Tensor) -> None:
+        if self._closed or in_recompute() or (self._in_training_only and not self._model.training):
+            return
+        ids_TK = ids_TK.detach()
+        self._counter.count(layer, ids_TK, self._real_tokens(ids_TK.shape[0]))
+
+    def _flush(self) -> None:
+        copy = HostCopy(self._counter.take())
+        self._worker.submit(lambda: self._sum_and_write(copy))
+
+    def _sum_and_write(self, copy: HostCopy) -> None:
+        if self._failed:
+            return
+        try:
+            total = copy.wait() if self._group is None else aggregate(copy, self._group)
+        except RuntimeError as error:
+            logger.warning("load is not recorded any more: the ranks could not add up their counts (%s)", error)
+            self._failed = True
+            return
+        if self._recorder is not None:
+            self._recorder.write(total.numpy(), self._counter.steps_per_bucket)
