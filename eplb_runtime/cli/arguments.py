@@ -11,7 +11,10 @@ PROGRAM = "eplb-runtime"
 BAD_INPUT = 2
 """Exit status of every refusal."""
 
-LOAD = "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, or a serving engine's dump"
+LOAD = (
+    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, or the word "
+    "`sample`"
+)
 POLICY = "static, deepseek, free, hierarchical or incremental"
 
 MOST = 2**53

@@ -135,3 +135,11 @@ def test_a_disk_that_hangs_makes_nobody_wait(
     recorder.close()
     free.set()
     assert any("the disk is too slow" in record.getMessage() for record in caplog.records)
+
+
+def test_a_sample_comes_along_unless_something_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    load = read_load("sample")
+    assert load.shape == (60, 4, 64) and (load.sum(axis=2) == 16_384).all()
+    written(tmp_path / "sample", windows(0, 1))
+    assert read_load("sample").shape == (1, LAYERS, EXPERTS)
