@@ -36,7 +36,12 @@ def add(commands: Any) -> None:
     add("--current", "PLACEMENT", str, "the placement that stands now, ours or an engine's; moves are counted from it")
     add("--expert-parameters", "N", positive, "of one expert, to count bytes: 12 each with its state, 2 in a copy")
     add("--rank-speed", "A,B,...", speeds, "how fast each rank is beside the others (default: all alike)")
-    add("--gone", "A,B,...", ranks_of, "ranks that are not there (policy free): experts keep a slot on the others")
+    add(
+        "--gone",
+        "A,B,...",
+        ranks_of,
+        "ranks that are not there: experts get a place on the others, homes on these numbered anew",
+    )
     add("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output")
 
 

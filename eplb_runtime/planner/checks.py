@@ -12,7 +12,7 @@ from .types import PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static")
-KNOWS_ABSENCE = ("free",)
+KNOWS_ABSENCE = ("free", "incremental")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 
@@ -71,10 +71,10 @@ def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float
         raise PlanError("available: no rank is left to plan for")
     if policy not in KNOWS_ABSENCE or settled.groups > 1:
         raise PlanError(
-            f"available: policy {policy!r} needs every rank. In the free layout policy 'free' (groups=1) does without "
-            "some; a training job whose ranks are gone restarts on fewer, from a checkpoint"
+            f"available: policy {policy!r} needs every rank; 'free' and 'incremental' (groups=1) can do without some"
         )
-    return there_R.astype(np.float64)
+    there_R = there_R.astype(np.float64) if speed_R is None else there_R * speed_R
+    return np.asarray(there_R / there_R.max())
 
 
 def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]:

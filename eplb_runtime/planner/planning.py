@@ -13,7 +13,7 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .available import lost_experts, without_gone_ranks
+from .available import lost_experts, on_the_ranks_left, without_gone_ranks
 from .checks import check_gate, check_shapes, check_sizes, checked_layout, checked_load, checked_speed
 from .cost import HYSTERESIS
 from .evaluate import expected_imbalance, expected_lower_bound, moves_between
@@ -55,8 +55,10 @@ def plan(
             replayed routing in reinforcement learning).
         rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
             is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
-        available: bool ``[R]``; ranks that are False are gone: their slots keep what stands there, nobody reads them,
-            and every expert gets a copy elsewhere, by the fewest moves. For ``free``; None: all are there.
+        available: bool ``[R]``; ranks that are False are gone, and every expert gets a place elsewhere, by the fewest
+            moves. With ``free``, slots of ranks that are gone keep what stands there; nobody reads them. With
+            ``incremental``, whose homes are shared out evenly, the plan's placement is for the ranks that are left,
+            numbered anew in their order, on which a job goes on from its checkpoint. None: all are there.
         sources: tokens by where they come from, ``[N, L, E]`` by node or ``[R, L, E]`` by rank; only the proportions in
             which an expert's tokens come from the nodes matter. None: from all alike. They count where crossing nodes
             has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
@@ -77,7 +79,9 @@ def plan(
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
     check_shapes(request)
-    everybody = speed_R is None or speed_R.all()
+    everybody = speed_R is None or bool(speed_R.all())
+    if layout == "home" and not everybody:
+        return _on_fewer_ranks(request, policy, settled, began)
     placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
     return _weigh(request, policy, placement, settled, began)
 
@@ -136,6 +140,20 @@ def _load_to_come(
     except ValueError as error:
         raise PlanError(str(error)) from None
     return expected, *forecasts.scenarios(windows, expected)
+
+
+def _on_fewer_ranks(request: PlanRequest, policy: str, settled: Settled, began: float) -> Plan:
+    """In the home layout, for the ranks that are left."""
+    smaller, placement, moves = on_the_ranks_left(request, POLICIES[policy])
+    made = _weigh(smaller, policy, placement, settled, began)
+    if request.current is None:
+        return made
+    left, ranks = smaller.topology.num_ranks, request.topology.num_ranks
+    reason = (
+        f"{left} of {ranks} ranks are left, numbered anew: {len(moves)} experts whose homes are gone come from a "
+        f"checkpoint; mean imbalance will be {made.imbalance_after.mean():.3f}"
+    )
+    return replace(made, current=request.current, moves=moves, reason=reason)
 
 
 def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:

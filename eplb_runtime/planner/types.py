@@ -101,7 +101,8 @@ class Plan:
     Args:
         policy: name of the policy that made it.
         placement: the placement to go to; ``current`` itself when the decision is ``"stay"``.
-        current: the placement that stands now, or None.
+        current: the placement that stands now, or None; of more ranks than ``placement``, where some of them are gone
+            (``available``).
         moves: int32 ``[M, 5]``, columns (layer, expert, source rank, destination slot, is home), in that order of
             layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
             (its nearest copy in the free layout; -1 without ``current``, or where no rank that is left holds it). A

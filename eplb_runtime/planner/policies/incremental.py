@@ -6,7 +6,7 @@ far along its track it goes. A layer whose gain is within what the scenarios dif
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ NOISE = 1.0
 """A layer's gain must be so many times the standard error of its mean over the scenarios."""
 FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
+ALL_MAY_MOVE = 0.02
+"""And this is what moving every slot must gain then over the best plan that goes by that price."""
 SPARE_COPIES = 4
 """Copies an expert may have beyond those its load needs."""
 
@@ -48,6 +50,7 @@ class Trajectory:
         seconds: float64 ``[N + 1]``, to carry them.
         found: the search.
         begin: where it began anew; that is the first step then. None: where the layer stood.
+        taken: steps that are worth going and within the budgets.
     """
 
     imbalance: NDArray[np.float64]
@@ -55,6 +58,7 @@ class Trajectory:
     seconds: NDArray[np.float64]
     found: Found
     begin: Starts | None
+    taken: int = 0
 
     @property
     def steps(self) -> int:
@@ -64,22 +68,52 @@ class Trajectory:
 def incremental(request: PlanRequest) -> Placement:
     """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
-    search = _Search(request, start)
+    first_L = _uses_no_copies(start)
+    found = _search(request, start, FIRST)
+    if request.current is None:
+        ends = [one.found for one in found]
+        return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
+    placement = _reached(request, start, found)
+    if first_L.any() and request.max_moves is None and request.max_bytes is None:
+        anew = _search(request, start, 0.0)
+        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), first_L)
+    return placement
+
+
+def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajectory]:
+    """How far each layer goes, and where that ends.
+
+    Args:
+        first: share of the price of moves, where no copies are in use yet.
+    """
+    search = _Search(request, start, first)
     trajectories = in_threads(search.layer, request.num_layers)
     farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
     steps = _within_budget(trajectories, farthest, request)
     for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
         trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
-    ends = [one.found for one in trajectories]
-    if request.current is None:
-        return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
-    return _where_it_pays(request, start, _at_the_end(start, ends, steps > 0))
+    return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
+
+
+def _uses_no_copies(start: Placement) -> NDArray[np.bool_]:
+    """bool ``[L]``: layers with replica slots, all of them empty."""
+    return np.asarray((start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0))
+
+
+def _reached(request: PlanRequest, start: Placement, found: list[Trajectory]) -> Placement:
+    """What the layers reach, where that is more than noise."""
+    moves_L = np.array([one.taken > 0 for one in found])
+    return _where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
 
 
 class _Search:
-    """The question of every layer, laid out for the compiled search."""
+    """The question of every layer, laid out for the compiled search.
 
-    def __init__(self, request: PlanRequest, start: Placement) -> None:
+    Args:
+        first: share of the price of moves, where no copies are in use yet.
+    """
+
+    def __init__(self, request: PlanRequest, start: Placement, first: float) -> None:
         topology = request.topology
         self._request = request
         self._load_LWE = np.ascontiguousarray(
@@ -93,13 +127,13 @@ class _Search:
         links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
-        if start.replica_slots:
-            of_all_L[(start.replicas_LRK == EMPTY).all(axis=(1, 2))] *= FIRST
+        of_all_L[_uses_no_copies(start)] *= first
         self._price_L = np.zeros_like(of_all_L) if request.current is None else of_all_L / request.num_slots
-        self._seconds_price = 0.0
-        if request.seconds_per_imbalance is not None:
-            self._seconds_price = HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
-        self._anew = request.max_moves is None and request.max_bytes is None
+        self._seconds_price = _seconds_price(request)
+        alike = request.speed_R is None and not request.crossing_price
+        # Of ranks that are alike, each with one expert, none is better for any of them.
+        pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
+        self._anew = request.max_moves is None and request.max_bytes is None and not pointless
         self._stride_K = strides(topology.num_ranks, start.replica_slots)
 
     def layer(self, layer: int) -> Trajectory:
@@ -208,6 +242,32 @@ def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) 
     gain_L = gain_WL.mean(axis=0)
     error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
     return _choose((gain_L > 0) & (gain_L > NOISE * error_L), other, standing)
+
+
+def _where_all_may_move(
+    request: PlanRequest,
+    one: tuple[Placement, list[Trajectory]],
+    other: tuple[Placement, list[Trajectory]],
+    first_L: NDArray[np.bool_],
+) -> Placement:
+    """Layers of ``other`` that gain enough over ``one`` for what they move beyond it."""
+    gain_WL = worth_by_scenario(request, one[0]) - worth_by_scenario(request, other[0])
+    gain_L = gain_WL.mean(axis=0)
+    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
+    share, seconds_price = ALL_MAY_MOVE / request.num_slots, _seconds_price(request)
+    price_L = np.zeros_like(gain_L)
+    for sign, found in ((-1, one[1]), (1, other[1])):
+        for layer, track in enumerate(found):
+            moved, seconds = track.moved[track.taken].sum(), track.seconds[track.taken]
+            price_L[layer] += sign * (share * moved + seconds_price * seconds)
+    return _choose(first_L & (gain_L > np.maximum(price_L, NOISE * error_L)), other[0], one[0])
+
+
+def _seconds_price(request: PlanRequest) -> float:
+    """Imbalance that a second of carrying must be worth."""
+    if request.seconds_per_imbalance is None:
+        return 0.0
+    return HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
 
 
 def _choose(first: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:

@@ -28,6 +28,8 @@ STUCK_RANKS = 6
 """So many busy ranks are tried before the search gives up."""
 SETTLING_SWEEPS = 3
 LEAST_FALL = 1e-6
+ROUNDED = 1.0 + 1e-9
+"""So far may a sum in another order differ."""
 SURE = 1.2
 """A step's gain must be so many standard errors of its mean over the scenarios."""
 GOOD_ENOUGH = 2.0**-10
@@ -170,6 +172,12 @@ def _find_swaps(
         if rank == busiest:
             continue
         bonus = NEAR_BONUS if rank // ranks_per_node == busiest // ranks_per_node else 1.0
+        most = 0.0  # no shift of tokens between the two gains more than half of what lies between them
+        for scenario in range(scenarios):
+            gap = load_RW[busiest, scenario] - load_RW[rank, scenario]
+            most += 0.25 * gap * gap
+        if most * bonus * ROUNDED < best.gain_M[-1]:
+            continue
         for here in layer.homes_RH[busiest]:
             for there in layer.homes_RH[rank]:
                 gain = 0.0
