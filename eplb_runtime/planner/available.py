@@ -106,8 +106,8 @@ def _topology_of(there: NDArray[np.int64], topology: Topology) -> Topology:
 def _homes_shared_out(
     current: Placement, there: NDArray[np.int64], load_LE: NDArray[np.float64], slots: int
 ) -> tuple[Placement, NDArray[np.bool_]]:
-    """Who has a home that is left keeps it; the others, the heaviest first, go where a copy stands already, else to the
-    lightest rank with room. Copies stay where no home takes their place.
+    """Who has a home that is left keeps it; of the others, those of which a copy is left go to it first; then the
+    heaviest first, each to the lightest rank with room. Other copies stay.
 
     Returns:
         the placement of these ranks, and bool ``[L, R, H]``, the homes that are new.
@@ -121,7 +121,8 @@ def _homes_shared_out(
         filled_R = np.full(left, before)
         load_R = load_E[map_RS[:, :before]].sum(axis=1)
         lost = np.setdiff1d(np.arange(experts), map_RS[:, :before])
-        for expert in lost[np.argsort(-load_E[lost], kind="stable")]:
+        copied = np.isin(lost, map_RS[:, homes:])
+        for expert in lost[np.lexsort((-load_E[lost], ~copied))]:
             room_R = filled_R < homes
             holds_R = (map_RS[:, homes:] == expert).any(axis=1) & room_R
             rank = int(np.where(holds_R if holds_R.any() else room_R, load_R, np.inf).argmin())

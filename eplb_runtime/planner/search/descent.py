@@ -209,6 +209,12 @@ def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ran
         bonus = NEAR_BONUS if rank // ranks_per_node == busiest // ranks_per_node else 1.0
         for slot in range(slots):
             _cost_of_leaving(layer, rank, slot, load_RW, freed_W, loss_W)
+            most = 0.0  # if every expert had just the tokens that bring both ranks to one level
+            for scenario in range(scenarios):
+                gap = load_RW[busiest, scenario] - load_RW[rank, scenario] + freed_W[scenario]
+                most += (0.5 * gap * gap if gap > 0.0 else 0.0) - loss_W[scenario]
+            if most <= 0.0 or most * bonus * ROUNDED < best.gain_M[-1]:
+                continue
             for index in range(expert_X.size):
                 expert = expert_X[index]
                 if expert == EMPTY:

@@ -23,8 +23,6 @@ from .starts import add_chords, pack, pack_near
 SEARCHED = 2
 """Starts that are searched from, of those tried: the best by what they are and cost."""
 NUM_STARTS = 9
-MANY_RANKS = 512
-"""Where nothing stands yet, one search that reaches the bound is enough on so many ranks: they take long."""
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
 
@@ -93,19 +91,15 @@ def search_layer(
     price_X = np.zeros(count)
     for index in range(count if count > 1 else 0):
         price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
-    least, reached = np.inf, np.inf
+    least = np.inf
     enough = limits.lowest * (1.0 + GOOD_ENOUGH)
     for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
-        if len(load_WE) == 1 and (
-            least <= enough + LITTLE or (reached <= enough and ballast_WR.shape[1] >= MANY_RANKS)
-        ):
+        if len(load_WE) == 1 and least <= enough + LITTLE:
             break
         tried = _search_from(layer, spare, other, question, limits, starts, index)
         price = _price(every, tried.home_E, tried.replica_RK, question, seconds_price) if count > 1 else 0.0
         if price < least - LEAST_FALL:
             least, found = price, tried
-            if question.home_price == 0.0 and seconds_price == 0.0:
-                reached = tried.track.value_N[tried.steps]
     return found
 
 

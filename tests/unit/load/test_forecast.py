@@ -9,6 +9,7 @@ from eplb_runtime.load.forecast import (
     coarsen,
     exponential_average,
     forecast,
+    is_restless,
     last_change,
     past_imbalance,
     scenarios,
@@ -70,6 +71,26 @@ def test_a_layer_that_changes_forgets_what_was_before_and_the_others_do_not() ->
 def test_noise_alone_is_no_change() -> None:
     load = np.maximum(np.random.default_rng(0).normal(1, 0.3, (16, 20, 64)), 0)
     assert not last_change(load).any()
+
+
+def test_where_nothing_lasts_the_newest_windows_are_not_believed_more_than_the_others() -> None:
+    generator = np.random.default_rng(0)
+    hot_sets = [np.where(np.arange(64) // 8 == hot, 2000.0, 200.0) for hot in (0, 3, 5)]
+    rotating = np.concatenate(
+        [generator.poisson(hot, (windows, 64)) for hot, windows in zip(hot_sets, (3, 3, 2), strict=True)]
+    )
+    once = np.concatenate(
+        [generator.poisson(hot, (windows, 64)) for hot, windows in zip(hot_sets[:2], (4, 4), strict=True)]
+    )
+    back = np.concatenate([generator.poisson(hot_sets[index], (2, 64)) for index in (0, 1, 0, 1)])
+    load = np.stack([rotating, once, back], axis=1).astype(float)
+    assert is_restless(load).tolist() == [True, False, False], "what was there before is no news"
+    made = forecast(load)
+    assert np.allclose(made[0], load[:, 0].mean(axis=0))
+    assert error(made[1], hot_sets[1]) < 0.1, "control: a change that may last is followed"
+    assert not is_restless(noisy(MEAN, 16, 0)).any()
+    drift = np.array([MEAN + t * (MEAN[:, ::-1] - MEAN) / 20 for t in range(20)])
+    assert not is_restless(drift).any()
 
 
 def test_scenarios_lie_around_the_forecast_and_stray_farther_than_what_was_seen() -> None:
