@@ -18,7 +18,6 @@ from .content import Content, open_content
 from .engines import ENGINES, OWN
 from .errors import FormatError, LoadFileError
 
-
 SAMPLE = "sample"
 
 
