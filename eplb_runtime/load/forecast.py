@@ -162,15 +162,16 @@ def is_restless(load: Load) -> NDArray[np.bool_]:
     Args:
         load: float64 ``[T, L, E]``.
     """
-    share = _share(load)
-    new_L = np.zeros(share.shape[1], dtype=np.int64)
-    if len(share) < 4:
-        return new_L > 0
-    usual_L = np.median(((share[1:] - share[:-1]) ** 2).sum(axis=2), axis=0)
-    for window in range(1, len(share)):
-        nearest_L = ((share[:window] - share[window]) ** 2).sum(axis=2).min(axis=0)
-        new_L += nearest_L > CHANGE_RATIO * np.maximum(usual_L, 1e-12)
-    return new_L >= OFTEN
+    if len(load) < 4:
+        return np.zeros(load.shape[1], dtype=bool)
+    share_LTE = _share(load).transpose(1, 0, 2)
+    square_LT = (share_LTE**2).sum(axis=2)
+    apart_LTT = square_LT[:, :, None] + square_LT[:, None] - 2.0 * (share_LTE @ share_LTE.transpose(0, 2, 1))
+    usual_L = np.median(np.diagonal(apart_LTT, 1, 1, 2), axis=1)
+    earlier_TT = np.tri(len(load), k=-1, dtype=bool)
+    nearest_LT = np.where(earlier_TT, apart_LTT, np.inf)[:, 1:].min(axis=2)
+    new_LT = nearest_LT > CHANGE_RATIO * np.maximum(usual_L, 1e-12)[:, None]
+    return np.asarray(new_LT.sum(axis=1) >= OFTEN)
 
 
 @njit(nogil=True, cache=True)
