@@ -243,12 +243,16 @@ class Balancer:
         """
         self._optimizers.append(optimizer)
         self._registry.stepped_by(optimizer)
-        self._dense.update(outside)
-        self._structure.know(list(outside.values()))
+        self._train_outside(outside)
         if not self._training:
             self._training = self._division.training = True
             for layer in self._layers:
                 layer.counts_in_evaluation = False
+
+    def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
+        """These are a part of the model, too, that is the same on every rank; by what to call them."""
+        self._dense.update(parameters)
+        self._structure.know(list(parameters.values()))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

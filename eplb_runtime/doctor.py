@@ -132,6 +132,11 @@ def diagnose(
         raise DoctorError(f"{model_config}: its MoE layers have {sorted(experts)} experts: all must have as many")
     (num_experts,) = experts
     Placement.initial(len(layers), num_experts, ranks, replica_slots)  # says what cannot be spread
+    if replica_slots > num_experts - num_experts // ranks:
+        raise DoctorError(
+            f"{replica_slots} replica slots: a rank has only {num_experts - num_experts // ranks} experts of other "
+            "ranks to copy"
+        )
     homes = [
         [_first_rows(getattr(layer.experts, name), num_experts // ranks) for name in layer.parameters]
         for layer in layers

@@ -16,11 +16,13 @@ from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import why_not_slices
+from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
 from .description import AttachError, HostModel, MoELayer, Stage, spread_of
 from .meta import has_meta
+from .optimizers import refuse_shared
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
@@ -117,6 +119,9 @@ def _check_here(
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
     for layer in layers:
         _check_tensors(layer, groups)
+        if spread_of(layer.experts) is None or config.replica_slots:
+            _check_nothing_is_lost(layer)
+    _check_not_tied([stage.model for stage in stages], layers)
     counts = {layer.num_experts for layer in layers}
     if len(counts) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
@@ -170,6 +175,40 @@ def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
             )
 
 
+def _check_nothing_is_lost(layer: MoELayer) -> None:
+    """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
+    for name in layer.parameters:
+        parameter = getattr(layer.experts, name)
+        if has_gradient_hooks(parameter):
+            raise AttachError(
+                f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
+                "them after attach, without replica slots, on the parameter that the module has then"
+            )
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise AttachError(
+                f"{layer.name}.{name} has a gradient from a backward pass before attach, which nobody would average: "
+                "step first, or clear it (optimizer.zero_grad())"
+            )
+
+
+def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
+    """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
+    of_layer = {
+        id(getattr(layer.experts, name)): (layer.experts, f"{layer.name}.{name}")
+        for layer in layers
+        for name in layer.parameters
+    }
+    for model in models:
+        for path, module in model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                owner, name = of_layer.get(id(parameter), (module, ""))
+                if owner is not module:
+                    raise AttachError(
+                        f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
+                        "module that holds them (one experts module in both layers), or untie them"
+                    )
+
+
 def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
     if spread_of(layer.experts) is None:
         raise AttachError(
@@ -188,6 +227,7 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], layers: Sequence[MoELayer]) -> None:
     for optimizer in optimizers:
+        refuse_shared(optimizer)
         try:
             check_element_wise(optimizer)
         except OptimizerStateError as error:

@@ -20,6 +20,21 @@ from ..balancer import Balancer
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from .description import AttachError
+from .state_hooks import mark_optimizer
+
+
+def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer cannot serve two attached models: each balancer would take the other's experts for dense.
+
+    Raises:
+        AttachError: it steps another attached model.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
+        raise AttachError(
+            f"this {type(optimizer).__name__} steps another attached model already: give each attached model an "
+            "optimizer of its own"
+        )
 
 
 class Optimizers:
@@ -33,7 +48,10 @@ class Optimizers:
         self._balancer = balancer
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
+        layers = balancer.layer_of_parameter
+        self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[torch.optim.Optimizer] = []
+        self._held: list[int] = []
         self._done: set[int] = set()
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
@@ -43,6 +61,7 @@ class Optimizers:
         """`Balancer.adopt`."""
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
+        refuse_shared(optimizer)
         if self._balancer.config.replica_slots and not self._known:
             raise AttachError(
                 "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
@@ -62,22 +81,38 @@ class Optimizers:
         """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
         for optimizer in optimizers:
             number = len(self._known)
-            outside = {
-                f"parameter {index} of group {group_number} of optimizer {number}": parameter
-                for group_number, group in enumerate(optimizer.param_groups)
-                for index, parameter in enumerate(group["params"])
-                if id(parameter) not in self._names
-            }
-            self._balancer._trained_by(optimizer, outside)
             self._known.append(optimizer)
+            self._held.append(_count(optimizer))
+            self._balancer._trained_by(optimizer, self._outside(number))
+            mark_optimizer(optimizer, self._experts, self._experts_here)
             optimizer.register_step_pre_hook(self._before_step)
             self._balancer._end_with(optimizer.register_step_post_hook(partial(self._after_step, number)))
+
+    def _outside(self, number: int) -> dict[str, Tensor]:
+        """What an optimizer holds besides the model."""
+        return {
+            f"parameter {index} of group {group_number} of optimizer {number}": parameter
+            for group_number, group in enumerate(self._known[number].param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in self._names
+        }
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """What ``add_param_group`` has added since."""
+        number = next(number for number, known in enumerate(self._known) if known is optimizer)
+        if _count(optimizer) != self._held[number]:
+            self._held[number] = _count(optimizer)
+            self._balancer._train_outside(self._outside(number))
+
+    def _experts_here(self, name: str) -> list[int]:
+        return self._balancer._home_experts(self._balancer.layer_of_parameter[name])
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
         self._stepping = True
+        self._follow(optimizer)
         if self._balancer._guard.is_new:
             _refuse_foreign_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -124,6 +159,10 @@ class Optimizers:
                         "second]), or one that is made later to balancer.adopt(optimizer)"
                     )
         self._strangers.add(optimizer)
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _refuse_foreign_scaler() -> None:

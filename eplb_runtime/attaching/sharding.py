@@ -73,6 +73,7 @@ def install(
         rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
     """
     old = getattr(experts, name)
+    local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
     for optimizer in optimizers:
         if any(p is old for group in optimizer.param_groups for p in group["params"]):
             take = (lambda state: state) if rows is None else (lambda state: state.detach()[rows.to(state.device)])

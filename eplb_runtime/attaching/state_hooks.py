@@ -1,4 +1,4 @@
-"""What a plain ``state_dict`` of an attached model says of itself, and what ``load_state_dict`` takes.
+"""What a plain ``state_dict`` of an attached model or optimizer says of itself, and what ``load_state_dict`` takes.
 
 A rank's state dict holds its own experts, in the slots where they stand: loaded elsewhere, or after a migration, they
 would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
@@ -6,13 +6,15 @@ would become other experts without a word. So it carries which experts it holds,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 KEY = "eplb_runtime_experts"
-"""In the metadata of a state dict, which ``torch.save`` keeps, beside the experts module's version."""
+"""In the metadata of a model's state dict, which ``torch.save`` keeps, beside the experts module's version; in an
+optimizer's beside its ``state``."""
 
 
 def mark_state(experts: nn.Module, name: str, experts_here: Callable[[], list[int]]) -> None:
@@ -32,14 +34,52 @@ def mark_state(experts: nn.Module, name: str, experts_here: Callable[[], list[in
         rows = [state[prefix + key].shape[0] for key in own if hasattr(state.get(prefix + key), "shape")]
         theirs = metadata.get(KEY, list(range(len(here))))
         if rows and set(rows) == {len(here)} and theirs != here:
-            raise RuntimeError(
-                f"the state dict holds experts {_shown(theirs)} of {name}, and here stand {_shown(here)}: a plain "
-                "state dict fits only the rank and placement that it was taken at; use eplb_runtime.checkpoint, or "
-                "eplb_runtime.logical_state_dict and load_logical_state_dict"
-            )
+            raise RuntimeError(_refusal("state dict", name, theirs, here))
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
+
+
+def mark_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], experts_here: Callable[[str], list[int]]
+) -> None:
+    """Let the state of an optimizer say which logical experts its rows are.
+
+    Args:
+        names: of the expert parameters, by the parameter's id.
+        experts_here: as for `mark_state`, of a parameter.
+    """
+
+    def held() -> list[tuple[str, Tensor] | None]:
+        """What the optimizer holds in order; None: no experts."""
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
+
+    def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[KEY] = {expert[0]: experts_here(expert[0]) for expert in held() if expert is not None}
+
+    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for number, expert in zip(numbers, held(), strict=False):  # another number of them is refused by torch
+            if expert is None or not state["state"].get(number):
+                continue
+            (name, parameter), values = expert, state["state"][number].values()
+            here = experts_here(name)
+            rows = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
+            theirs = state.get(KEY, {}).get(name, list(range(rows[0] if rows else len(here))))
+            if rows and theirs != here:
+                raise RuntimeError(_refusal("optimizer's state dict", name, theirs, here))
+
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
+
+
+def _refusal(what: str, name: str, theirs: list[int], here: list[int]) -> str:
+    return (
+        f"the {what} holds experts {_shown(theirs)} of {name}, and here stand {_shown(here)}: a plain state dict fits "
+        "only the rank and placement that it was taken at; use eplb_runtime.checkpoint, or "
+        "eplb_runtime.logical_state_dict and load_logical_state_dict"
+    )
 
 
 def _shown(experts: list[int]) -> str:

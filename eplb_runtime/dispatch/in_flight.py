@@ -150,6 +150,12 @@ class _UntilBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): "
+                "their exchanges have first derivatives only; take such a loss from what comes after or before them, "
+                "or differentiate without create_graph"
+            )
         _ = ctx.saved_tensors
         if ctx.landing is not None:
             ctx.landing()

@@ -10,6 +10,15 @@ from torch import Tensor
 from ..experts.slices import is_sliced
 
 
+def has_gradient_hooks(parameter: Tensor, *, but: int = 0) -> bool:
+    """Whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on a parameter.
+
+    Args:
+        but: hooks of our own on it.
+    """
+    return len(parameter._backward_hooks or ()) > but or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 class Division:
     """Divides the gradients of expert parameters as soon as a backward pass makes them.
 
@@ -35,9 +44,14 @@ class Division:
         """Parameters that are trained since the last call join.
 
         Raises:
-            RuntimeError: copies have no place for their gradients.
+            RuntimeError: copies have no place for their gradients, or hooks would not see those.
         """
         for name, parameter in self._parameters.items():
+            if self._has_copies and has_gradient_hooks(parameter, but=name in self._divided):
+                raise RuntimeError(
+                    f"{name} has gradient hooks, and with replica slots a part of its gradient comes from copies, past "
+                    "them: change gradients after balancer.reduce_gradients() instead, or use replica_slots=0"
+                )
             if parameter.requires_grad and name not in self._divided:
                 if self._has_copies:
                     raise RuntimeError(

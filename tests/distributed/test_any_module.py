@@ -161,6 +161,22 @@ def test_one_process_alone_works_too() -> None:
     assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
 
 
+def with_another_activation(expert: nn.Sequential) -> None:
+    expert[1] = nn.ReLU()
+
+
+def with_a_setting(expert: nn.Sequential) -> None:
+    expert[1].approximate = "tanh"
+
+
+def with_a_hook(expert: nn.Sequential) -> None:
+    expert[0].register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def with_a_gradient_hook(expert: nn.Sequential) -> None:
+    expert[0].weight.register_hook(lambda gradient: gradient / 2)
+
+
 def refusals(rank: int) -> list[str]:
     ours, said = example(), []
 
@@ -198,6 +214,10 @@ def refusals(rank: int) -> list[str]:
     for expert in normed.layers[0].experts:
         expert.append(nn.BatchNorm1d(ours.HIDDEN))
     refused([moe], stack=True, model=normed)
+    for odd_expert in (with_another_activation, with_a_setting, with_a_hook, with_a_gradient_hook):
+        other = ours.Model()
+        odd_expert(other.layers[0].experts[2])
+        refused([moe], stack=True, model=other)
     dist.barrier()
     return said
 
@@ -214,6 +234,10 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
         "only equal experts",
         "share tensors",
         "keeps buffers",
+        "(1.type is 'ReLU', not 'GELU')",
+        "(1.approximate is 'tanh', not 'none')",
+        "(0._forward_hooks is",
+        "have gradient hooks",
     )
     said = run_ranks(2, refusals)
     assert said[0] == said[1]

@@ -137,6 +137,9 @@ def test_without_a_model_it_looks_at_the_machine(capsys: pytest.CaptureFixture[s
         (["--model-config", "MODEL", "--ranks", "3"], "8 experts cannot be spread evenly over 3 ranks"),
         (["--model-config", "MODEL", "--ranks", "4", "--ranks-per-node", "3"], "do not fill nodes of 3"),
         (["--model-config", "DENSE", "--ranks", "2"], "has no MoE layer"),
+        (["--model-config", "MODEL", "--ranks", "1", "--replica-slots", "1"], "only 0 experts of other ranks"),
+        (["--model-config", "HEADLESS", "--ranks", "2"], "no causal language model can be made of it"),
+        (["--model-config", "NEGATIVE", "--ranks", "2"], "no causal language model can be made of it"),
     ],
 )
 def test_bad_input_gets_one_line(
@@ -146,7 +149,11 @@ def test_bad_input_gets_one_line(
 
     make_model("olmoe", experts=8).config.save_pretrained(tmp_path / "MODEL")
     hf.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "DENSE")
-    given = [str(tmp_path / text) if text in ("MODEL", "DENSE") else text for text in arguments]
+    for name, wrong in (("HEADLESS", {"num_attention_heads": 0}), ("NEGATIVE", {"hidden_size": -64})):
+        known = json.loads((tmp_path / "MODEL" / "config.json").read_text())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**known, **wrong}))
+    given = [str(tmp_path / text) if text.isupper() else text for text in arguments]
     status, out, err = on_the_command_line(capsys, *given)
     assert status == 2 and out == ""
     assert words in err and err.count("\n") == 1

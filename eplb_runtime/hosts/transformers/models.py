@@ -96,8 +96,11 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise ModelError(f"no causal language model can be made of it: {str(error).splitlines()[0]}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # sizes that no model has end in whatever they meet on the way
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"no causal language model can be made of it: {reason[0]}") from None
     return model
 
 
