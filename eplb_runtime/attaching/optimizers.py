@@ -111,6 +111,11 @@ class Optimizers:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "optimizer.step() inside a backward pass (from a gradient hook), where gradients of other parameters "
+                "are still to come and none are reduced: step after backward()"
+            )
         self._stepping = True
         self._follow(optimizer)
         if self._balancer._guard.is_new:

@@ -120,6 +120,12 @@ def gradient_penalty(job: Job) -> None:
     (loss + gradient.square().sum()).backward()
 
 
+def step_in_backward(job: Job) -> None:
+    job.attach()
+    job.experts.down_proj.register_post_accumulate_grad_hook(lambda _: job.optimizer.step())
+    job.backward(0)
+
+
 REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "hook": (hooked_before, "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts"),
     "hook after accumulation": (hooked_after_accumulation_before, "has gradient hooks, and attach puts"),
@@ -129,6 +135,7 @@ REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
     "hook after accumulation with copies": (hooked_after_accumulation_with_copies, "and with replica slots"),
     "optimizer of two models": (optimizer_of_two_models, "this SGD steps another attached model already"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
+    "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),
     "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict holds experts ["),
     "state of the whole model": (state_of_the_whole_model, "the optimizer's state dict holds experts [0, 1, 2, 3, 4"),
 }
