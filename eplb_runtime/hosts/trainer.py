@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,14 @@ from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
 from ..files import write_file
 from ..gradients.scaler import GradScaler
-from ..ranks import gather_rows
 from . import attach
 
 try:
-    from accelerate.utils import recursively_apply
     from transformers import PreTrainedModel, Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    from .in_step import InStep
 except ImportError as error:
     raise ImportError(
         f"BalancedTrainer needs Transformers with Accelerate: pip install 'eplb-runtime[trainer]' ({error})"
@@ -104,6 +102,11 @@ class BalancedTrainerMixin(_TrainerToCome):
 
     def _attach(self) -> None:
         self._close()  # with model_init the model is a new one
+        if not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
+            raise AttachError(
+                f"BalancedTrainer saves Transformers' models (and PEFT's), and {type(self.model).__name__} is none: "
+                "attach in a training loop of your own"
+            )
         folder = self._resumes_from
         if folder is not None and (folder / OPTIMIZER_NAME).is_file():
             # Of a run without us: whole on every rank, until attaching takes over what belongs here.
@@ -111,6 +114,11 @@ class BalancedTrainerMixin(_TrainerToCome):
             self.optimizer.load_state_dict(whole)
             self._taken = folder, whole["param_groups"]
         self.balancer = attach(self.model, self.optimizer, config=self._balancer_config, ep_group=self._ep_group)
+        if self._trains_experts and not _is_whole(self.model):
+            self.balancer.close()
+            raise AttachError(
+                "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
+            )
         atexit.register(self.balancer.close)  # a script that ends after train() leaves no thread behind
         if self.accelerator.scaler is not None:
             handler = self.accelerator.scaler_handler
@@ -209,7 +217,7 @@ class BalancedTrainerMixin(_TrainerToCome):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only adapters here: experts are read when they are spread, by the rank that gets them."""
-        if not isinstance(self.model, PreTrainedModel):
+        if not _is_whole(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -284,11 +292,7 @@ class BalancedTrainerMixin(_TrainerToCome):
     @property
     def _exports(self) -> bool:
         """Whether saved folders hold the whole model, which all ranks write; adapters are whole on every rank."""
-        return (
-            self.balancer is not None
-            and isinstance(self.model, PreTrainedModel)
-            and not getattr(self.model, "_hf_peft_config_loaded", False)
-        )
+        return self.balancer is not None and _is_whole(self.model)
 
     @property
     def _trains_experts(self) -> bool:
@@ -297,59 +301,9 @@ class BalancedTrainerMixin(_TrainerToCome):
         return any(name in experts and p.requires_grad for name, p in self.model.named_parameters())
 
 
-class InStep:
-    """Batches of a data loader, one for each rank in each round: every forward is a meeting of the ranks.
-
-    A rank that has no more goes along with its last batch, and what comes of it is dropped.
-
-    Args:
-        loader: this rank's.
-        gather: the Trainer's own, for rounds in which all ranks have equally much.
-    """
-
-    def __init__(self, loader: Any, accelerator: Any, balancer: Balancer, gather: Any) -> None:
-        self._loader = loader
-        self._accelerator = accelerator
-        self._balancer = balancer
-        self._gather = gather
-        self._rows_R = [0]  # of each rank's batch in this round; -1: it has none
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        own, last, is_first = iter(self._loader), None, True
-        while True:
-            batch = next(own, None)
-            rows = (find_batch_size(batch) or 0) if batch is not None else -1
-            mine = torch.tensor([rows], device=self._balancer.device)
-            self._rows_R = gather_rows(mine, self._balancer.gradient_group).flatten().tolist()
-            if max(self._rows_R) < 0:
-                return
-            if is_first and -1 in self._rows_R:
-                empty = [rank for rank, rows in enumerate(self._rows_R) if rows < 0]
-                raise RuntimeError(
-                    f"rank {', '.join(map(str, empty))} has no batch to evaluate, and takes part in every forward: "
-                    "give each rank one at least (even_batches=True does)"
-                )
-            last, is_first = batch if batch is not None else last, False
-            yield last
-
-    def gather(self, tensors: Any) -> Any:
-        """What the round gave on all ranks, in their order, without what was only to keep step."""
-        if self._accelerator.even_batches and len(set(self._rows_R)) == 1:
-            return self._gather(tensors)
-        return recursively_apply(self._gather_rows, tensors)
-
-    def _gather_rows(self, tensor: Tensor) -> Tensor:
-        most = max(self._rows_R)
-        mine = tensor[:most]
-        padded = torch.cat([mine, mine.new_zeros(most - mine.shape[0], *mine.shape[1:])])
-        of_ranks = self._accelerator.gather(padded).split(most)
-        return torch.cat([part[: max(0, rows)] for part, rows in zip(of_ranks, self._rows_R, strict=True)])
+def _is_whole(model: nn.Module) -> bool:
+    """Whether the library saves all of it, and not adapters alone."""
+    return isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _is_json(path: Path) -> bool:
