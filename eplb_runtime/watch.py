@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +97,9 @@ class Watch:
         while not self._over.wait(self._tick):
             try:
                 wait = self._longest()
-                if wait is not None and time.monotonic() - wait.since > self._timeout and wait.number != asked_for:
+                # The others are asked two looks ahead of the timeout: by then all that live have answered.
+                asks = wait is not None and time.monotonic() - wait.since > self._timeout - 2 * self._tick
+                if asks and wait is not None and wait.number != asked_for:
                     asked_for, mine, ticks = wait.number, self._store.add("asked", 1), 3
                 asked = self._store.add("asked", 0)
                 for question in range(max(answered, asked - 8) + 1, asked + 1):
@@ -105,10 +107,12 @@ class Watch:
                 answered = asked
                 ticks -= 1
                 if ticks == 0 and wait is not None and wait.number == asked_for:
-                    self._report(mine)  # by now all that live have answered
+                    self._report(mine)
             except RuntimeError as error:  # the launcher's store is gone: the job ends
                 logger.debug("the watch ends: %s", error)
                 return
+        with suppress(RuntimeError):
+            self._store.set(f"closed/{self._rank}", "")
 
     def _answer(self, asked: int) -> None:
         wait = self._longest()
@@ -120,9 +124,12 @@ class Watch:
         places: dict[str, list[int]] = {}
         for rank in self._ranks:
             key = f"{asked}/{rank}"
-            place = (
-                self._store.get(key).decode() if self._store.check([key]) else "no answer: it has ended, or is stuck"
-            )
+            if self._store.check([key]):
+                place = self._store.get(key).decode()
+            elif self._store.check([f"closed/{rank}"]):
+                place = "has closed its balancer, which all ranks do together"
+            else:
+                place = "no answer: it has ended, or is stuck"
             places.setdefault(_without_seconds(place), []).append(rank)
         mine = _without_seconds(next(place for place, ranks in places.items() if self._rank in ranks))
         others = "; ".join(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +132,22 @@ def rank_in_its_own_code(job: Job) -> None:
         store.set("said", "")
 
 
+def close_on_one_rank(job: Job) -> None:
+    """With copies, which a closed balancer does not use any more: the ranks do not exchange the same."""
+    if job.rank == 0:
+        job.balancer.close()
+    for step in range(3):
+        job.step(step)
+
+
+def with_copies() -> eplb.Placement:
+    """Each rank has a copy of the other's first expert."""
+    plain = eplb.Placement.initial(2, 8, 2, 1)
+    map_ = np.array(plain.physical_to_logical)
+    map_[:, [4, 9]] = [4, 0]
+    return eplb.Placement(map_, 8, 2, plain.home)
+
+
 def impatient(ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -> Watch:
     return Watch(ranks, store, 1)
 
@@ -138,8 +155,9 @@ def impatient(ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -
 def waits(rank: int) -> dict[str, tuple[str, list[str]]]:
     attaching.Watch = impatient
     said = {}
-    for case in (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code):
-        job = Job(rank)
+    for case in (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code, close_on_one_rank):
+        copies = {"replica_slots": 1, "initial_placement": with_copies()} if case is close_on_one_rank else {}
+        job = Job(rank, **copies)
         for group in job.balancer._groups._made:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=8))
         said[case.__name__] = job.heard(lambda case=case, job=job: case(job))
@@ -161,6 +179,8 @@ def test_a_wait_is_said_after_the_timeout_and_ends_with_the_groups_own() -> None
     assert "rank 1: waits in the backward pass after the forward of MoE layer 1" in warning and warning in error
     error, (warning,) = first["rank_in_its_own_code"]
     assert "rank 1: its own code, or a decision, after 4 steps" in warning and "waited in vain" in error
+    error, warnings = second["close_on_one_rank"]
+    assert "rank 0: has closed its balancer" in warnings[0] and warnings[0] in error
     for result in (first, second):
         assert all("\n" not in error and "\n" not in "".join(warnings) for error, warnings in result.values())
 
