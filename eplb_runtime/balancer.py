@@ -9,7 +9,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from .ranks import Job
 from .rebalancing import Rebalancer
 
 logger = logging.getLogger("eplb_runtime")
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Balancer:
@@ -71,6 +75,7 @@ class Balancer:
         self._closed = False
         self._in_step = False
         self._under_way = ""
+        self._one_begins = Lock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._close_recorder: Callable[[], None] = lambda: None
         self._gradients = Gradients(
@@ -214,6 +219,28 @@ class Balancer:
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
             self._maps.replicas.refresh()
+
+    def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+        """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
+        evaluation, two calls of ``generate``, two micro-batches of a training step. What each gives is the same, to the
+        bit, as by itself. Collective: every rank calls it, with as many forwards in the first as the others have in
+        theirs, and in the second likewise.
+
+        In training each result has a backward of its own, ``loss.backward()`` one after the other: in a sum of both the
+        order of their exchanges could differ between ranks.
+
+        Args:
+            first: runs on this thread.
+            second: runs on a thread that is kept, in this one's modes of gradients, inference and autocast. Random
+                numbers (dropout, sampling) are drawn from one generator by both, in any order.
+
+        Returns:
+            What both return.
+
+        Raises:
+            RuntimeError: the model is on a device, copies are shared between layers, or two run at once already.
+        """
+        return self._open_second_lane().both(first, second)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -515,14 +542,15 @@ class Balancer:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
         if torch.is_grad_enabled() and self._training:
-            with self._guard.clocked():
-                self._division.follow()
-                self._structure.check(thoroughly=self._guard.is_new)
-            self._in_step = True
-            if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
-                self._maps.replicas.abandon()
-            self._gradients.forward_begins()
-            self._guard.before_forward()
+            with self._one_begins:
+                with self._guard.clocked():
+                    self._division.follow()
+                    self._structure.check(thoroughly=self._guard.is_new)
+                self._in_step = True
+                if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
+                    self._maps.replicas.abandon()
+                self._gradients.forward_begins()
+                self._guard.before_forward()
 
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class ExpertParallelLayer:
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
         self._in_flight = InFlight(lambda: lanes.busy)
+        self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = 0
 
     @torch.compiler.disable
@@ -70,9 +72,10 @@ class ExpertParallelLayer:
         self._meeting.enter(self.index, self._counter.closed_steps, self._module.training)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
-        self.calls += torch.is_grad_enabled()
-        if self._module.training or self.counts_in_evaluation:
-            self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+        with self._one_at_a_time:
+            self.calls += torch.is_grad_enabled()
+            if self._module.training or self.counts_in_evaluation:
+                self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
@@ -95,7 +98,8 @@ class ExpertParallelLayer:
         dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest)
         if dispatched.event is not None:
             torch.accelerator.current_stream().wait_event(dispatched.event)
-        out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+        with self._one_at_a_time:
+            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
         combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
 

@@ -73,8 +73,13 @@ class Lanes:
         Args:
             here: runs on this thread. It may not wait for the other, nor run backward passes.
             beside: runs on a thread that is kept; in this one's modes of gradients and of autocast.
+
+        Raises:
+            RuntimeError: two run at once already.
         """
-        assert self._second is not None and not self.busy
+        assert self._second is not None
+        if self.busy:
+            raise RuntimeError("two batches run at once already: a third would have no way of its own")
         self.busy = True
         try:
             running = self._worker.submit(self._in_the_modes_of_this_thread(beside))

@@ -7,6 +7,7 @@ the rows that arrive here, whatever the model.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -163,8 +164,8 @@ class _Folders:
         weights.read(view, folder)
 
 
-class _Padding:
-    """Remembers the attention mask of the batch that is running, so that padding does not count as load."""
+class _Padding(threading.local):
+    """Remembers the attention mask of the batch that this thread runs, so that padding does not count as load."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
