@@ -336,7 +336,7 @@ def _refuse(trainer: Any) -> None:
 
 
 if not hasattr(Trainer, "_clip_grad_norm"):
-    raise ImportError("BalancedTrainer needs Transformers 5.10 or newer: pip install 'eplb-runtime[trainer]'")
+    raise ImportError("BalancedTrainer needs Transformers 5.18 or newer: pip install 'eplb-runtime[trainer]'")
 
 
 class BalancedTrainer(BalancedTrainerMixin, Trainer):
