@@ -25,7 +25,8 @@ def test_other_names_are_refused() -> None:
 def test_without_accelerate_the_trainer_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == "accelerate"] + ["accelerate"]:
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "eplb_runtime.hosts.trainer", raising=False)
+    for module in ("trainer", "in_step"):
+        monkeypatch.delitem(sys.modules, f"eplb_runtime.hosts.{module}", raising=False)
     monkeypatch.delitem(vars(eplb_runtime), "BalancedTrainer", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'eplb-runtime\[trainer\]'"):
         _ = eplb_runtime.BalancedTrainer
