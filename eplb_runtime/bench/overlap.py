@@ -1,8 +1,7 @@
 """Measure what DualPipeV hides when its pairs of a forward and a backward run at once, beside one after the other.
 
-Links are slowed: an exchange of tokens is over when a link of so many bytes a second, one for each rank, has carried
-it. By default the link is so fast that carrying takes as long as the ranks compute, so waiting is most of what an
-exchange takes.
+Links are slowed: an exchange of tokens is over when so many bytes a second have carried it, so waiting is most of what
+an exchange takes. With ``shared_link`` exchanges of a rank that are under way at once wait for each other as well.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ def run(
     tokens: int = 256,
     width: int = 512,
     layers_per_stage: int = 2,
-    link_share: float = 1.0,
+    link_share: float = 1.5,
+    shared_link: bool = False,
     trace: Path | None = None,
 ) -> dict[str, Any]:
     """Train the same steps both ways in turns, over the same slow links. Collective.
@@ -79,7 +79,8 @@ def run(
         device: of this rank.
         repeats: steps of each way that count.
         tokens: of a micro-batch.
-        link_share: seconds that the link carries for each second that a rank computes in its blocks.
+        link_share: seconds of carrying for each second that a rank computes in its blocks while links are fast.
+        shared_link: whether exchanges that are under way at once wait for each other.
         trace: folder for a Chrome trace of each rank's last step either way.
 
     Returns:
@@ -95,6 +96,7 @@ def run(
         raise ValueError(f"bench overlap wants an even number of ranks, 4 at least: {dist.get_world_size()}")
     torch.set_num_threads(1)
     job = _Job(device, micro_batches, tokens, width, layers_per_stage)
+    job.link.shared = shared_link
     for way in (IN_TURN, AT_ONCE):
         job.step(way)
     carried = job.link.carried

@@ -19,13 +19,15 @@ TOKENS, PIPELINE, BLOCK = "waits for tokens", "waits for the pipeline", "block"
 
 
 class SlowLink:
-    """A rank's one link: messages of both directions of work share it, each waits for those before it.
+    """A rank's way to the others: an exchange is over when so many bytes a second have carried it.
 
     Attributes:
         bytes_per_second: None: as fast as it really is.
+        shared: whether exchanges that are under way at once wait for each other; else each has this speed by itself.
     """
 
     def __init__(self) -> None:
+        self.shared = False
         self.bytes_per_second: float | None = None
         self.carried = 0
         self._free = 0.0
@@ -41,7 +43,8 @@ class SlowLink:
                 self.carried += size
                 if work is None or self.bytes_per_second is None:
                     return work
-                self._free = max(self._free, time.perf_counter()) + size / self.bytes_per_second
+                begins = max(self._free, time.perf_counter()) if self.shared else time.perf_counter()
+                self._free = begins + size / self.bytes_per_second
                 return _Slowed(work, self._free)
 
         return over_link
