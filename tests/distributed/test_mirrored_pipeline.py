@@ -1,0 +1,183 @@
+"""DualPipe's two copies of every stage, by a double of its schedule: same placement, gradients summed slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_models import HIDDEN, make_stages, micro_batch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import eplb_runtime as eplb
+from eplb_runtime.hosts import pipelining
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+POSITIONS, EP, MICRO_BATCHES, TOKENS, STEPS = 2, 2, 4, 24, 3
+
+
+def break_nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    moving: bool = False
+    damage: Callable[[], None] = break_nothing
+
+
+class BothWays:
+    """One rank's part: micro-batches enter at both ends in turn, and cross the same ranks in opposite directions."""
+
+    def __init__(self, rank: int, stages: list[nn.Module]) -> None:
+        self.position, self.column = divmod(rank, EP)
+        self.stages = stages
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def step(self, step: int) -> list[float]:
+        losses: list[float] = []
+        open_: dict[int, tuple[Tensor, Tensor]] = {}
+        for number, stage in self.work():
+            incoming, labels = micro_batch(self.column, step, number, TOKENS)
+            if stage > 0:
+                incoming = self.receive(number).requires_grad_()
+            out = self.stages[stage](incoming)
+            if stage < POSITIONS - 1:
+                self.send(out, number)
+            else:
+                out = nn.functional.cross_entropy(out, labels) / MICRO_BATCHES
+                losses.append(out.item())
+            open_[number] = incoming, out
+        for number, stage in self.work():
+            incoming, out = open_.pop(number)
+            out.backward(self.receive(number) if stage < POSITIONS - 1 else None)
+            if stage > 0:
+                self.send(incoming.grad, number)
+        for message, _ in self._sent:
+            message.wait()
+        self._sent.clear()
+        return losses
+
+    def work(self) -> Iterator[tuple[int, int]]:
+        """Which stage of each micro-batch is here."""
+        for number in range(MICRO_BATCHES):
+            yield number, self.position if number % 2 == 0 else POSITIONS - 1 - self.position
+
+    @property
+    def _mirror(self) -> int:
+        return (POSITIONS - 1 - self.position) * EP + self.column
+
+    def send(self, tensor: Tensor, number: int) -> None:
+        message = tensor.detach().contiguous()
+        self._sent.append((dist.isend(message, self._mirror, tag=number), message))
+
+    def receive(self, number: int) -> Tensor:
+        arrived = torch.empty(TOKENS, HIDDEN, dtype=torch.float64)
+        dist.recv(arrived, self._mirror, tag=number)
+        return arrived
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    job.damage()
+    groups = [dist.new_group(list(range(first, first + EP))) for first in range(0, POSITIONS * EP, EP)]
+    stages = make_stages((1, 1))
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages]
+    balancer = eplb.attach(
+        stages,
+        optimizers,
+        config=eplb.BalancerConfig(
+            interval=1,
+            lag=0,
+            policy="incremental" if job.moving else "static",
+            guard="off",
+            dense_gradients="allreduce",
+        ),
+        ranks=pipelining.mirrored_ranks(rank // EP, POSITIONS, groups[rank // EP], pipelines=EP),
+    )
+    balancer._plan_with(plan_shuffle)
+    both_ways = BothWays(rank, [stage.train() for stage in stages])
+    result: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        result["losses"].append(both_ways.step(step))
+        result["norms"].append(balancer.clip_grad_norm_(0.5).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    result["experts"] = [
+        {name: p.detach().clone() for name, p in stage.named_parameters() if "experts" in name} for stage in stages
+    ]
+    result["placement"] = balancer.placement.digest()
+    result["epoch"] = balancer.placement.epoch
+    result["state"] = [eplb.logical_state_dict(*pair) for pair in zip(stages, optimizers, strict=True)]
+    balancer.close()
+    return result
+
+
+def whole() -> tuple[list[dict[str, Tensor]], list[float]]:
+    stages = make_stages((1, 1))
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages]
+    norms = []
+    for step in range(STEPS):
+        for column in range(EP):
+            for number in range(MICRO_BATCHES):
+                out, labels = micro_batch(column, step, number, TOKENS)
+                for stage in stages:
+                    out = stage(out)
+                (nn.functional.cross_entropy(out, labels) / MICRO_BATCHES / EP).backward()
+        parameters = [p for stage in stages for p in stage.parameters()]
+        norms.append(nn.utils.clip_grad_norm_(parameters, 0.5).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [eplb.logical_state_dict(*pair) for pair in zip(stages, optimizers, strict=True)], norms
+
+
+def largest_difference(results: list[dict[str, Any]]) -> float:
+    states, norms = whole()
+    return max(
+        max(
+            *(abs(a - b) for a, b in zip(result["norms"], norms, strict=True)),
+            *(
+                float((mine[name] - theirs[name]).abs().max())
+                for mine, theirs in zip(result["state"], states, strict=True)
+                for name in theirs
+            ),
+        )
+        for result in results
+    )
+
+
+def jobs(rank: int) -> list[dict[str, Any]]:
+    return [train(rank, job) for job in (Job(), Job(moving=True))]
+
+
+def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
+    still, moved = zip(*run_ranks(POSITIONS * EP, jobs), strict=True)
+    assert largest_difference(list(still)) < 1e-10
+    for results in (still, moved):
+        assert len({result["placement"] for result in results}) == 1
+        for column in range(EP):  # both copies of a stage have the same experts in the same slots
+            for one, other in zip(results[column]["experts"], results[EP + column]["experts"], strict=True):
+                assert all(torch.equal(one[name], other[name]) for name in one)
+    assert moved[0]["epoch"] >= 2
+    for before, after in zip(still, moved, strict=True):
+        assert (before["losses"], before["norms"]) == (after["losses"], after["norms"])
+        for one, other in zip(before["state"], after["state"], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def forget_the_mirror() -> None:
+    from eplb_runtime.gradients import reduction
+
+    own = reduction.average_gradients
+    reduction.average_gradients = lambda *given, in_rank_order=False, **named: (
+        None if in_rank_order else own(*given, **named)
+    )
+
+
+def test_a_forgotten_sum_over_the_mirror_diverges() -> None:
+    results = run_ranks(POSITIONS * EP, train, replace(Job(), damage=forget_the_mirror))
+    assert largest_difference(results) > 1e-4
