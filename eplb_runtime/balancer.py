@@ -5,8 +5,10 @@ How a placement changes stands in `rebalancing.py`; here are the calls that a tr
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -37,6 +39,19 @@ from .ranks import Job
 from .rebalancing import Rebalancer
 
 logger = logging.getLogger("eplb_runtime")
+
+
+def _end_threads(of: weakref.ref[Balancer]) -> None:
+    """At the process's end, where nobody has called ``close``: a thread that came back from a wait into an interpreter
+    that is gone would end the process by a signal."""
+    balancer = of()
+    if balancer is not None and not balancer._closed:
+        balancer._closed = True
+        balancer._watch.close()
+        balancer._rebalancer.leave()
+        balancer._close_recorder()
+        balancer._groups.store.close()
+
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -114,6 +129,7 @@ class Balancer:
         if self._training:
             self._guard.begin()
         self._watch.start()
+        atexit.register(_end_threads, weakref.ref(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

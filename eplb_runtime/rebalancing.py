@@ -305,6 +305,14 @@ class Rebalancer:
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
         self.events.emit(BalancingEnded(self.step, "closed"))
 
+    def leave(self) -> None:
+        """End the threads, without a word to the others: this process ends."""
+        self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
+        self._reconnection.close(A_LITTLE_SECONDS)
+        self._worker.close(A_LITTLE_SECONDS)
+        self._compiler.close(0.0)
+        self.decisions.close()
+
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _start_decision(self, lag: int) -> _Pending:

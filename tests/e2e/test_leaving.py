@@ -1,0 +1,38 @@
+"""A training script that ends without ``balancer.close()`` ends as it would without a balancer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import eplb_runtime as eplb
+from moe_models import batch_of, make_model
+
+dist.init_process_group("gloo")
+model = make_model("olmoe", experts=8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+config = eplb.BalancerConfig(interval=3, gate="always", dense_gradients="allreduce")
+balancer = eplb.attach(model, optimizer, config=config)
+model.train()
+for step in range(6):  # the last of them begins a decision
+    ids = batch_of(dist.get_rank(), step)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_may_end_while_a_decision_is_under_way(tmp_path: Path) -> None:
+    """Threads that come back from a wait into an interpreter that is gone end the process by a signal."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr[-2000:]
