@@ -121,9 +121,10 @@ def diagnose(
     if model_config is None:
         return Diagnosis(None, (), versions(), backends())
     from .hosts.transformers.describe import describe
-    from .hosts.transformers.models import meta_model, read_config
+    from .hosts.transformers.models import choices_per_token, meta_model, read_config
 
-    model = meta_model(read_config(model_config), DTYPES[dtype])
+    described = read_config(model_config)
+    model = meta_model(described, DTYPES[dtype])
     layers = describe(model).layers
     if not layers:
         raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
@@ -131,6 +132,10 @@ def diagnose(
     if len(experts) > 1:
         raise DoctorError(f"{model_config}: its MoE layers have {sorted(experts)} experts: all must have as many")
     (num_experts,) = experts
+    if choices_per_token(described) > num_experts:
+        raise DoctorError(
+            f"{model_config}: it picks {choices_per_token(described)} of {num_experts} experts for a token"
+        )
     Placement.initial(len(layers), num_experts, ranks, replica_slots)  # says what cannot be spread
     if replica_slots > num_experts - num_experts // ranks:
         raise DoctorError(

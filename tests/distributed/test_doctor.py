@@ -140,6 +140,7 @@ def test_without_a_model_it_looks_at_the_machine(capsys: pytest.CaptureFixture[s
         (["--model-config", "MODEL", "--ranks", "1", "--replica-slots", "1"], "only 0 experts of other ranks"),
         (["--model-config", "HEADLESS", "--ranks", "2"], "no causal language model can be made of it"),
         (["--model-config", "NEGATIVE", "--ranks", "2"], "no causal language model can be made of it"),
+        (["--model-config", "GREEDY", "--ranks", "2"], "it picks 9 of 8 experts for a token"),
     ],
 )
 def test_bad_input_gets_one_line(
@@ -149,7 +150,11 @@ def test_bad_input_gets_one_line(
 
     make_model("olmoe", experts=8).config.save_pretrained(tmp_path / "MODEL")
     hf.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "DENSE")
-    for name, wrong in (("HEADLESS", {"num_attention_heads": 0}), ("NEGATIVE", {"hidden_size": -64})):
+    for name, wrong in (
+        ("HEADLESS", {"num_attention_heads": 0}),
+        ("NEGATIVE", {"hidden_size": -64}),
+        ("GREEDY", {"num_experts_per_tok": 9}),
+    ):
         known = json.loads((tmp_path / "MODEL" / "config.json").read_text())
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**known, **wrong}))

@@ -104,6 +104,11 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def choices_per_token(config: Any) -> int:
+    """K, experts that a router picks for a token; 0: the configuration does not say."""
+    return int(getattr(config.get_text_config(), "num_experts_per_tok", 0) or 0)
+
+
 def make_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A causal language model of this configuration, random weights, routers that prefer some experts.
 
