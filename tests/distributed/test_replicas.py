@@ -342,10 +342,12 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
     )
     balancer = eplb.attach(model, optimizer, config=config)
     experts = [layer.mlp.experts for layer in model.model.layers]
-    experts[0].gate_up_proj.register_post_accumulate_grad_hook(lambda _: events.append("layer 0 through"))
     ids = batch_of(rank, 0)
     with balancer.no_sync() if keep_back else nullcontext():
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        # Put there after the forward, which would refuse it: a hook sees nothing of the copies' gradients.
+        experts[0].gate_up_proj.register_post_accumulate_grad_hook(lambda _: events.append("layer 0 through"))
+        loss.backward()
     events.append("backward over")
     optimizer.step()
     banks = balancer._maps.replicas._banks
