@@ -55,7 +55,7 @@ def attach(
     ``set_gradient_divide_factor`` alone.
 
     Args:
-        model: a Hugging Face Transformers (>= 5) model whose MoE layers follow the library's experts interface, or any
+        model: a Hugging Face Transformers (>= 5.18) model whose MoE layers follow its experts interface, or any
             module with ``layers``; or the list of this rank's pipeline stages, such modules each.
         optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). Several, as a list, step once
             each in a training step, on every rank. None: inference, load counts in evaluation too.

@@ -43,7 +43,7 @@ def record(
             train(model, optimizer)
 
     Args:
-        model: a Hugging Face Transformers (>= 5) model with MoE layers, or any module with ``layers``; perhaps in
+        model: a Hugging Face Transformers (>= 5.18) model with MoE layers, or any module with ``layers``; perhaps in
             DistributedDataParallel. Attached models record by ``BalancerConfig(run=...)``.
         run: folder; its ``load/`` gets the series, added to what an earlier start has left.
         optimizer: its steps are the steps; None: call ``step()`` of what is returned.
