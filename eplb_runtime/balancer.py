@@ -49,7 +49,7 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
         balancer._closed = True
         balancer._watch.close()
         balancer._rebalancer.leave()
-        balancer._close_recorder()
+        balancer._close_listeners()
         balancer._groups.store.close()
 
 
@@ -92,7 +92,7 @@ class Balancer:
         self._under_way = ""
         self._one_begins = Lock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._close_recorder: Callable[[], None] = lambda: None
+        self._listeners: list[Callable[[], None]] = []
         self._gradients = Gradients(
             parts.registry,
             parts.maps.replicas,
@@ -449,10 +449,17 @@ class Balancer:
         """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
-    def _record(self, write: Callable[[NDArray[np.int64], int], None], close: Callable[[], None]) -> None:
-        """Let another hear the load that decisions start from, and know when there will be no more."""
+    def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
+        """Let another hear the load that decisions start from."""
         self._rebalancer.decisions.on_load = write
-        self._close_recorder = close
+
+    def _close_with(self, close: Callable[[], None]) -> None:
+        """Call this when there is nothing more to hear."""
+        self._listeners.append(close)
+
+    def _close_listeners(self) -> None:
+        for close in self._listeners:
+            close()
 
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
@@ -592,6 +599,6 @@ class Balancer:
         self._hooks.clear()
         self._watch.close()
         self._rebalancer.close()
-        self._close_recorder()
+        self._close_listeners()
         self._guard.end()
         self._groups.close_balancing()

@@ -69,8 +69,8 @@ class BalancerConfig:
             given fewer tokens, by homes and by the split over copies. None: all alike.
         initial_placement: a placement, or its file, to start from instead of logical order.
         run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
-            ``load/`` that ``eplb-runtime simulate`` and ``convert`` read. It is added to, never written over. None: no
-            such folder.
+            ``load/`` that ``eplb-runtime simulate`` and ``convert`` read, and its events, in ``events.jsonl``. It is
+            added to, never written over. None: no such folder.
 
     Raises:
         ConfigError: a value is out of range or a name is unknown.

@@ -47,6 +47,9 @@ class Decision:
         failure: why there is no plan; empty when there is one.
         connections_broken: a collective failed on the way: the ranks have to find together again.
         imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
+        load: int64 ``[T, L, E]``, what was measured, over all ranks.
+        placements: that rows of it stood under, each with the row that it ends before.
+        step_seconds: of a training step.
         finding: what the guard found; empty: nothing.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
     """
@@ -57,6 +60,9 @@ class Decision:
     imbalance: NDArray[np.float64] | None = None
     summary: dict[str, Any] | None = None
     finding: str = ""
+    load: NDArray[np.int64] | None = None
+    placements: tuple[tuple[int, Placement], ...] = ()
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,11 @@ class Measurement:
     look: Look | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
+
+    @property
+    def placements(self) -> tuple[tuple[int, Placement], ...]:
+        """``(end, placement)`` for all buckets."""
+        return (*self.earlier, (len(self.buckets.wait()), self.placement))
 
 
 class DecisionMaker:
@@ -187,15 +198,21 @@ class DecisionMaker:
             # The others wait for this rank's word: it tells them what is wrong.
             logger.warning("the decision failed on this rank", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
+        made = Decision(
+            imbalance=imbalance,
+            finding=finding,
+            load=total,
+            placements=measurement.placements,
+            step_seconds=measurement.step_seconds,
+        )
         verdict = agreement.same_on_all(digest, "plan", problem)
         if verdict.commit:
             verdict = agreement.record(key, verdict)
         if not verdict.commit:
-            broken = verdict.connections_broken
-            return Decision(failure=verdict.cause, connections_broken=broken, imbalance=imbalance, finding=finding)
+            return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
         if summary.get("failure"):
-            return Decision(failure=summary["failure"], imbalance=imbalance, finding=finding)
-        return Decision(target=target, imbalance=imbalance, summary=summary, finding=finding)
+            return replace(made, failure=summary["failure"])
+        return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
         """float64 ``[N, L, E]``, tokens since the last decision by the node that they came from; None: there is one
@@ -370,6 +387,10 @@ def _as_message(made: Plan, current: Placement) -> bytes:
             "moves": made.moved_slots,
             "imbalance_before": 0.0 if before is None else float(before.mean()),
             "imbalance_after": float(made.imbalance_after.mean()),
+            "imbalance_bound": float(made.lower_bound.mean()),
+            "seconds_saved": None if np.isnan(made.seconds_saved) else made.seconds_saved,
+            "seconds_spent": None if np.isnan(made.seconds_spent) else made.seconds_spent,
+            "by_layer": None if before is None else np.stack([before, made.imbalance_after, made.lower_bound]).tolist(),
             "plan_seconds": made.plan_seconds,
             "epoch": target.epoch,
             "digest": target.digest(),
@@ -394,7 +415,7 @@ def _imbalance_as_it_was(
     """Each row's imbalance under the placement that stood while it was counted."""
     parts: list[NDArray[np.float64]] = []
     start = 0
-    for end, placement in (*measurement.earlier, (len(load), measurement.placement)):
+    for end, placement in measurement.placements:
         parts += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
         start = end
     return np.stack(parts)

@@ -1,18 +1,28 @@
 """What the balancer tells the world: small frozen records, and the log that hands them to listeners.
 
 Rooms emit events; metrics, traces and reports read them. No room waits for a listener, and a listener that raises
-cannot hurt the job.
+cannot hurt the job. Arrays come along with an event, but only as far as the listeners: the log would keep them for too
+long.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from .placement import Placement
+
 logger = logging.getLogger("eplb_runtime")
+
+
+_SEEN = {"for_listeners": True}
+"""Marks a field that listeners see; in the log it is None."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,14 @@ class Event:
         return type(self).__name__
 
     def to_dict(self) -> dict[str, Any]:
-        return {"event": self.name, **asdict(self)}
+        """Name and fields, without arrays."""
+        kept = {own.name: getattr(self, own.name) for own in fields(self) if "for_listeners" not in own.metadata}
+        return {"event": self.name, **kept}
+
+    def without_arrays(self) -> Event:
+        """As the log keeps it."""
+        arrays: dict[str, Any] = {own.name: None for own in fields(self) if "for_listeners" in own.metadata}
+        return replace(self, **arrays) if arrays else self
 
 
 @dataclass(frozen=True)
@@ -34,16 +51,29 @@ class LoadMeasured(Event):
     """The load that the last decision was made on, summed over all ranks and reported when it is acted on.
 
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
-    load under the placement that stood then, ``[T][L]``.
+    load under the placement that stood then, ``[T][L]``. ``step_seconds``: of a training step, measured and smoothed.
+
+    For listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows
+    stood under, each with the row that it ends before.
     """
 
     steps: int
     imbalance: tuple[tuple[float, ...], ...]
+    step_seconds: float = 0.0
+    load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placements: tuple[tuple[int, Placement], ...] | None = field(
+        default=None, compare=False, repr=False, metadata=_SEEN
+    )
 
 
 @dataclass(frozen=True)
 class RebalancePlanned(Event):
-    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay."""
+    """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
+
+    ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
+    below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over the horizon; None where unknown. For
+    listeners: ``by_layer``, float64 ``[3, L]``, before, after and bound of each layer.
+    """
 
     epoch: int
     moves: int
@@ -52,17 +82,30 @@ class RebalancePlanned(Event):
     imbalance_before: float
     imbalance_after: float
     plan_seconds: float
+    imbalance_bound: float = 1.0
+    seconds_saved: float | None = None
+    seconds_spent: float | None = None
+    by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
 @dataclass(frozen=True)
 class RebalanceCommitted(Event):
-    """Experts moved; every rank holds the new placement. Bytes are those this rank received."""
+    """Experts moved; every rank holds the new placement. Bytes are those this rank received.
+
+    ``phase_seconds``: what this rank spent in each part (``prepare post transfer verify maps vote commit``). For
+    listeners: ``placement``, the one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and
+    destination slot of each expert that was sent; ``expert_bytes``, of an expert with its state in each layer.
+    """
 
     epoch: int
     digest: str
     moved_experts: int
     received_bytes: int
     pause_seconds: float
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
 @dataclass(frozen=True)
@@ -119,7 +162,7 @@ class EventLog:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        self._events.append(event)
+        self._events.append(event.without_arrays())
         for listener in self._listeners:
             try:
                 listener(event)

@@ -340,7 +340,16 @@ class Rebalancer:
         self._guard.report(decision.finding)
         if decision.imbalance is not None:
             buckets = tuple(tuple(bucket) for bucket in decision.imbalance.tolist())
-            self.events.emit(LoadMeasured(self.step, len(buckets) * self._counter.steps_per_bucket, buckets))
+            self.events.emit(
+                LoadMeasured(
+                    self.step,
+                    len(buckets) * self._counter.steps_per_bucket,
+                    buckets,
+                    decision.step_seconds,
+                    load=decision.load,
+                    placements=decision.placements,
+                )
+            )
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return
@@ -355,6 +364,10 @@ class Rebalancer:
                 imbalance_before=summary["imbalance_before"],
                 imbalance_after=summary["imbalance_after"],
                 plan_seconds=summary["plan_seconds"],
+                imbalance_bound=summary.get("imbalance_bound", 1.0),
+                seconds_saved=summary.get("seconds_saved"),
+                seconds_spent=summary.get("seconds_spent"),
+                by_layer=_by_layer(summary),
             )
         )
         if decision.target is not None:
@@ -394,6 +407,10 @@ class Rebalancer:
                     moved_experts=outcome.moved_experts,
                     received_bytes=outcome.received_bytes,
                     pause_seconds=outcome.pause_seconds,
+                    phase_seconds=dict(outcome.seconds),
+                    placement=self.placement,
+                    transfers=outcome.transfers,
+                    expert_bytes=outcome.record_bytes,
                 )
             )
         if outcome.failed_phase is not None:
@@ -472,6 +489,12 @@ class Rebalancer:
         transport = new_transport(self._config, connections.migration, self._groups.backend, self._device)
         transport.warm_up(time.monotonic() + self._config.timeout_seconds)
         return transport
+
+
+def _by_layer(summary: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    """float64 ``[3, L]``, as rank 0 sent it; None: nobody has planned."""
+    rows = summary.get("by_layer")
+    return None if rows is None else np.array(rows, dtype=np.float64)
 
 
 def new_transport(

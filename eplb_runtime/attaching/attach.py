@@ -31,6 +31,7 @@ from ..maps import Maps
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
 from ..observe.recorder import Recorder
+from ..observe.start import observe
 from ..parts import Parts
 from ..placement import Placement
 from ..process_groups import ProcessGroups
@@ -198,7 +199,10 @@ class _Attaching:
         """Rank 0 writes down what is measured, if that is wished."""
         if self.config.run is not None and self._job.is_planner:
             recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts)
-            self.balancer._record(recorder.write, recorder.close)
+            self.balancer._record(recorder.write)
+            self.balancer._close_with(recorder.close)
+            observed = (self.config, self.topology, self.placement, len(self._job.ranks), self.balancer.events)
+            self.balancer._close_with(observe(*observed))
 
     @property
     def _come(self) -> Callable[[str], None]:

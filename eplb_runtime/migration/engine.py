@@ -14,12 +14,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..experts.registry import ExpertTensors
 from ..placement import Placement
@@ -70,6 +71,8 @@ class Outcome:
         rounds: that were committed.
         committed_layers, left_layers: which layers changed, and which are not where they should be; a layer of several
             rounds may be among both.
+        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, of the rounds that were committed; None: of none.
+        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
     """
 
     placement: Placement
@@ -83,6 +86,8 @@ class Outcome:
     failed_phase: Phase | None = None
     cause: str = ""
     connections_broken: bool = False
+    transfers: NDArray[np.int64] | None = None
+    record_bytes: tuple[int, ...] = ()
 
     @property
     def stall_seconds(self) -> float:
@@ -227,7 +232,9 @@ class MigrationEngine:
         self._wait_for_device()
         done = migration.schedule.rounds[: migration.committed]
         left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
-        return self._outcome(migration.standing, done, left, started, verdict, Phase.STAGED, migration.received_bytes)
+        phase = Phase.STAGED
+        outcome = self._outcome(migration.standing, done, left, started, verdict, phase, migration.received_bytes)
+        return replace(outcome, record_bytes=migration.records.nbytes)
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
@@ -353,6 +360,7 @@ class MigrationEngine:
             failed_phase=None if verdict.commit else phase,
             cause=verdict.cause,
             connections_broken=verdict.connections_broken,
+            transfers=np.concatenate([round_.transfers for round_ in done]) if done else None,
         )
 
     @contextlib.contextmanager

@@ -1,0 +1,180 @@
+"""The events of a run on disk: ``events.jsonl`` in its folder, one JSON object a line, of which a crash costs the last.
+
+A start of the job, and a file that has grown large, sets the file before aside under a number
+(``events-000001.jsonl``); the oldest go when there are too many. Every file begins with the job's record and where its
+experts stand by then, so each can be read alone. What stands in a record is `records.py`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..files import FileError
+from .records import FORMAT, JOB, Record, RecordError, from_json, to_json
+
+NAME = "events.jsonl"
+FILE_BYTES = 16 << 20
+"""A file that has grown beyond is set aside."""
+MOST_FILES = 64
+"""Beside the one that is written; the oldest is removed."""
+MOST_LINE_BYTES = 64 << 20
+"""A longer line is no event of ours."""
+
+
+class EventWriter:
+    """Appends to the log of a run; one process at a time.
+
+    Args:
+        run: folder of the run; made if it is not there.
+        job: the record that every file begins with.
+
+    Attributes:
+        file_bytes, most_files: when a file is set aside, and how many are kept.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, run: Path, job: Record, *, file_bytes: int = FILE_BYTES, most_files: int = MOST_FILES) -> None:
+        self._run = run
+        self._job = dict(job)
+        self._descriptor = -1
+        self._written = 0
+        self.file_bytes, self.most_files = file_bytes, most_files
+        run.mkdir(parents=True, exist_ok=True)
+        self._next()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add a record; it is with the operating system when this returns, whatever becomes of the process.
+
+        Raises:
+            OSError: it cannot be written (a full disk); what is half written is set aside before the next one.
+        """
+        if self._descriptor < 0 or self._written > self.file_bytes:
+            self._next()
+        self._append(record)
+        if "placement" in record:
+            self._job.update(placement=record["placement"], epoch=record["epoch"])
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _next(self) -> None:
+        self.close()
+        path = self._run / NAME
+        aside = files_aside(self._run)
+        if path.exists():
+            number = int(aside[-1].stem.rpartition("-")[2]) + 1 if aside else 1
+            aside.append(self._run / f"events-{number:06}.jsonl")
+            path.rename(aside[-1])
+        for old in aside[: max(0, len(aside) - self.most_files)]:
+            old.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        self._written = 0
+        self._append(self._job)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        data = memoryview(json.dumps(to_json(record)).encode() + b"\n")
+        try:
+            while data:
+                written = os.write(self._descriptor, data)
+                self._written += written
+                data = data[written:]
+        except OSError:
+            self.close()  # perhaps half a line: the next record begins a new file
+            raise
+
+
+class EventReader:
+    """Reads the log of a run, also while it is written.
+
+    Lines that a crash cut off or that no job of ours wrote are left out, and counted in ``skipped``; a line that is
+    still being written is read when it is whole.
+
+    Args:
+        run: folder of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._offsets: dict[int, int] = {}
+        self.skipped = 0
+
+    def new(self) -> Iterator[Record]:
+        """Records that were written since the last call, oldest first.
+
+        Raises:
+            FileError: a file is of another kind or a later version.
+            OSError: a file cannot be read.
+        """
+        present: set[int] = set()
+        newest = self._run / NAME
+        for path in [*files_aside(self._run), newest]:
+            try:
+                file = open(path, "rb")  # noqa: SIM115
+            except FileNotFoundError:
+                continue
+            with file:
+                status = os.fstat(file.fileno())
+                if status.st_ino in present:
+                    continue  # set aside while we were reading
+                present.add(status.st_ino)
+                offset = self._offsets.get(status.st_ino, 0)
+                file.seek(offset if offset <= status.st_size else 0)
+                while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
+                    self._offsets[status.st_ino] = file.tell()
+                    record = self._record(line)
+                    if record is not None:
+                        yield record
+        self._offsets = {inode: offset for inode, offset in self._offsets.items() if inode in present}
+
+    def _record(self, line: bytes) -> Record | None:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            self.skipped += 1
+            return None
+        if isinstance(fields, dict) and fields.get("event") == JOB:
+            _require_known(fields)
+        try:
+            return from_json(fields)
+        except RecordError:
+            self.skipped += 1
+            return None
+
+
+def read_events(run: Path) -> list[Record]:
+    """All records of a run that are left, oldest first.
+
+    Raises:
+        FileError: there is no log, or one of another kind.
+        OSError: it cannot be read.
+    """
+    if not holds_events(run):
+        raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
+    return list(EventReader(run).new())
+
+
+def holds_events(run: Path) -> bool:
+    """Whether a job has written its events to this folder."""
+    return (run / NAME).is_file() or bool(files_aside(run))
+
+
+def files_aside(run: Path) -> list[Path]:
+    """Files before the one that is written, oldest first."""
+    found = [path for path in run.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdigit()]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("events-")))
+
+
+def _require_known(fields: Mapping[str, Any]) -> None:
+    if (fields.get("format"), fields.get("version")) != (FORMAT, 1):
+        raise FileError(
+            f"events of format {fields.get('format')!r}, version {fields.get('version')!r}: not ours, or newer"
+        )

@@ -1,0 +1,188 @@
+"""Events as records: plain fields and numpy arrays, the same in a running job and read back from its log.
+
+Everything that shows a job - log, page, metrics, report - works on these records, so that all of them say the same.
+What a listener has to work out from an event (the load of each rank, what no balancer would have had) is worked out
+here, once. A record is ``{"event": name, "time": seconds since 1970, "step": ..., ...}``; the first one of a log tells
+the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import BalancerConfig
+from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
+from ..load_series import decode, encode
+from ..placement import EMPTY, Placement
+from ..planner.evaluate import even_split_rank_load, filled_rank_load, imbalance, predicted_imbalance
+from ..routing.tables import SplitTables
+from ..topology import Topology
+
+Record = dict[str, Any]
+
+JOB = "JobAttached"
+"""The first record of every file of a log."""
+FORMAT = "eplb-runtime-events"
+ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
+"""Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and as experts
+stood at the start; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
+_DIGITS = 6
+_LARGEST = 1 << 26
+"""Elements of an array that is read back: more than any job has."""
+
+
+class RecordError(ValueError):
+    """A record that no job of ours wrote."""
+
+
+def job_record(
+    config: BalancerConfig, topology: Topology, placement: Placement, *, world_size: int, now: float, version: str
+) -> Record:
+    """What a job is, and where its experts stand at the start.
+
+    Args:
+        topology: of one EP group.
+        world_size: ranks of the job.
+        now: seconds since 1970.
+        version: of this package.
+    """
+    return {
+        "event": JOB,
+        "time": now,
+        "step": 0,
+        "format": FORMAT,
+        "version": 1,
+        "package": version,
+        "job": secrets.token_hex(8),
+        "started": now,
+        "layers": placement.num_layers,
+        "experts": placement.num_experts,
+        "ranks": placement.num_ranks,
+        "slots_per_rank": placement.slots_per_rank,
+        "ranks_per_node": topology.ranks_per_node,
+        "world_size": world_size,
+        "intra_node_bandwidth": topology.intra_node_bandwidth,
+        "inter_node_bandwidth": topology.inter_node_bandwidth,
+        "policy": config.policy,
+        "gate": config.gate,
+        "interval": config.interval,
+        "replica_slots": config.replica_slots,
+        "moe_share": config.moe_share,
+        "horizon_steps": config.horizon,
+        "epoch": placement.epoch,
+        "start": slots_of(placement),
+        "placement": slots_of(placement),
+    }
+
+
+def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.float64] | None = None) -> Record:
+    """An event as a record. Takes a few milliseconds for a large model: not for the training thread.
+
+    Args:
+        start: where the experts would stand without a balancer.
+        now: seconds since 1970.
+        speed_R: of the ranks, as the planner knows it.
+    """
+    record: Record = {**event.to_dict(), "time": now}
+    if isinstance(event, LoadMeasured):
+        record["imbalance"] = _rounded(np.array(event.imbalance, dtype=np.float64))
+        if event.load is not None and event.placements is not None:
+            measured_LR = _rank_load(event.load, event.placements, speed_R)
+            start_LR = _rank_load(event.load, ((len(event.load), start),), speed_R)
+            record["load"] = event.load.sum(axis=0, keepdims=True)
+            record["rank_load"] = np.rint(np.stack([measured_LR, start_LR])).astype(np.int64)
+            record["imbalance_start"] = _rounded(_imbalance(event.load, start, speed_R))
+    elif isinstance(event, RebalancePlanned) and event.by_layer is not None:
+        record["by_layer"] = _rounded(event.by_layer)
+    elif isinstance(event, RebalanceCommitted):
+        record["phase_seconds"] = {name: round(seconds, 9) for name, seconds in event.phase_seconds.items()}
+        if event.placement is not None:
+            record["placement"] = slots_of(event.placement)
+            transfers, slots = event.transfers, event.placement.slots_per_rank
+            moved = np.zeros((0, 4), dtype=np.int64) if transfers is None else transfers.copy()
+            moved[:, 2:] //= slots
+            record["transfers"] = moved[None]
+            record["expert_bytes"] = list(event.expert_bytes or ())
+    return record
+
+
+def slots_of(placement: Placement) -> NDArray[np.int64]:
+    """int64 ``[1, L, P]``."""
+    return placement.physical_to_logical[None].astype(np.int64)
+
+
+def to_json(record: Mapping[str, Any]) -> Record:
+    """A record without arrays in it, as a line of the log holds it."""
+    return {name: encode(value) if isinstance(value, np.ndarray) else value for name, value in record.items()}
+
+
+def from_json(line: Any) -> Record:
+    """What `to_json` made.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        raise RecordError("not an event")
+    for name in ("time", "step"):
+        if isinstance(line.get(name), bool) or not isinstance(line.get(name), int | float):
+            raise RecordError(f"an event without its {name}")
+    return {name: _array(name, value) if name in ARRAYS else value for name, value in line.items()}
+
+
+def _array(name: str, saved: Any) -> NDArray[np.int64]:
+    try:
+        count, rows, columns = (int(length) for length in saved["shape"])
+        if min(count, rows, columns) < 0 or count * rows * columns > _LARGEST:
+            raise ValueError(f"shape {saved['shape']}")
+        return decode(saved, rows, columns, count)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"{name} cannot be read: {error}") from None
+
+
+def _rounded(values: NDArray[np.float64]) -> list[Any]:
+    """As it is shown and written: a log is read more easily than 17 digits."""
+    rounded: list[Any] = values.round(_DIGITS).tolist()
+    return rounded
+
+
+def _rank_load(
+    load_TLE: NDArray[np.int64], placements: tuple[tuple[int, Placement], ...], speed_R: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows."""
+    first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
+    for end, placement in placements:
+        for load in load_TLE[first:end].astype(np.float64):
+            total += _rank_load_of(load, placement, speed_R)
+        first = end
+    return total
+
+
+def _rank_load_of(
+    load_LE: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    if placement.home is None or not _has_copies(placement):
+        return even_split_rank_load(load_LE, placement)
+    tables = SplitTables.of(placement)
+    filled_LR = filled_rank_load(load_LE, tables, speed_R)
+    units_L1, tokens_L1 = filled_LR.sum(axis=1, keepdims=True), load_LE.sum(axis=1, keepdims=True)
+    return np.asarray(np.divide(filled_LR * tokens_L1, units_L1, out=np.zeros_like(filled_LR), where=units_L1 > 0))
+
+
+def _imbalance(
+    load_TLE: NDArray[np.int64], placement: Placement, speed_R: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """float64 ``[T, L]``."""
+    load = load_TLE.astype(np.float64)
+    if _has_copies(placement) or not len(load):
+        return predicted_imbalance(load, placement, speed_R)
+    return np.stack([imbalance(even_split_rank_load(row, placement), speed_R) for row in load])
+
+
+def _has_copies(placement: Placement) -> bool:
+    return bool((placement.physical_to_logical != EMPTY).sum() > placement.num_layers * placement.num_experts)
