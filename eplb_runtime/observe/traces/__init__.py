@@ -1,0 +1,19 @@
+"""Traces of torch.profiler, of one rank or of many: where time went, how two jobs differ, one file for all ranks."""
+
+from .analysis import Analysis, analyse
+from .merging import Merged, merge
+from .reading import TraceError
+from .summary import Change, Comparison, compare, together, traces_in
+
+__all__ = [
+    "Analysis",
+    "Change",
+    "Comparison",
+    "Merged",
+    "TraceError",
+    "analyse",
+    "compare",
+    "merge",
+    "together",
+    "traces_in",
+]

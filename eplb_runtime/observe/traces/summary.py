@@ -1,0 +1,195 @@
+"""What the traces of a job's ranks say together, and what differs between two jobs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .analysis import Analysis
+from .reading import TraceError
+
+MERGED_PREFIX = "merged"
+"""Of the names of files that `merge` writes beside what it reads."""
+_ENDINGS = (".json", ".json.gz")
+
+
+def traces_in(path: Path) -> list[Path]:
+    """A file, or the traces in a folder in the order of their names, numbers by their value.
+
+    Raises:
+        TraceError: a folder without traces.
+        OSError: there is no such file or folder.
+    """
+    path.stat()
+    if not path.is_dir():
+        return [path]
+    found = [
+        entry
+        for entry in path.iterdir()
+        if entry.name.endswith(_ENDINGS) and not entry.name.startswith(MERGED_PREFIX) and entry.is_file()
+    ]
+    if not found:
+        raise TraceError(f"{path}: no traces in this folder (*.json, *.json.gz)")
+    return sorted(found, key=lambda entry: [(len(part), part) for part in _split_numbers(entry.name)])
+
+
+def _split_numbers(name: str) -> list[str]:
+    parts: list[str] = []
+    for character in name:
+        if parts and parts[-1][-1].isdigit() == character.isdigit():
+            parts[-1] += character
+        else:
+            parts.append(character)
+    return parts
+
+
+def together(analyses: Sequence[Analysis]) -> dict[str, Any]:
+    """JSON-able: of one trace all that is known of it; of several their means, and each of them in ``traces``."""
+    if len(analyses) == 1:
+        return analyses[0].to_dict()
+    mean = _mean_over(analyses)
+    total, hidden = mean(lambda one: one.communication.us), mean(lambda one: one.communication.hidden_us)
+    return {
+        "span_us": mean(lambda one: one.span_us),
+        "busy_us": mean(lambda one: one.busy_us),
+        "idle_us": mean(lambda one: one.idle_us),
+        "compute_us": mean(lambda one: one.compute_us),
+        "step_us": mean(lambda one: one.step_us),
+        "communication": {
+            "us": total,
+            "hidden_us": hidden,
+            "exposed_us": mean(lambda one: one.communication.exposed_us),
+            "hidden_share": round(hidden / total, 6) if total else 0.0,
+        },
+        "streams": [{"file": one.file, **asdict(stream)} for one in analyses for stream in one.streams],
+        "kernels": [{"file": one.file, **asdict(kernel)} for one in analyses for kernel in one.kernels],
+        "traces": [one.to_dict() for one in analyses],
+    }
+
+
+def _mean_over(analyses: Sequence[Analysis]) -> Callable[[Callable[[Analysis], float]], float]:
+    return lambda value: round(statistics.fmean(value(one) for one in analyses), 3)
+
+
+# -- two jobs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number of two jobs. ``change``: relative, None where it was 0."""
+
+    what: str
+    a: float
+    b: float
+    change: float | None
+
+    @classmethod
+    def of(cls, what: str, a: float, b: float) -> Change:
+        return cls(what, round(a, 3), round(b, 3), round(b / a - 1, 4) if a else None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from one job to another.
+
+    Args:
+        per: ``"step"`` where the profiler has marked steps in all traces, else ``"trace"``: what times are of.
+        summary: times in microseconds of a rank, mean over ranks unless said otherwise.
+        phases: of the thread that runs them, mean over ranks.
+        kinds, kernels: durations added up, mean over ranks; kernels from the largest change on.
+    """
+
+    a: str
+    b: str
+    per: str
+    summary: tuple[Change, ...]
+    phases: tuple[Change, ...]
+    kinds: tuple[Change, ...]
+    kernels: tuple[Change, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: str) -> Comparison:
+    """What changed between two jobs.
+
+    Args:
+        a, b: an analysis for each rank.
+        name_a, name_b: what to call them.
+    """
+    by_step = all(one.steps for one in (*a, *b))
+    first, second = _Job(a, by_step), _Job(b, by_step)
+    return Comparison(
+        name_a,
+        name_b,
+        "step" if by_step else "trace",
+        _changes(first.summary(), second.summary()),
+        _changes(first.phases(), second.phases()),
+        _changes(first.kinds(), second.kinds()),
+        tuple(sorted(_changes(first.kernels(), second.kernels()), key=lambda row: -abs(row.b - row.a))),
+    )
+
+
+def _changes(a: dict[str, float], b: dict[str, float]) -> tuple[Change, ...]:
+    return tuple(Change.of(what, a.get(what, 0.0), b.get(what, 0.0)) for what in dict.fromkeys([*a, *b]))
+
+
+class _Job:
+    """The ranks of a job, times by step."""
+
+    def __init__(self, ranks: Sequence[Analysis], by_step: bool) -> None:
+        self._ranks = ranks
+        self._by_step = by_step
+
+    def summary(self) -> dict[str, float]:
+        computing = [self._of(one, one.compute_us) for one in self._ranks]
+        mean = statistics.fmean(computing)
+        travelled = self._mean(lambda one: one.communication.us)
+        hidden = self._mean(lambda one: one.communication.hidden_us)
+        took = {"step, median": statistics.fmean(one.step_us for one in self._ranks)} if self._by_step else {}
+        return {
+            **took,
+            "span": self._mean(lambda one: one.span_us),
+            "computing": mean,
+            "computing, busiest rank": max(computing),
+            "computing, max / mean over ranks": max(computing) / mean if mean else 0.0,
+            "communication": travelled,
+            "communication, hidden": hidden,
+            "communication, exposed": self._mean(lambda one: one.communication.exposed_us),
+            "communication, hidden share": hidden / travelled if travelled else 0.0,
+            "idle": self._mean(lambda one: one.idle_us),
+        }
+
+    def phases(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for one in self._ranks:
+            for row in one.phases:
+                name = f"{row.phase}({row.direction})" if row.direction else row.phase
+                found[name] += self._of(one, row.host_us) / len(self._ranks)
+        return dict(found)
+
+    def kinds(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for one in self._ranks:
+            for kind, row in one.kinds.items():
+                found[kind] += self._of(one, row["us"]) / len(self._ranks)
+        return dict(found)
+
+    def kernels(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for one in self._ranks:
+            for kernel in one.kernels:
+                found[kernel.name] += self._of(one, kernel.us) / len(self._ranks)
+        return dict(found)
+
+    def _mean(self, value: Callable[[Analysis], float]) -> float:
+        return statistics.fmean(self._of(one, value(one)) for one in self._ranks)
+
+    def _of(self, one: Analysis, microseconds: float) -> float:
+        return microseconds / one.steps if self._by_step else microseconds

@@ -1,0 +1,185 @@
+"""What a trace says: held against small traces whose answers are known, and against one that was published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import COMBINE, DISPATCH, GEMM, NOTIFY, REDUCE, cpu_events, gpu_events, kernel, of_rank, span, write
+
+from eplb_runtime.observe.traces import TraceError, analyse
+from eplb_runtime.observe.traces.intervals import length, overlap, union, without
+from eplb_runtime.observe.traces.kinds import (
+    COLLECTIVE,
+    COMPUTE,
+    ONE_SIDED,
+    POINT_TO_POINT,
+    kind_of_copy,
+    kind_of_kernel,
+    micro_batch_of,
+    phase_of,
+)
+
+
+def test_the_trace_of_a_gpu_gives_its_known_answer(tmp_path: Path) -> None:
+    found = analyse(of_rank(tmp_path / "trace.json", 5, gpu_events()))
+    assert (found.device, found.rank, found.span_us, found.busy_us, found.idle_us) == ("gpu", 5, 400, 390, 10)
+    assert (found.compute_us, found.steps, found.step_us) == (240, 1, 350)
+    travelled = found.communication
+    assert (travelled.us, travelled.hidden_us, travelled.exposed_us) == (210, 60, 150)
+    assert travelled.hidden_share == round(60 / 210, 6)
+    assert found.kinds == {
+        "compute": {"count": 4, "us": 260},
+        "combine": {"count": 1, "us": 110},
+        "dispatch": {"count": 1, "us": 80},
+        "collective": {"count": 1, "us": 20},
+        "notify and layout": {"count": 1, "us": 10},
+    }
+    streams = {stream.name: (stream.busy_us, stream.idle_us, stream.kinds) for stream in found.streams}
+    sent = {"compute": 20, "notify and layout": 10, "dispatch": 80, "combine": 110}
+    assert streams["stream 20"] == (220, 180, dict(sorted(sent.items())))
+    assert streams["stream 7"] == (240, 160, {"compute": 240})
+    first = found.kernels[0]
+    assert (first.name, first.count, first.us, first.kind) == (GEMM, 3, 240, "compute")
+
+
+def test_a_kernel_belongs_to_the_phase_in_which_it_was_launched(tmp_path: Path) -> None:
+    phases = {(p.phase, p.layer): p for p in analyse(write(tmp_path / "trace.json", gpu_events())).phases}
+    assert set(phases) == {("compute", 2), ("dispatch", 2), ("compute", 3)}
+    # Launched in dispatch of layer 2: notify 60-70, dispatch 70-150, all-reduce 140-160; nothing computes 100-150.
+    dispatch = phases["dispatch", 2]
+    assert (dispatch.host_us, dispatch.compute_us, dispatch.communication_us, dispatch.exposed_us) == (45, 0, 100, 50)
+    assert phases["compute", 2].compute_us == 100  # the copy lies inside the first GEMM
+    assert phases["compute", 3].compute_us == 140
+
+
+def test_the_trace_of_a_cpu_gives_its_known_answer(tmp_path: Path) -> None:
+    found = analyse(write(tmp_path / "trace.json.gz", cpu_events()))
+    assert (found.device, found.rank, found.span_us, found.busy_us, found.compute_us) == ("cpu", None, 100, 100, 55)
+    travelled = found.communication
+    assert (travelled.us, travelled.hidden_us, travelled.exposed_us) == (70, 25, 45)
+    phases = {(p.phase, p.direction): p for p in found.phases}
+    assert (phases["dispatch", "F"].communication_us, phases["dispatch", "F"].exposed_us) == (30, 5)
+    assert (phases["combine", "B"].communication_us, phases["combine", "B"].exposed_us) == (40, 40)
+    # An operator inside another counts once, a node of autograd that waits not at all.
+    assert found.kinds["compute"] == {"count": 3, "us": 65}
+
+
+def test_phases_without_a_layer_are_numbered_in_each_step(tmp_path: Path) -> None:
+    events = cpu_events()
+    for step in range(2):
+        begin = 200.0 + 100 * step
+        events.append(span(f"ProfilerStep#{2 + step}", "user_annotation", begin, begin + 90))
+        events += [span("attn(F)", "user_annotation", begin + 10 * n, begin + 10 * n + 5) for n in range(3)]
+    attention = [p for p in analyse(write(tmp_path / "trace.json", events)).phases if p.phase == "attn"]
+    assert [(p.layer, p.spans, p.host_us) for p in attention] == [(0, 2, 10), (1, 2, 10), (2, 2, 10)]
+
+
+def test_phases_are_told_by_micro_batch(tmp_path: Path) -> None:
+    events = [
+        *cpu_events(),
+        span("PP:0F3", "user_annotation", 20, 58.5),
+        span("PP:1B2", "user_annotation", 58.6, 105),
+    ]
+    found = {(p.phase, p.micro_batch) for p in analyse(write(tmp_path / "trace.json", events)).phases}
+    assert found == {("dispatch", 3), ("combine", 2)}
+
+
+def test_the_published_trace_gives_its_published_numbers(shared_data: Path) -> None:
+    found = analyse(shared_data / "deepseek_train_profile.json.gz")
+    assert found.span_us == 129_012 and round(found.busy_us / found.span_us, 3) == 0.996
+    travelled = found.communication
+    assert (travelled.us, travelled.hidden_us, travelled.exposed_us) == (113_440, 109_263, 4_177)
+    assert round(travelled.hidden_share, 3) == 0.963
+    assert found.kinds["dispatch"] == {"count": 8, "us": 31_004}
+    assert found.kinds["combine"] == {"count": 8, "us": 49_448}
+    assert found.kinds["notify and layout"] == {"count": 20, "us": 32_988}
+    # Four MoE layers, whose phases have no numbers; every communication kernel belongs to one of them.
+    by_phase = {(p.phase, p.direction, p.layer): p for p in found.phases}
+    assert len(by_phase) == 40 and {layer for _, _, layer in by_phase} == {0, 1, 2, 3}
+    assert sum(p.communication_us for p in found.phases) == 113_440
+    assert round(sum(p.exposed_us for p in found.phases)) == 4_177
+
+
+def test_names_of_kernels_that_carry_data() -> None:
+    for name, kind in {
+        DISPATCH: "dispatch",
+        COMBINE: "combine",
+        NOTIFY: "notify and layout",
+        REDUCE: COLLECTIVE,
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": POINT_TO_POINT,
+        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)": COLLECTIVE,
+        "void dpsk::ep::internode::cached_notify<false>(int, int)": "notify and layout",
+        "void deep_ep::internode_ll::dispatch<true, 3, 10, 7168>(void*, float*)": "dispatch",
+        "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*)": "notify and layout",
+        "void deep_ep::elastic::combine_impl<8>(int)": "combine",
+        "void deep_ep::elastic::pp_send_impl<1>(int)": ONE_SIDED,
+        "nvshmemi_barrier_all_on_stream_kernel(int)": ONE_SIDED,
+        "void multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": ONE_SIDED,
+        GEMM: COMPUTE,
+        "void at::native::index_elementwise_kernel<128, 4>(deep_ep::Layout)": COMPUTE,
+        "moe_combine_kernel": COMPUTE,
+    }.items():
+        assert kind_of_kernel(name) == kind, name
+    assert kind_of_copy("Memcpy PtoP (Device -> Device)") == ONE_SIDED
+    assert kind_of_copy("Memcpy HtoD (Pinned -> Device)") == COMPUTE
+
+
+def test_names_of_phases() -> None:
+    ours = phase_of("eplb_runtime dispatch(F) layer=3 epoch=17")
+    assert ours is not None and (ours.phase, ours.direction, ours.layer) == ("dispatch", "F", 3)
+    assert phase_of("mlp(W)") is not None and phase_of("eplb_runtime migration: post epoch=3") is not None
+    assert phase_of("forward (model)") is None and phase_of("aten::mm") is None
+    assert micro_batch_of("PP:0F12") == 12 and micro_batch_of("Backward 3") == 3 and micro_batch_of("PP") is None
+
+
+def test_a_trace_in_which_nothing_ran_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="nothing in it was computed or sent"):
+        analyse(write(tmp_path / "trace.json", [span("main", "python_function", 0, 5)]))
+
+
+def test_a_list_of_events_is_a_trace_too(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps([kernel(GEMM, 0, 5, 7, 1)]))
+    assert analyse(tmp_path / "trace.json").span_us == 5
+
+
+def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eplb_runtime.observe.traces import reading
+
+    path = of_rank(tmp_path / "trace.json.gz", 0, gpu_events())
+    whole = analyse(path).to_dict()
+    for chunk in (1, 7, 100):
+        monkeypatch.setattr(reading, "_CHUNK", chunk)
+        assert analyse(path).to_dict() == whole
+    monkeypatch.setattr(reading, "LONGEST_VALUE", 20)
+    with pytest.raises(TraceError, match="not a JSON trace"):
+        analyse(path)
+
+
+def test_progress_adds_up_to_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", gpu_events() * 50)
+    seen: list[int] = []
+    analyse(path, seen.append)
+    assert sum(seen) == path.stat().st_size
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+@settings(deadline=None)
+@given(SPANS, SPANS)
+def test_intervals_agree_with_counting_each_unit_of_time(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
+    def covered(spans: list[tuple[int, int]]) -> set[int]:
+        return {unit for begin, end in spans for unit in range(begin, end)}
+
+    a, b = (union(np.array(spans, dtype=np.float64).reshape(-1, 2)) for spans in (one, other))
+    assert length(a) == len(covered(one))
+    assert overlap(a, b) == len(covered(one) & covered(other))
+    assert length(without(a, b)) == len(covered(one) - covered(other))
+    assert (a[1:, 0] > a[:-1, 1]).all()

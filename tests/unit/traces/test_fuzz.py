@@ -1,0 +1,116 @@
+"""Whatever a trace holds, reading it ends with an answer or with this room's own error in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from traces import cpu_events, flow, gpu_events, of_rank, write
+
+from eplb_runtime.observe.traces import TraceError, analyse, merge
+
+calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+with TemporaryDirectory() as _folder:
+    WHOLE = of_rank(Path(_folder) / "a.json", 0, [*gpu_events(), *cpu_events()]).read_bytes()
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+KEYS = ["ph", "cat", "name", "pid", "tid", "ts", "dur", "args", "id"]
+
+
+def read(content: bytes, name: str = "trace.json") -> None:
+    """Analysed and merged; the only error is one line that names the file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(content)
+        for use in (lambda: analyse(path), lambda: merge([path], Path(folder) / "merged.json")):
+            try:
+                use()
+            except TraceError as error:
+                assert str(path) in str(error) and "\n" not in str(error)
+
+
+@calm
+@given(st.integers(0, len(WHOLE)), st.binary(max_size=4), st.integers(0, 6))
+def test_bytes_that_were_changed(at: int, instead: bytes, gone: int) -> None:
+    read(WHOLE[:at] + instead + WHOLE[at + gone :])
+
+
+@calm
+@given(st.integers(0, len(WHOLE)))
+def test_files_that_are_broken_off(length: int) -> None:
+    read(WHOLE[:length])
+    read(gzip.compress(WHOLE)[: length // 3])
+
+
+@calm
+@given(st.binary(max_size=80))
+def test_any_bytes(content: bytes) -> None:
+    read(content)
+    read(b"\x1f\x8b" + content)
+
+
+@calm
+@given(st.integers(0, 40), st.sampled_from(KEYS), ANYTHING)
+def test_events_with_any_value(which: int, key: str, value: Any) -> None:
+    events: list[dict[str, Any]] = [*gpu_events(), flow("s", 1, 0), *cpu_events()]
+    events[which % len(events)][key] = value
+    with suppress(ValueError):  # what JSON cannot say
+        read(json.dumps({"traceEvents": events}).encode())
+
+
+@calm
+@given(st.dictionaries(st.sampled_from(["distributedInfo", "baseTimeNanoseconds", "x"]), ANYTHING), ANYTHING)
+def test_heads_with_any_value(head: dict[str, Any], events: Any) -> None:
+    read(json.dumps({**head, "traceEvents": cpu_events()}).encode())
+    read(json.dumps({**head, "traceEvents": events}).encode())
+    read(json.dumps(events).encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "broken off"),
+        (b'{"traceEvents": [', "broken off"),
+        (b'{"traceEvents": 5}', "not a JSON trace"),
+        (b'{"a": 1}', 'no "traceEvents"'),
+        (b"hello", "not a JSON trace"),
+        (b"\xff\xfe{}", "not text"),
+        (b"[" * 100_000, "an event is|too deep"),
+        (b'[{"a":' * 50_000, "too deep|not a JSON"),
+        (b'[{"ph":"X","ts":1e999,"cat":"kernel"}]', "ts is inf"),
+        (b'[{"ph":"X","ts":1,"dur":-4,"cat":"kernel"}]', "times run forwards"),
+        (b'[{"ph":"X","cat":"kernel"}]', "ts is 'missing'"),
+        (b'[{"ph":"X","ts":' + b"9" * 5000 + b"}]", "not a JSON trace"),
+    ],
+)
+def test_what_is_said(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "trace.json").write_bytes(content)
+    with pytest.raises(TraceError, match=says):
+        analyse(tmp_path / "trace.json")
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    with pytest.raises(TraceError, match="not a regular file"):
+        analyse(tmp_path / "trace.json")
+
+
+def test_what_unpacks_to_more_than_a_trace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eplb_runtime.observe.traces import reading
+
+    monkeypatch.setattr(reading, "MOST_BYTES", 100_000)
+    path = write(tmp_path / "trace.json.gz", cpu_events() * 1000)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(TraceError, match="unpacks to more"):
+        analyse(path)
