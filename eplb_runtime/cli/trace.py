@@ -127,8 +127,8 @@ def _print_one(one: Analysis, by_layer: bool, kernels: int) -> None:
                 "stream": stream.name,
                 "busy us": _us(stream.busy_us),
                 "idle us": _us(stream.idle_us),
-                "computing us": _us(stream.kinds.get(COMPUTE, 0.0)),
-                "sending us": _us(sum(us for kind, us in stream.kinds.items() if kind != COMPUTE)),
+                "compute us": _us(stream.kinds.get(COMPUTE, 0.0)),
+                "send us": _us(sum(us for kind, us in stream.kinds.items() if kind != COMPUTE)),
             }
             for stream in one.streams
         ],
@@ -159,8 +159,8 @@ def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
         if by_layer:
             row |= {"layer": "" if layer is None else layer}
             row |= {"micro-batch": "" if micro_batch is None else micro_batch} if in_batches else {}
-        row |= {"spans": int(spans), "host us": _us(host), "computing us": _us(compute)}
-        shown.append(row | {"sending us": _us(communication), "exposed us": _us(exposed)})
+        row |= {"spans": int(spans), "host us": _us(host), "compute us": _us(compute)}
+        shown.append(row | {"send us": _us(communication), "exposed us": _us(exposed)})
     return shown
 
 
