@@ -20,7 +20,7 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch",)
+TRANSPORTS = ("torch", "shm")
 DISPATCHES = ("all_to_all",)
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from .base import Transport
+from .shm import SharedMemory
 from .torch_p2p import TorchPointToPoint
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
     "torch": TorchPointToPoint,
+    "shm": SharedMemory,
 }
 """``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""
