@@ -57,7 +57,8 @@ class BalancerConfig:
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
-        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL).
+        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL) or ``"shm"``
+            (shared memory between the ranks of one node, on a CPU).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed).
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).

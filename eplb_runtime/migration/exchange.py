@@ -78,6 +78,8 @@ class Exchanger:
     def reconnect(self, transport: Transport) -> None:
         self.close()
         self._transport = transport
+        for arena in (self._arrivals, self._departures):
+            arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def close(self) -> None:
         """Give back what the transport keeps."""

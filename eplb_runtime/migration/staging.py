@@ -35,6 +35,10 @@ class Arena:
             self.memory = self.memory[:0]  # not the old and the new at once
             self.memory = self._empty(nbytes)
 
+    def forget(self) -> None:
+        """Give the memory back."""
+        self.memory = self._empty(0)
+
     def restart(self) -> None:
         self._used = 0
 

@@ -31,7 +31,12 @@ Injection = Callable[[int, eplb.Balancer], None]
 
 
 def train(
-    rank: int, policy: str, inject: Injection, timeout_seconds: float = 20.0, staging_bytes: int = 256 << 20
+    rank: int,
+    policy: str,
+    inject: Injection,
+    timeout_seconds: float = 20.0,
+    staging_bytes: int = 256 << 20,
+    transport: str = "torch",
 ) -> dict:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -42,6 +47,7 @@ def train(
         dense_gradients="allreduce",
         timeout_seconds=timeout_seconds,
         staging_bytes=staging_bytes,
+        transport=transport,
     )
     balancer = eplb.attach(model, optimizer, config=config)
     inject(rank, balancer)
@@ -203,6 +209,10 @@ def test_the_rebalance_is_dropped_and_the_next_one_works(
     undisturbed: list[dict], inject: Injection, phase: str, cause: str
 ) -> None:
     results = run_ranks(4, train, "incremental", inject)
+    check_that_one_was_dropped(undisturbed, results, phase, cause)
+
+
+def check_that_one_was_dropped(undisturbed: list[dict], results: list[dict], phase: str, cause: str) -> None:
     for rank, result in enumerate(results):
         assert len(result["aborted"]) == 1, f"rank {rank}: {result['aborted']}"
         step, where, why = result["aborted"][0]
@@ -215,6 +225,11 @@ def test_the_rebalance_is_dropped_and_the_next_one_works(
         assert result["losses"] == undisturbed[rank]["losses"]
         for name, tensor in result["state"].items():
             assert torch.equal(tensor, undisturbed[rank]["state"][name]), name
+
+
+def test_so_it_is_over_shared_memory(undisturbed: list[dict]) -> None:
+    results = run_ranks(4, train, "incremental", corrupt_a_staged_byte, 20.0, 256 << 20, "shm")
+    check_that_one_was_dropped(undisturbed, results, "staged", "checksum")
 
 
 def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed(
@@ -252,8 +267,10 @@ def stall_until_the_others_gave_up(rank: int, balancer: eplb.Balancer) -> None:
         balancer._rebalancer._engine.probe = Once(Phase.PREPARED, stall)
 
 
-def test_ranks_that_waited_in_vain_find_together_again(undisturbed: list[dict]) -> None:
-    results = run_ranks(4, train, "incremental", stall_until_the_others_gave_up, 3.0)
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_ranks_that_waited_in_vain_find_together_again(undisturbed: list[dict], transport: str) -> None:
+    arguments = (stall_until_the_others_gave_up, 3.0, 256 << 20, transport)
+    results = run_ranks(4, train, "incremental", *arguments)
     for rank, result in enumerate(results):
         assert len(result["aborted"]) == 1, f"rank {rank}: {result['aborted']}"
         assert [s for s in result["committed"] if s > result["aborted"][0][0]], "no rebalance after the dropped one"
