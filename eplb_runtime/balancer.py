@@ -33,6 +33,7 @@ from .load.counter import in_recompute
 from .load.declared import checked_declaration
 from .load.saved import saved_windows
 from .parts import Parts, watched
+from .phases import phase
 from .placement import Placement, PlacementError
 from .planner import Plan
 from .ranks import Job
@@ -154,8 +155,10 @@ class Balancer:
         self._gradients.begin()
         self._in_step = False
         self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
-        self._guard.after_step()
-        moved = self._rebalancer.at_boundary()
+        with phase("guard"):
+            self._guard.after_step()
+        with phase("step boundary", epoch=self.placement.epoch):
+            moved = self._rebalancer.at_boundary()
         if self._training or moved:
             self._refresh_copies()
 
@@ -337,7 +340,7 @@ class Balancer:
         """
         rows_LH = self._maps.table.logical_of_rows(self._groups.job.ep_rank)
         self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
-        with self._watch.waiting():
+        with self._watch.waiting(), phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from .load.aggregate import HostCopy, aggregate
 from .load.declared import DeclaredLoadError, summed
 from .migration.agreement import Agreement
 from .migration.difference import apply, difference
+from .phases import phase
 from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.cost import crossing_seconds
@@ -165,8 +166,10 @@ class DecisionMaker:
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
-        sources = self._by_node(measurement, control)
-        total = aggregate(measurement.buckets, control).numpy()
+        epoch = measurement.placement.epoch
+        with phase("decision: add up load", epoch=epoch):
+            sources = self._by_node(measurement, control)
+            total = aggregate(measurement.buckets, control).numpy()
         finding = "" if measurement.look is None else self._guard.finding(measurement.look, control)
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:
@@ -188,7 +191,8 @@ class DecisionMaker:
             return Decision(summary=summary, finding=finding)
         declared, self._declared = declared if declared is not None else self._declared, None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
-        message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
+        with phase("decision: plan", epoch=epoch):
+            message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
         imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
         try:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
@@ -205,9 +209,10 @@ class DecisionMaker:
             placements=measurement.placements,
             step_seconds=measurement.step_seconds,
         )
-        verdict = agreement.same_on_all(digest, "plan", problem)
-        if verdict.commit:
-            verdict = agreement.record(key, verdict)
+        with phase("decision: agree", epoch=epoch):
+            verdict = agreement.same_on_all(digest, "plan", problem)
+            if verdict.commit:
+                verdict = agreement.record(key, verdict)
         if not verdict.commit:
             return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
         if summary.get("failure"):

@@ -14,6 +14,7 @@ from .dispatch.in_flight import InFlight
 from .dispatch.lanes import Lanes
 from .experts.compute import LocalExperts
 from .load.counter import LoadCounter, in_recompute
+from .phases import phase
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, RowCounts
 from .watch import Meeting
@@ -69,13 +70,14 @@ class ExpertParallelLayer:
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
-        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training)
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
-                self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+                with phase("count", "F", self.index, self._table.epoch):
+                    self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
@@ -93,14 +95,20 @@ class ExpertParallelLayer:
         self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, manifest: Any
     ) -> tuple[Tensor, Any]:
         """The layer's output, and the manifest of its dispatch."""
-        slots_TK, counts = (None, None) if manifest is not None else self._route(topk_ids_TK)
+        epoch = self._table.epoch
+        with phase("route", "F", self.index, epoch):
+            slots_TK, counts = (None, None) if manifest is not None else self._route(topk_ids_TK)
         self._experts.ahead_of_forward()
-        dispatched = self._dispatcher.dispatch(hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest)
-        if dispatched.event is not None:
-            torch.accelerator.current_stream().wait_event(dispatched.event)
-        with self._one_at_a_time:
+        with phase("dispatch", "F", self.index, epoch):
+            dispatched = self._dispatcher.dispatch(
+                hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest
+            )
+            if dispatched.event is not None:
+                torch.accelerator.current_stream().wait_event(dispatched.event)
+        with phase("compute", "F", self.index, epoch), self._one_at_a_time:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
-        combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
+        with phase("combine", "F", self.index, epoch):
+            combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
 
     def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, RowCounts | None]:

@@ -192,10 +192,17 @@ class Meeting:
         word: int = getattr(self._here, "word", 0)
         return word
 
-    def enter(self, layer: int, step: int, training: bool) -> None:
+    @property
+    def place(self) -> tuple[int, int] | tuple[None, None]:
+        """Layer and epoch of the forward that this thread is in."""
+        found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
+        return found
+
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0) -> None:
         """A forward of a layer begins on this rank."""
         word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.word = word
+        self._here.place = layer, epoch
         self.watch.at(word)
 
     def check(self, words: NDArray[np.int64]) -> None:

@@ -18,6 +18,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.launching import repeat_every_bit
+from eplb_runtime.observe.profiling import Profiler
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0
@@ -119,16 +121,21 @@ def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, 
     model.train()
     losses = torch.zeros(args.steps, device=device)
     started = time.perf_counter()
-    for step in range(args.steps):
-        ids = batch(step)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        balancer.clip_grad_norm_(CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step] = loss.detach()
-        if rank == 0 and (step + 1) % args.interval == 0:
-            report_progress(name, step + 1, args.steps, losses[step].item(), balancer, started)
+    # Recorded from a decision to the next, experts having moved a few times by then.
+    skip = max(0, min(4 * args.interval, args.steps // 2 - args.interval) - 1)
+    with Profiler(args.profile / name, args.interval, skip) if args.profile else nullcontext() as profiler:
+        for step in range(args.steps):
+            ids = batch(step)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            balancer.clip_grad_norm_(CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[step] = loss.detach()
+            if profiler is not None:
+                profiler.step()
+            if rank == 0 and (step + 1) % args.interval == 0:
+                report_progress(name, step + 1, args.steps, losses[step].item(), balancer, started)
     seconds = time.perf_counter() - started
     state = eplb.logical_state_dict(model, optimizer)
     balancer.close()
@@ -219,6 +226,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument(
+        "--profile", type=Path, help="folder for profiler traces: <run>/rank<N>.json.gz, of a few steps of each run"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for summary.json")
     return parser.parse_args()
 

@@ -7,8 +7,9 @@ said to be. All variants train in one run and take turns in blocks of steps, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..balancer import Balancer
 from ..config import BalancerConfig
 from ..events import LoadMeasured, RebalanceCommitted
 from ..hosts import attach
+from ..observe.profiling import Profiler
 
 NEVER = 1_000_000
 """Steps between decisions of a balancer that is to make none."""
@@ -87,7 +89,7 @@ class _Variant:
         self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
         self.block_seconds: list[float] = []
 
-    def steps(self, count: int) -> float:
+    def steps(self, count: int, after_step: Callable[[], None] = lambda: None) -> float:
         """Seconds that this rank took; batches are made before the clock starts."""
         batches = [self._batch(self._step + index) for index in range(count)]
         self._step += count
@@ -97,8 +99,14 @@ class _Variant:
             self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
+            after_step()
         dist.barrier()
         return time.perf_counter() - began
+
+    def profiled(self, folder: Path) -> None:
+        """Train a block more, and write what each rank did."""
+        with Profiler(folder, self.work.interval - 1, skip=0) as profiler:
+            self.steps(self.work.interval, profiler.step)
 
     def block(self) -> None:
         self.block_seconds.append(self.steps(self.work.interval))
@@ -126,7 +134,12 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 
 
 def run(
-    device: torch.device, blocks: int = 8, work: Workload | None = None, *, width: int = Workload.width
+    device: torch.device,
+    blocks: int = 8,
+    work: Workload | None = None,
+    *,
+    width: int = Workload.width,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Train the variants on the ranks of the process group, one thread each. Collective.
 
@@ -134,6 +147,8 @@ def run(
         device: of this rank; the CPU.
         blocks: of ten steps, timed, of each variant.
         work: None: the usual one, of ``blocks`` and ``width``.
+        profile: folder for traces of a block of each variant, after those that are timed: ``static/rank0.json.gz`` and
+            so on.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
@@ -177,6 +192,8 @@ def run(
         ],
     }
     for variant in variants:
+        if profile is not None:
+            variant.profiled(profile / variant.name)
         variant.balancer.close()
     return result
 

@@ -97,6 +97,7 @@ def _add_on_ranks(benches: Any, what: str) -> None:
             "of an expert's hidden layer: more of it, more of a step is computing",
             default=1024,
         )
+        add("--profile", "DIR", Path, "write a profiler trace of each variant and rank there, for `trace compare`")
 
 
 def _add_overlap(benches: Any) -> None:
@@ -219,8 +220,9 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
         if "width" in arguments:
             options += ["--width", str(arguments.width)]
+            options += ["--profile", str(arguments.profile)] if arguments.profile else []
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
-    sizes = {"width": arguments.width} if "width" in arguments else {}
+    sizes = {"width": arguments.width, "profile": arguments.profile} if "width" in arguments else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext():
         result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats, **sizes)
     if is_first():

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..experts.compute import SlotCounts
+from ..phases import phase
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
 from . import permute
@@ -126,6 +127,10 @@ class AllToAll(Dispatcher):
 
         return arrived
 
+    def place(self) -> tuple[int, int] | tuple[None, None]:
+        """Layer and epoch of the forward that this thread is in, for the names of its phases."""
+        return (None, None) if self._meeting is None else self._meeting.place
+
     def sum_choices(self, rows_ND: Tensor, manifest: Manifest, weights_TK: Tensor | None = None) -> Tensor:
         return permute.sum_choices(rows_ND, manifest.place_TK, self._memory, weights_TK)
 
@@ -217,7 +222,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: Manifest, wire: AllToAll
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.manifest, ctx.wire = manifest, wire
+        ctx.manifest, ctx.wire, ctx.place = manifest, wire, wire.place()
         rows = wire.to_experts(hidden_TD.contiguous(), manifest.tokens)
         if weights_TK is None:
             return rows(), None
@@ -231,14 +236,15 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None) -> tuple[Tensor | None, ...]:
         manifest, wire = ctx.manifest, ctx.wire
         hidden_need, weights_need, *_ = ctx.needs_input_grad
-        rows = wire.to_tokens(grad_MD, manifest) if hidden_need else None
-        weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
-        return (
-            None if rows is None else wire.sum_choices(rows(), manifest),
-            None if weights is None else weights().squeeze(1)[manifest.place_TK],
-            None,
-            None,
-        )
+        with phase("dispatch", "B", *ctx.place):
+            rows = wire.to_tokens(grad_MD, manifest) if hidden_need else None
+            weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
+            return (
+                None if rows is None else wire.sum_choices(rows(), manifest),
+                None if weights is None else weights().squeeze(1)[manifest.place_TK],
+                None,
+                None,
+            )
 
 
 class _Combine(torch.autograd.Function):
@@ -246,10 +252,11 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: AllToAll) -> Tensor:
-        ctx.manifest, ctx.wire, ctx.dtype = handle.manifest, wire, out_MD.dtype
+        ctx.manifest, ctx.wire, ctx.dtype, ctx.place = handle.manifest, wire, out_MD.dtype, wire.place()
         out_ND = wire.to_tokens(out_MD, handle.manifest)()
         return wire.sum_choices(out_ND, handle.manifest, handle.weights).to(handle.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.wire.to_experts(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest.tokens)(), None, None
+        with phase("combine", "B", *ctx.place):
+            return ctx.wire.to_experts(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest.tokens)(), None, None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..experts.registry import ExpertTensors
 from ..experts.slices import is_sliced, local
+from ..phases import phase
 from ..process_groups import ProcessGroups
 from ..replicas.sync import ReplicaSync
 from .averaging import average_gradients
@@ -57,6 +58,11 @@ class Gradients:
         if self._reduced and (self._seen is None or self._seen == self._versions()):
             return
         self._seen = None
+        with phase("reduce gradients"):
+            self._reduce()
+        self._reduced = True
+
+    def _reduce(self) -> None:
         if self._replicas is not None:
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
@@ -64,7 +70,6 @@ class Gradients:
             average_gradients(self._dense_parameters.values(), self._groups.data, self._groups.job.gradient_divisor)
         if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
-        self._reduced = True
 
     def _versions(self) -> list[tuple[int, int]]:
         """Tells whether any gradient was written or replaced since."""

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..experts.registry import ExpertTensors
+from ..phases import phase
 from ..placement import Placement
 from .agreement import Agreement, Verdict
 from .exchange import Exchange, Exchanger
@@ -174,6 +175,7 @@ class MigrationEngine:
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
         self._exchanger = Exchanger(transport, slots_per_rank, ep_rank, self._device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
+        self._epoch = 0
         self.broken = ""
         self.probe: Probe = lambda phase, subject: None
 
@@ -214,6 +216,7 @@ class MigrationEngine:
         Raises:
             MigrationBroken: now or earlier, this rank failed after an agreement.
         """
+        self._epoch = current.epoch
         self._wait_for_device()  # what is queued already is no part of the pause
         started = time.perf_counter()
         self._seconds.clear()
@@ -305,7 +308,7 @@ class MigrationEngine:
         Raises:
             MigrationBroken: it failed.
         """
-        with self._unfailing(), self._timed("commit"):
+        with self._unfailing(), self._timed("commit", layer):
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
                 slots = self._exchanger.commit(posted.exchange, layer, record_format)
@@ -380,9 +383,9 @@ class MigrationEngine:
             raise MigrationBroken(self.broken) from error
 
     @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:
         began = time.perf_counter()
-        with torch.profiler.record_function(f"eplb_runtime migration: {part}"):
+        with phase(f"migration: {part}", "", layer, self._epoch):
             yield
         self._seconds[part] += time.perf_counter() - began
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated
 
@@ -185,8 +186,10 @@ class ReplicaSync:
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again."""
-        for work in self._pending[layer]:
-            work.wait()
+        if self._pending[layer]:
+            with phase("wait for copies", "", layer):
+                for work in self._pending[layer]:
+                    work.wait()
         self._pending[layer] = []
 
     def wait_all(self) -> None:
@@ -195,7 +198,8 @@ class ReplicaSync:
 
     def _post_weights(self, layer: int) -> None:
         self.wait(layer)
-        self._pending[layer] = _post(self._links[layer].weights)
+        with phase("refresh copies", "", layer):
+            self._pending[layer] = _post(self._links[layer].weights)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -266,10 +270,11 @@ class ReplicaSync:
         if sent is None:
             return
         layer, works = sent
-        for work in works:
-            work.wait()
-        bank, links = self._banks[layer], self._links[layer]
-        self._add_to_homes(links.lent, bank.trained(), links.arrivals)
+        with phase("gradients of copies", "B", layer):
+            for work in works:
+                work.wait()
+            bank, links = self._banks[layer], self._links[layer]
+            self._add_to_homes(links.lent, bank.trained(), links.arrivals)
 
     @torch.no_grad()
     def _add_to_homes(

@@ -12,12 +12,17 @@ from ..placement import Placement
 
 
 class SlotTable:
-    """int64 ``[L, E]`` on the device: the home slot of each logical expert, under the active placement."""
+    """int64 ``[L, E]`` on the device: the home slot of each logical expert, under the active placement.
+
+    Attributes:
+        epoch: of that placement.
+    """
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         layers, experts = placement.num_layers, placement.num_experts
         # Both maps in one piece: a commit copies both to the device at once.
         self._both_L2E = torch.empty(layers, 2 * experts, dtype=torch.int64, device=device)
+        self.epoch = placement.epoch
         self._home_LE = self._both_L2E[:, :experts]
         self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
         self.update(placement)
@@ -37,6 +42,7 @@ class SlotTable:
 
         def take_over() -> None:
             self._both_L2E.index_copy_(0, index, new)
+            self.epoch = placement.epoch
 
         return take_over
 

@@ -10,6 +10,8 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from eplb_runtime.observe.traces import analyse, traces_in
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 
@@ -32,7 +34,11 @@ def run_demo(out: Path, options: dict[str, object]) -> dict:
 
 def test_the_job_shows_what_rebalancing_did(tmp_path: Path) -> None:
     small = {"--steps": STEPS, "--interval": 4, "--layers": 2, "--width": 64, "--batch": 2, "--length": 64}
-    summary = run_demo(tmp_path, {**small, "--replica-slots": 0})
+    summary = run_demo(tmp_path, {**small, "--replica-slots": 0, "--profile": tmp_path / "traces"})
+    for run in ("static", "balanced"):
+        found = [analyse(path) for path in traces_in(tmp_path / "traces" / run)]
+        assert [(one.rank, one.steps) for one in found] == [(0, 4), (1, 4)]
+        assert {("clip", "", None), ("compute", "F", 1)} <= {(p.phase, p.direction, p.layer) for p in found[0].phases}
     assert set(summary) == {
         "world_size",
         "steps",

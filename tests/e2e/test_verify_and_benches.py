@@ -15,6 +15,7 @@ from ranks import run_ranks
 from eplb_runtime.bench import train as bench_train
 from eplb_runtime.bench.train import Workload
 from eplb_runtime.cli import main
+from eplb_runtime.observe.traces import analyse, compare, traces_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,13 +130,40 @@ def test_bench_migrate_has_the_documented_keys() -> None:
     assert row["expert_mib"] == 3 * 3 * 32 * 64 * 4 / 2**20
 
 
-def train(rank: int) -> dict:
-    work = Workload(layers=1, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
-    return bench_train.run(torch.device("cpu"), work=work)
+def train(rank: int, traces: Path) -> dict:
+    work = Workload(layers=2, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
+    return bench_train.run(torch.device("cpu"), work=work, profile=traces)
 
 
-def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
-    result = json.loads(json.dumps(run_ranks(2, train)[0]))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    traces = tmp_path_factory.mktemp("traces")
+    return json.loads(json.dumps(run_ranks(2, train, traces)[0])), traces
+
+
+def test_traces_of_bench_train_name_the_phases_of_every_layer_and_compare(trained: tuple[dict, Path]) -> None:
+    traces = trained[1]
+    for variant in ("static", "homes", "replicas", "even", "attached"):
+        for rank, path in enumerate(traces_in(traces / variant)):
+            found = analyse(path)
+            assert (found.rank, found.device, found.steps) == (rank, "cpu", 3), variant
+            phases = {(phase.phase, phase.direction, phase.layer): phase for phase in found.phases}
+            forward = {
+                (name, "F", layer) for name in ("count", "route", "dispatch", "compute", "combine") for layer in (0, 1)
+            }
+            # The first layer's input needs no gradient, so its dispatch has none to carry back.
+            backward = {("combine", "B", 0), ("combine", "B", 1), ("dispatch", "B", 1)}
+            assert phases.keys() >= forward | backward | {("reduce gradients", "", None), ("step boundary", "", None)}
+            assert all(phases[key].spans == 3 for key in forward | backward), variant
+            assert phases["compute", "F", 1].compute_us > 0 and phases["combine", "F", 1].communication_us > 0
+            # Decisions fall into the middle of a block, and are made on a thread of their own.
+            assert (("decision: add up load", "", None) in phases) == (variant != "even")
+    found = compare(*([analyse(path) for path in traces_in(traces / name)] for name in ("static", "homes")), "a", "b")
+    assert found.per == "step" and {"dispatch(F)", "combine(B)"} <= {row.what for row in found.phases}
+
+
+def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys(trained: tuple[dict, Path]) -> None:
+    result = trained[0]
     assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead"]
     static, *_, even = result["train"]
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]

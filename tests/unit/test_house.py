@@ -20,6 +20,7 @@ GROUND = {
     "job_store",
     "launching",
     "load_series",
+    "phases",
     "placement",
     "placement_file",
     "private_groups",

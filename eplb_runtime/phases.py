@@ -1,0 +1,40 @@
+"""Names for what a rank does, in a profiler's trace: the phase, forward or backward, the layer, the epoch.
+
+They are ``eplb_runtime dispatch(F) layer=3 epoch=7``; `observe/traces` reads them back. Without a profiler a phase
+costs a question and nothing else.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined]
+
+PREFIX = "eplb_runtime "
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def phase(
+    name: str, direction: str = "", layer: int | None = None, epoch: int | None = None
+) -> AbstractContextManager[Any]:
+    """A span of this name while a profiler runs.
+
+    Args:
+        name: small letters.
+        direction: ``"F"`` or ``"B"``, forward or backward; empty: neither.
+        layer: index among the model's MoE layers.
+        epoch: of the placement that stands.
+    """
+    # The first is of profilers of all threads, the second of those that C++ has started for this one.
+    if not profiler._is_profiler_enabled and not _profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(phase_name(name, direction, layer, epoch))
+
+
+def phase_name(name: str, direction: str = "", layer: int | None = None, epoch: int | None = None) -> str:
+    """What the span is called."""
+    of_layer = "" if layer is None else f" layer={layer}"
+    of_epoch = "" if epoch is None else f" epoch={epoch}"
+    return f"{PREFIX}{name}{f'({direction})' if direction else ''}{of_layer}{of_epoch}"
