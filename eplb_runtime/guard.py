@@ -52,6 +52,7 @@ class Watched:
         average_dense: whether the balancer averages the dense gradients itself.
         counts: tokens that this rank counted in the running step.
         calls: forwards of MoE layers so far.
+        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
     """
 
     dense: Mapping[str, Tensor]
@@ -60,6 +61,7 @@ class Watched:
     average_dense: bool
     counts: Callable[[], int]
     calls: Callable[[], int]
+    uncounted: Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Guard:
         self._device = device
         self._steps = 0
         self._turn = 0
-        self._calls = 0
+        self._uncounted_before = 0
         self._calls_at_decision = 0
         self._said: set[str] = set()
         self._looked_before_forward = False
@@ -249,11 +251,12 @@ class Guard:
         return ""
 
     def _uncounted(self) -> str:
-        calls, self._calls = self._watched.calls() - self._calls, self._watched.calls()
-        if calls and not self._watched.counts():
+        """A rank may have no token in a step, or padding alone; what it does not count for its mode is a mistake."""
+        before, self._uncounted_before = self._uncounted_before, self._watched.uncounted()
+        if self._uncounted_before > before and not self._watched.counts():
             return (
                 "the MoE layers ran, but no token was counted: the model is in evaluation mode (call model.train(), as "
-                "from_pretrained leaves it there), or every token is padding"
+                "from_pretrained leaves it there)"
             )
         return ""
 

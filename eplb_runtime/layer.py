@@ -34,6 +34,7 @@ class ExpertParallelLayer:
 
     Attributes:
         calls: forwards so far that gradients can follow.
+        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
     """
 
@@ -65,7 +66,7 @@ class ExpertParallelLayer:
         self._real_tokens = real_tokens
         self._in_flight = InFlight(lambda: lanes.busy)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
-        self.calls = 0
+        self.calls = self.uncounted = 0
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -78,6 +79,8 @@ class ExpertParallelLayer:
             if self._module.training or self.counts_in_evaluation:
                 with phase("count", "F", self.index, self._table.epoch):
                     self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+            elif hidden_TD.shape[0]:
+                self.uncounted += torch.is_grad_enabled()
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()

@@ -74,4 +74,5 @@ def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torc
         average_dense=parts.config.dense_gradients == "allreduce",
         counts=lambda: int(parts.counter.counts.sum()),
         calls=lambda: sum(layer.calls for layer in parts.layers),
+        uncounted=lambda: sum(layer.uncounted for layer in parts.layers),
     )

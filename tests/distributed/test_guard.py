@@ -92,6 +92,19 @@ class InEvaluationMode(Job):
         self.model.eval()
 
 
+class WithPaddingAlone(Job):
+    """One rank has nothing but padding, as at the end of data that does not divide evenly."""
+
+    def run(self, steps: int = 6) -> dict:
+        def pad(module: nn.Module, args: tuple, batch: dict) -> tuple:
+            if self.rank == 1:
+                batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+            return args, batch
+
+        self.model.register_forward_pre_hook(pad, with_kwargs=True, prepend=True)
+        return super().run(steps)
+
+
 class InWrapper(Job):
     """DistributedDataParallel learns by name what to leave alone, and here the names are others."""
 
@@ -160,6 +173,7 @@ CASES: dict[str, Callable[[int], dict]] = {
     "DDP": lambda rank: RightlyWrapped(rank).run(),
     "copies": lambda rank: Job(rank, replica_slots=1).run(),
     "upcycled": lambda rank: Upcycled(rank).run(),
+    "padding alone": lambda rank: WithPaddingAlone(rank).run(),
     "idle ranks": lambda rank: FirstLayerWithoutTokens(rank).run(),
     "evaluation mode": lambda rank: InEvaluationMode(rank).run(),
     "evaluation mode, warned of": lambda rank: InEvaluationMode(rank, guard="warn").run(8),
@@ -182,7 +196,7 @@ def results() -> list[dict[str, dict]]:
     return run_ranks(2, all_cases)
 
 
-@pytest.mark.parametrize("name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks"])
+@pytest.mark.parametrize("name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone"])
 def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
     for result in results:
         assert (result[name]["error"], result[name]["findings"]) == ("", [])
