@@ -146,7 +146,8 @@ class _UntilBackward(torch.autograd.Function):
         ctx.landing = landing
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
-        return combined_TD.view_as(combined_TD)
+        ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
+        return combined_TD
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:

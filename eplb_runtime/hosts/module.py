@@ -57,7 +57,9 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
 
     The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. Layers whose experts are stacked
-    already are left alone. Checkpoints of the unstacked model are loaded before this call.
+    already are left alone. Checkpoints of the unstacked model are loaded before this call. One thing differs: an expert
+    without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
+    and weight decay go on.
 
     Args:
         model: whole, not attached.
@@ -159,6 +161,7 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             _, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
+            _check_ids(layer, topk_ids)
             see(topk_ids.reshape(-1, topk_ids.shape[-1]).long())
             return own(*args, **kwargs)
 
@@ -234,12 +237,22 @@ def _run(layer: MoE, own: Callable[..., Any], parallel: ExpertParallelLayer) -> 
                 f"{layer.run} of {layer.experts} was given hidden states {list(hidden.shape)}, expert ids "
                 f"{list(topk_ids.shape)} and router weights {list(topk_weights.shape)}: [..., D], [..., K], [..., K]"
             )
+        _check_ids(layer, topk_ids)
         out_TD = parallel(
             hidden.reshape(-1, hidden.shape[-1]), topk_ids.reshape(-1, top_k).long(), topk_weights.reshape(-1, top_k)
         )
         return out_TD.reshape(hidden.shape)
 
     return run
+
+
+def _check_ids(layer: MoE, topk_ids: Tensor) -> None:
+    """Router weights in their place have the same shape, and would be taken for experts 0 and 1 without a word."""
+    if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
+        raise ValueError(
+            f"{layer.run} of {layer.experts} was given expert ids of {topk_ids.dtype}: it must take hidden states, "
+            "expert ids (integers) and router weights, in this order"
+        )
 
 
 def _owner_of_run(model: nn.Module, layer: MoE, experts: nn.Module) -> nn.Module:

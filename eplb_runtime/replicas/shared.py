@@ -140,7 +140,8 @@ class _FetchAhead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, combined_TD: Tensor, layer: SharedReplicas) -> Tensor:
         ctx.layer = layer
-        return combined_TD.view_as(combined_TD)
+        ctx.mark_dirty(combined_TD)  # itself and no view of it, as `dispatch.in_flight` hands it on
+        return combined_TD
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:

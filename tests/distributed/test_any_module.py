@@ -58,6 +58,18 @@ def compute(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> 
     return torch.cat(results)
 
 
+def go_on_in_place(layer: nn.Module) -> None:
+    """As many models add what shared experts give."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        weights, ids = layer.router(tokens).softmax(-1).topk(example().TOP_K)
+        out = layer.run_experts(tokens, ids, weights)
+        out += tokens
+        return out
+
+    layer.forward = forward
+
+
 def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **options: object) -> tuple:
     """Losses of this rank, logical state, how many experts moved, how many copies stand at the end."""
     ours = example()
@@ -69,6 +81,8 @@ def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **option
         layers = [eplb.MoE(layer.experts, run="mix", compute=compute) for layer in layers]
     else:
         eplb.stack_experts(model, layers)
+        for layer in model.layers:
+            go_on_in_place(layer)
     model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     balancer = eplb.attach(model, optimizer, layers=layers, config=config(**options))
@@ -114,6 +128,7 @@ def everything(rank: int) -> dict[str, tuple]:
         "list": losses_of(rank, False, torch.float64, move=False),
         "stacked": losses_of(rank, True, torch.float64, move=False),
         "copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1),
+        "shared copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1, shared_between_layers=True),
         "static": losses_of(rank, False, torch.float32, move=False, policy="static"),
         "moving": losses_of(rank, False, torch.float32, move=True),
     }
@@ -124,7 +139,7 @@ def results() -> list[dict[str, tuple]]:
     return run_ranks(2, everything)
 
 
-@pytest.mark.parametrize("way", ["list", "stacked", "copies"])
+@pytest.mark.parametrize("way", ["list", "stacked", "copies", "shared copies"])
 def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) -> None:
     losses, parameters = whole(torch.float64, 2)
     for rank, ways in enumerate(results):
@@ -134,7 +149,7 @@ def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) 
     name = "up_weight" if way == "stacked" else "0__weight"
     mine = results[0][way][1][f"model.layers.1.experts.{name}"]
     assert (mine - up).abs().max() < 1e-9
-    assert (results[0][way][3] > 0) == (way == "copies")
+    assert (results[0][way][3] > 0) == way.endswith("copies")
 
 
 def test_control_another_expert_order_would_be_noticed(results: list[dict[str, tuple]]) -> None:
@@ -214,6 +229,14 @@ def refusals(rank: int) -> list[str]:
     for expert in normed.layers[0].experts:
         expert.append(nn.BatchNorm1d(ours.HIDDEN))
     refused([moe], stack=True, model=normed)
+    swapped = ours.Model()
+    eplb.stack_experts(swapped, [moe])
+    balancer = eplb.attach(swapped, torch.optim.SGD(swapped.parameters()), layers=[moe], config=config())
+    try:
+        swapped.layers[0].run_experts(torch.ones(3, ours.HIDDEN), torch.ones(3, 2), torch.ones(3, 2).long())
+    except ValueError as error:
+        said.append(str(error))
+    balancer.close()
     for odd_expert in (with_another_activation, with_a_setting, with_a_hook, with_a_gradient_hook):
         other = ours.Model()
         odd_expert(other.layers[0].experts[2])
@@ -234,6 +257,7 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
         "only equal experts",
         "share tensors",
         "keeps buffers",
+        "expert ids (integers) and router weights, in this order",
         "(1.type is 'ReLU', not 'GELU')",
         "(1.approximate is 'tanh', not 'none')",
         "(0._forward_hooks is",
