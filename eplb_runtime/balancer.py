@@ -212,6 +212,7 @@ class Balancer:
         self._under_way = what
         try:
             yield
+            self._guard.gradients_are_there()
         finally:
             self._under_way = ""
 
@@ -313,6 +314,7 @@ class Balancer:
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """
+        self._guard.before_averaging()
         with self._watch.waiting():
             self._gradients.reduce()
 
@@ -340,6 +342,7 @@ class Balancer:
         """
         rows_LH = self._maps.table.logical_of_rows(self._groups.job.ep_rank)
         self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
+        self._guard.before_averaging()
         with self._watch.waiting(), phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
 

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .gradients.rescaled import WATCHED, Arrived, other_factors
 from .load.aggregate import HostCopy
 from .process_groups import ProcessGroups
 from .ranks import gather_rows
@@ -74,6 +75,7 @@ class Look:
         dense, experts: names of the tensors that were looked at, in the order of the pieces.
         pieces: uint8, on their way to the host.
         sizes: bytes of each piece, dense first; 0: there was nothing to look at.
+        factors: as `gradients.rescaled.Arrived` gives them.
     """
 
     what: str
@@ -82,16 +84,20 @@ class Look:
     experts: tuple[str, ...]
     pieces: HostCopy
     sizes: tuple[int, ...]
+    factors: tuple[float, ...] = ()
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: the problem, and an int64 hash of each piece."""
+        """uint8 of equal length on every rank: the problem, an int64 hash of each piece, and the factors."""
         text = self.problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
         values = [_hash(piece) for piece in pieces]
         hashes = torch.zeros(2 * _SAMPLES, dtype=torch.int64)
         hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
         hashes[_SAMPLES : _SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
-        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
+        factors = torch.full((WATCHED,), torch.nan, dtype=torch.float64)
+        factors[: len(self.factors)] = torch.tensor(self.factors, dtype=torch.float64)
+        text_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return torch.cat([text_bytes, hashes.view(torch.uint8), factors.view(torch.uint8)])
 
 
 def _hash(piece: Tensor) -> int:
@@ -126,6 +132,8 @@ class Guard:
         self._meetings = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._before: list[tuple[str, int, Tensor]] = []
+        self._arrived: Arrived | None = None
+        self._factors: tuple[float, ...] = ()
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
 
@@ -136,6 +144,7 @@ class Guard:
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
             look = self._look("weights", dense=False)
             self._distinct = not self._alike(look, self._exchange(look, self._groups.data, on_device=True)[1])
+            self._watch_gradients()
 
     @property
     def is_new(self) -> bool:
@@ -157,6 +166,21 @@ class Guard:
         if self.is_new and not self._looked_before_forward:
             self._looked_before_forward = True
             self._settle(self._compare(self._look("weights", dense=False), self._groups.data))
+
+    def _watch_gradients(self) -> None:
+        if self._arrived is not None:
+            self._arrived.end()
+        self._arrived = Arrived(self._watched.dense) if self._watched.average_dense else None
+
+    def gradients_are_there(self) -> None:
+        """A schedule of micro-batches is through, which may have made gradients by itself."""
+        if self._arrived is not None:
+            self._arrived.again()
+
+    def before_averaging(self) -> None:
+        """In the first steps, ahead of averaging: nobody has changed gradients by another measure on each rank."""
+        if self._arrived is not None:
+            self._factors = self._arrived.factors() or self._factors
 
     def before_reduction(self) -> None:
         """In the first steps, ahead of the first collective that a rank without a step would never come to."""
@@ -180,6 +204,12 @@ class Guard:
             self.clocked_steps += 1
         self._steps += 1
         self._looked_before_forward = False
+        self._factors = ()
+        if self._arrived is not None:
+            self._arrived.forget()
+            if not self.is_new:
+                self._arrived.end()
+                self._arrived = None
 
     def sample(self) -> Look | None:
         """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
@@ -205,6 +235,9 @@ class Guard:
     def end(self) -> None:
         """Nothing is looked at any more; the thread that meets the other ranks is gone."""
         self._mode = "off"
+        if self._arrived is not None:
+            self._arrived.end()
+            self._arrived = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +250,8 @@ class Guard:
             pieces += [self._piece(kind[name] if what == "weights" else kind[name].grad) for name in chosen]
         together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
         sizes = tuple(piece.numel() for piece in pieces)
-        return Look(what, problem or self._misplaced(), tuple(names[0]), tuple(names[1]), HostCopy(together), sizes)
+        problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
+        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, self._factors)
 
     def _chosen(self, names: list[str]) -> list[str]:
         """The next few in turn."""
@@ -329,23 +363,42 @@ class Guard:
 
     def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
         """Exchange looks over a group and find what is wrong; the same on every rank."""
-        problems, hashes = self._exchange(look, group, on_device)
+        problems, hashes, factors = self._exchange(look, group, on_device)
         for rank, text in problems.items():
             if text:
                 return f"rank {rank}: {text}"
-        return self._differing(look, hashes) or self._alike(look, hashes)
+        return self._rescaled(factors) or self._differing(look, hashes) or self._alike(look, hashes)
 
     def _exchange(
         self, look: Look, group: dist.ProcessGroup, on_device: bool
-    ) -> tuple[dict[int, str], dict[int, list[int]]]:
-        """Each rank's problem, and its hashes."""
+    ) -> tuple[dict[int, str], dict[int, list[int]], dict[int, list[float]]]:
+        """Each rank's problem, its hashes, and its factors."""
         mine = look.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
-        problems, hashes = {}, {}
+        problems, hashes, factors = {}, {}, {}
+        text_end, hashes_end = _PROBLEM_BYTES, _PROBLEM_BYTES + 2 * _SAMPLES * 8
         for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
-            problems[rank] = bytes(row[:_PROBLEM_BYTES].tolist()).rstrip(b"\0").decode(errors="replace")
-            hashes[rank] = row[_PROBLEM_BYTES:].clone().view(torch.int64).tolist()
-        return problems, hashes
+            problems[rank] = bytes(row[:text_end].tolist()).rstrip(b"\0").decode(errors="replace")
+            hashes[rank] = row[text_end:hashes_end].clone().view(torch.int64).tolist()
+            factors[rank] = row[hashes_end:].clone().view(torch.float64).tolist()
+        return problems, hashes, factors
+
+    def _rescaled(self, factors_of_rank: Mapping[int, Sequence[float]]) -> str:
+        """Gradients that ranks changed by other factors, ahead of their average; the same on every rank."""
+        job = self._groups.job
+        dtype = min((p.dtype for p in self._watched.dense.values()), key=lambda d: d.itemsize, default=torch.float32)
+        for together in job.data_sets:
+            here = {rank: factors_of_rank[rank] for rank in together if rank in factors_of_rank}
+            if (found := other_factors(here, dtype)) is not None:
+                position, one, other = found
+                names = self._arrived.names if self._arrived is not None else ()
+                return (
+                    f"the gradients of {self._name(names, position, together)} were changed by a factor of "
+                    f"{here[one][position]:.3g} on rank {one} and {here[other][position]:.3g} on rank {other} before "
+                    "they were averaged, as clipping by each rank's own norm does: use balancer.clip_grad_norm_, or "
+                    "call balancer.reduce_gradients() first and change gradients then"
+                )
+        return ""
 
     def _differing(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
         """Ranks that share a tensor and do not have the same in it."""

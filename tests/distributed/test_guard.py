@@ -134,6 +134,29 @@ class ClippedByEachRank(Job):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
 
 
+class ClippedAheadOfAveraging(Job):
+    """As a loop without us does it: the average of what each rank has clipped is the same on all."""
+
+    def before_step(self, step: int) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class ClippedByValueAheadOfAveraging(Job):
+    def before_step(self, step: int) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), 1e-4)
+
+
+class ScaledAlike(Job):
+    """Right: by the same factor on every rank, then averaged, then clipped by value."""
+
+    def before_step(self, step: int) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 3
+        self.balancer.clip_grad_norm_(0.1)
+        nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+
+
 class UnfrozenLater(Job):
     def before_attach(self) -> None:
         self.model.model.layers[0].mlp.experts.requires_grad_(False)
@@ -180,6 +203,9 @@ CASES: dict[str, Callable[[int], dict]] = {
     "nobody averages": lambda rank: Job(rank, dense_gradients="host").run(),
     "DDP around a wrapper": lambda rank: InWrapper(rank).run(),
     "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
+    "clipped ahead of averaging": lambda rank: ClippedAheadOfAveraging(rank).run(),
+    "clipped by value ahead of averaging": lambda rank: ClippedByValueAheadOfAveraging(rank).run(),
+    "scaled alike": lambda rank: ScaledAlike(rank, gate="always", policy="incremental").run(),
     "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
     "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
     "written on one rank": lambda rank: WrittenOnOneRank(rank).run(16),
@@ -196,7 +222,9 @@ def results() -> list[dict[str, dict]]:
     return run_ranks(2, all_cases)
 
 
-@pytest.mark.parametrize("name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone"])
+@pytest.mark.parametrize(
+    "name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike"]
+)
 def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
     for result in results:
         assert (result[name]["error"], result[name]["findings"]) == ("", [])
@@ -215,6 +243,8 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("nobody averages", 0, "dense_gradients='allreduce'"),
         ("DDP around a wrapper", 0, "which hold other experts"),
         ("clipped by each rank", 0, "use balancer.clip_grad_norm_"),
+        ("clipped ahead of averaging", 0, "use balancer.clip_grad_norm_, or call balancer.reduce_gradients() first"),
+        ("clipped by value ahead of averaging", 0, "on rank 1 before they were averaged"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
     ],
 )
