@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from .compiling import compile_apart, compile_here
 from .config import BalancerConfig
-from .guard import Guard, Look
+from .guard import Guard
+from .guard_looks import Look
 from .load.aggregate import HostCopy, aggregate
 from .load.declared import DeclaredLoadError, summed
 from .migration.agreement import Agreement

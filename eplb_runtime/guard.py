@@ -13,15 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .gradients.rescaled import WATCHED, Arrived, other_factors
+from .gradients.rescaled import Arrived, other_factors
+from .guard_looks import SAMPLES, Look, Seen, Watched
 from .load.aggregate import HostCopy
 from .process_groups import ProcessGroups
 from .ranks import gather_rows
@@ -30,79 +29,13 @@ logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
 """Steps after attach in which everything is looked at, and ``guard="auto"`` raises."""
-_SAMPLES = 16
-"""Tensors of each kind that one look compares."""
 _SAMPLE_ELEMENTS = 1024
 """Of a tensor, from a place that moves on from look to look."""
-_PROBLEM_BYTES = 384
 _POLL_SECONDS = 0.02
 
 
 class GuardError(RuntimeError):
     """Something in this job makes training wrong; the message says what, on which ranks, and how to mend it."""
-
-
-@dataclass(frozen=True)
-class Watched:
-    """What a guard looks at.
-
-    Args:
-        dense: parameters outside the experts, by name; equal on ranks that hold the same stages.
-        experts: home rows ``[E/R, ...]`` by name.
-        optimizers: that step them; none: inference. One may be adopted later.
-        average_dense: whether the balancer averages the dense gradients itself.
-        counts: tokens that this rank counted in the running step.
-        calls: forwards of MoE layers so far.
-        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
-    """
-
-    dense: Mapping[str, Tensor]
-    experts: Mapping[str, Tensor]
-    optimizers: Sequence[torch.optim.Optimizer]
-    average_dense: bool
-    counts: Callable[[], int]
-    calls: Callable[[], int]
-    uncounted: Callable[[], int]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What one rank saw: a problem of its own, or pieces of tensors to compare with others.
-
-    Args:
-        what: ``"weights"`` or ``"gradients"``.
-        problem: found on this rank alone; empty: none.
-        dense, experts: names of the tensors that were looked at, in the order of the pieces.
-        pieces: uint8, on their way to the host.
-        sizes: bytes of each piece, dense first; 0: there was nothing to look at.
-        factors: as `gradients.rescaled.Arrived` gives them.
-    """
-
-    what: str
-    problem: str
-    dense: tuple[str, ...]
-    experts: tuple[str, ...]
-    pieces: HostCopy
-    sizes: tuple[int, ...]
-    factors: tuple[float, ...] = ()
-
-    def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: the problem, an int64 hash of each piece, and the factors."""
-        text = self.problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
-        pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
-        values = [_hash(piece) for piece in pieces]
-        hashes = torch.zeros(2 * _SAMPLES, dtype=torch.int64)
-        hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
-        hashes[_SAMPLES : _SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
-        factors = torch.full((WATCHED,), torch.nan, dtype=torch.float64)
-        factors[: len(self.factors)] = torch.tensor(self.factors, dtype=torch.float64)
-        text_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return torch.cat([text_bytes, hashes.view(torch.uint8), factors.view(torch.uint8)])
-
-
-def _hash(piece: Tensor) -> int:
-    """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
-    return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
 
 
 class Guard:
@@ -143,7 +76,8 @@ class Guard:
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
             look = self._look("weights", dense=False)
-            self._distinct = not self._alike(look, self._exchange(look, self._groups.data, on_device=True)[1])
+            seen = self._exchange(look, self._groups.data, on_device=True)
+            self._distinct = not self._alike(look, {rank: one.hashes for rank, one in seen.items()})
             self._watch_gradients()
 
     @property
@@ -255,8 +189,8 @@ class Guard:
 
     def _chosen(self, names: list[str]) -> list[str]:
         """The next few in turn."""
-        start = self._turn * _SAMPLES % len(names) if len(names) > _SAMPLES else 0
-        return [*names[start:], *names[:start]][:_SAMPLES]
+        start = self._turn * SAMPLES % len(names) if len(names) > SAMPLES else 0
+        return [*names[start:], *names[:start]][:SAMPLES]
 
     def _piece(self, tensor: Tensor | None) -> Tensor:
         """Some bytes of a tensor that is whole on this rank; of others none."""
@@ -363,32 +297,25 @@ class Guard:
 
     def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
         """Exchange looks over a group and find what is wrong; the same on every rank."""
-        problems, hashes, factors = self._exchange(look, group, on_device)
-        for rank, text in problems.items():
-            if text:
-                return f"rank {rank}: {text}"
-        return self._rescaled(factors) or self._differing(look, hashes) or self._alike(look, hashes)
+        seen = self._exchange(look, group, on_device)
+        for rank, one in seen.items():
+            if one.problem:
+                return f"rank {rank}: {one.problem}"
+        hashes = {rank: one.hashes for rank, one in seen.items()}
+        return self._rescaled(seen) or self._differing(look, hashes) or self._alike(look, hashes)
 
-    def _exchange(
-        self, look: Look, group: dist.ProcessGroup, on_device: bool
-    ) -> tuple[dict[int, str], dict[int, list[int]], dict[int, list[float]]]:
-        """Each rank's problem, its hashes, and its factors."""
+    def _exchange(self, look: Look, group: dist.ProcessGroup, on_device: bool) -> dict[int, Seen]:
+        """What each rank saw."""
         mine = look.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
-        problems, hashes, factors = {}, {}, {}
-        text_end, hashes_end = _PROBLEM_BYTES, _PROBLEM_BYTES + 2 * _SAMPLES * 8
-        for rank, row in zip(dist.get_process_group_ranks(group), rows, strict=True):
-            problems[rank] = bytes(row[:text_end].tolist()).rstrip(b"\0").decode(errors="replace")
-            hashes[rank] = row[text_end:hashes_end].clone().view(torch.int64).tolist()
-            factors[rank] = row[hashes_end:].clone().view(torch.float64).tolist()
-        return problems, hashes, factors
+        return dict(zip(dist.get_process_group_ranks(group), map(Seen.decode, rows), strict=True))
 
-    def _rescaled(self, factors_of_rank: Mapping[int, Sequence[float]]) -> str:
+    def _rescaled(self, seen: Mapping[int, Seen]) -> str:
         """Gradients that ranks changed by other factors, ahead of their average; the same on every rank."""
         job = self._groups.job
         dtype = min((p.dtype for p in self._watched.dense.values()), key=lambda d: d.itemsize, default=torch.float32)
         for together in job.data_sets:
-            here = {rank: factors_of_rank[rank] for rank in together if rank in factors_of_rank}
+            here = {rank: seen[rank].factors for rank in together if rank in seen}
             if (found := other_factors(here, dtype)) is not None:
                 position, one, other = found
                 names = self._arrived.names if self._arrived is not None else ()
@@ -406,11 +333,11 @@ class Guard:
         over_edp = "their averaging over the ranks that hold the same experts was disturbed"
         for first, names, sets, hint in (
             (0, look.dense, job.data_sets, self._dense_hint()),
-            (_SAMPLES, look.experts, job.edp_sets, over_edp),
+            (SAMPLES, look.experts, job.edp_sets, over_edp),
         ):
             for together in sets:
                 here = [rank for rank in together if rank in hashes]
-                for position in range(first, first + _SAMPLES):
+                for position in range(first, first + SAMPLES):
                     odd = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
                     if odd:
                         name = self._name(names, position - first, together)
@@ -441,8 +368,8 @@ class Guard:
             return ""
         for together in self._groups.job.ep_sets:
             here = [rank for rank in together if rank in hashes]
-            for position in range(_SAMPLES if len(here) > 1 else 0):
-                values = {hashes[rank][_SAMPLES + position] for rank in here}
+            for position in range(SAMPLES if len(here) > 1 else 0):
+                values = {hashes[rank][SAMPLES + position] for rank in here}
                 if len(values) == 1 and values != {0}:
                     name = self._name(look.experts, position, together)
                     return (

@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import BalancerConfig
 from .dispatch.lanes import Lanes
 from .experts.registry import ExpertTensors
-from .guard import Watched
+from .guard_looks import Watched
 from .layer import ExpertParallelLayer
 from .load.counter import LoadCounter
 from .maps import Maps

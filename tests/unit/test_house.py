@@ -39,7 +39,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "structure", "parts", "maps"}
+    {"layer", "guard", "guard_looks", "structure", "parts", "maps"}
     | {"compiling", "decision", "reconnecting", "rebalancing", "balancer"},
     {"observe"},
     {"attaching"},
