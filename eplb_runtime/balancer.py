@@ -29,6 +29,7 @@ from .experts.slices import is_sliced
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
+from .load.clock import Progress
 from .load.counter import in_recompute
 from .load.declared import checked_declaration
 from .load.saved import saved_windows
@@ -94,6 +95,7 @@ class Balancer:
         self._one_begins = Lock()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._listeners: list[Callable[[], None]] = []
+        self._shown: Any = None
         self._gradients = Gradients(
             parts.registry,
             parts.maps.replicas,
@@ -458,6 +460,10 @@ class Balancer:
     def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
         """Let another hear the load that decisions start from."""
         self._rebalancer.decisions.on_load = write
+
+    def _progress(self) -> Progress:
+        """How far training is; on any thread."""
+        return self._rebalancer.progress
 
     def _close_with(self, close: Callable[[], None]) -> None:
         """Call this when there is nothing more to hear."""

@@ -5,9 +5,11 @@ No torch.distributed here.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Literal
@@ -24,6 +26,8 @@ TRANSPORTS = ("torch", "shm")
 DISPATCHES = ("all_to_all",)
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
+LOOPBACK = "127.0.0.1"
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
 
 
 class ConfigError(ValueError):
@@ -71,7 +75,11 @@ class BalancerConfig:
         initial_placement: a placement, or its file, to start from instead of logical order.
         run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
             ``load/`` that ``eplb-runtime simulate`` and ``convert`` read, and its events, in ``events.jsonl``. It is
-            added to, never written over. None: no such folder.
+            added to, never written over, and ``summary.json`` at the end. None: no such folder.
+        listen: where rank 0 shows a live page (``/``) and metrics for Prometheus (``/metrics``): a port of this
+            machine alone (0: any that is free), or ``"host:port"``. None: nothing listens.
+        listen_token: that a browser or a scraper must bring; needed beyond this machine. In the page's address once
+            (``/?token=...``), or as ``Authorization: Bearer``.
 
     Raises:
         ConfigError: a value is out of range or a name is unknown.
@@ -101,6 +109,8 @@ class BalancerConfig:
     rank_speed: tuple[float, ...] | None = None
     initial_placement: Placement | str | Path | None = None
     run: str | Path | None = None
+    listen: int | str | None = None
+    listen_token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._at_least("interval", 1)
@@ -130,6 +140,7 @@ class BalancerConfig:
         self._one_of("dispatch", DISPATCHES)
         self._one_of("dense_gradients", DENSE_GRADIENTS)
         self._one_of("guard", GUARDS)
+        self._check_listening()
 
     @property
     def speed_R(self) -> NDArray[np.float64] | None:
@@ -137,6 +148,14 @@ class BalancerConfig:
         if self.rank_speed is None or len(set(self.rank_speed)) == 1:
             return None
         return np.array(self.rank_speed, dtype=np.float64) / max(self.rank_speed)
+
+    @property
+    def listen_address(self) -> tuple[str, int]:
+        """Host and port of ``listen``, which is given."""
+        host, _, port = (
+            f"{LOOPBACK}:{self.listen}".rpartition(":") if isinstance(self.listen, int) else _split(self.listen)
+        )
+        return host.removeprefix("[").removesuffix("]"), int(port)
 
     @property
     def window_steps(self) -> int:
@@ -150,12 +169,30 @@ class BalancerConfig:
     def describe(self) -> str:
         """One canonical line, equal on ranks whose settings are equal."""
         shown = []
-        for field in fields(self):
-            if field.name == "run":  # only rank 0 looks at it
+        for own in fields(self):
+            if own.name in ("run", "listen", "listen_token"):  # only rank 0 looks at it
                 continue
-            value = getattr(self, field.name)
-            shown.append(f"{field.name}={value.digest() if isinstance(value, Placement) else value}")
+            value = getattr(self, own.name)
+            shown.append(f"{own.name}={value.digest() if isinstance(value, Placement) else value}")
         return " ".join(shown)
+
+    def _check_listening(self) -> None:
+        if self.listen is None or isinstance(self.listen, bool):
+            if self.listen is not None or self.listen_token is not None:
+                raise ConfigError(f'listen={self.listen}: give a port, as listen=8080, or "host:port"')
+            return
+        try:
+            host, port = self.listen_address
+        except ValueError:
+            host, port = "", -1
+        if not host or not 0 <= port < 1 << 16:
+            raise ConfigError(f'listen={self.listen!r}: give a port, as 8080, or "host:port", as "0.0.0.0:8080"')
+        if self.listen_token is not None and not _TOKEN.fullmatch(self.listen_token):
+            raise ConfigError("listen_token must be 8 to 256 letters, digits, '-' or '_'")
+        if self.listen_token is None and not _is_loopback(host):
+            raise ConfigError(
+                f"listen={self.listen!r} is open to other machines: give listen_token=..., or listen on {LOOPBACK}"
+            )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -166,6 +203,19 @@ class BalancerConfig:
         value = getattr(self, name)
         if value not in known:
             raise ConfigError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+
+
+def _split(address: str | None) -> tuple[str, str, str]:
+    """``host:port`` or a port in letters."""
+    given = str(address)
+    return (LOOPBACK, ":", given) if given.isdigit() else given.rpartition(":")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def launcher_environment() -> Mapping[str, str]:

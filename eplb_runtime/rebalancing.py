@@ -35,7 +35,7 @@ from .events import (
 from .experts.registry import ExpertTensors
 from .guard import Guard
 from .load.aggregate import HostCopy, aggregate
-from .load.clock import StepClock
+from .load.clock import Progress, StepClock
 from .load.counter import LoadCounter
 from .load.saved import resume_load, saved_load
 from .maps import Maps
@@ -173,6 +173,11 @@ class Rebalancer:
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
                 self._act_on_pending()
         return self.placement is not before
+
+    @property
+    def progress(self) -> Progress:
+        """How far training is; on any thread."""
+        return self._clock.progress(self.step)
 
     def refuse_if_broken(self) -> None:
         """Raises `MigrationBroken` once this rank has failed after an agreement: nobody knows what its experts are."""

@@ -31,7 +31,7 @@ from ..maps import Maps
 from ..migration.bandwidth import measure
 from ..migration.transports.base import Transport, TransportError
 from ..observe.recorder import Recorder
-from ..observe.start import observe
+from ..observe.start import Shown
 from ..parts import Parts
 from ..placement import Placement
 from ..process_groups import ProcessGroups
@@ -196,13 +196,23 @@ class _Attaching:
         self.groups.go_with([stage.model for stage in self.stages])
 
     def record(self) -> None:
-        """Rank 0 writes down what is measured, if that is wished."""
-        if self.config.run is not None and self._job.is_planner:
+        """Rank 0 writes down and shows what is measured, as far as that is wished."""
+        if not self._job.is_planner:
+            return
+        if self.config.run is not None:
             recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts)
             self.balancer._record(recorder.write)
             self.balancer._close_with(recorder.close)
-            observed = (self.config, self.topology, self.placement, len(self._job.ranks), self.balancer.events)
-            self.balancer._close_with(observe(*observed))
+        shown = Shown(
+            self.config,
+            self.topology,
+            self.placement,
+            len(self._job.ranks),
+            self.balancer._progress,
+        )
+        self.balancer._shown = shown
+        shown.follow(self.balancer.events)
+        self.balancer._close_with(shown.close)
 
     @property
     def _come(self) -> Callable[[str], None]:

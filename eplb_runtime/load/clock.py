@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is.
+
+    Args:
+        step: of the optimizer.
+        step_seconds: of one, measured and smoothed.
+        idle_seconds: since the last one ended; 0 before the first.
+    """
+
+    step: int
+    step_seconds: float
+    idle_seconds: float
 
 
 class StepClock:
@@ -31,6 +47,11 @@ class StepClock:
             seconds = now - self._last - self._excluded
             self.step_seconds += (self.WEIGHT if self.step_seconds else 1.0) * (seconds - self.step_seconds)
         self._last, self._excluded = now, 0.0
+
+    def progress(self, step: int) -> Progress:
+        """On any thread."""
+        last = self._last
+        return Progress(step, self.step_seconds, 0.0 if last is None else time.perf_counter() - last)
 
     def exclude(self, seconds: float) -> None:
         """This pause since the last tick is no part of a step."""

@@ -50,9 +50,12 @@ class Observer:
         self.left_out = 0
 
     def add(self, name: str, sink: Sink, close: Callable[[], None] = lambda: None) -> None:
-        """Before events come: a function that takes records, on the observer's thread, and how to end it."""
-        self._sinks[name] = sink
+        """A function that takes records from now on, on the observer's thread, and how to end it."""
+        self._sinks = {**self._sinks, name: sink}
         self._closers.append(close)
+
+    def __len__(self) -> int:
+        return len(self._sinks)
 
     def hear(self, event: Event) -> None:
         """Never waits, never raises."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import eplb_runtime as eplb
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.observe.event_log import read_events
 from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.start import Shown
 
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
@@ -22,7 +25,7 @@ def train(rank: int, run: str) -> dict[str, object]:
     """A job on changing batches, and what it did, looked at from inside."""
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce", run=run)
+    config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce", run=run, listen=0)
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     chosen, placements = [], []
@@ -33,8 +36,11 @@ def train(rank: int, run: str) -> dict[str, object]:
         placements.append(balancer.placement)
         optimizer.step()
         optimizer.zero_grad()
+    shown = balancer._shown
+    seen = None if shown is None else looked_at(shown)
     balancer.close()
     return {
+        "seen": seen,
         "events": [event.to_dict() for event in balancer.events],
         "committed": balancer.events.of_type(RebalanceCommitted),
         "arrays": held(balancer.events),
@@ -42,6 +48,15 @@ def train(rank: int, run: str) -> dict[str, object]:
         "homes": np.stack([placement.home_rank for placement in placements]),
         "last": balancer.placement.physical_to_logical,
     }
+
+
+def looked_at(shown: Shown) -> dict[str, object]:
+    """What rank 0's server gives when all has been heard."""
+    shown._observer._worker.submit(lambda: None).result(60)
+    with urlopen(f"{shown.server.url}state", timeout=60) as answer:
+        state = json.load(answer)
+    samples = {f"{m.name} {' '.join(labels.values())}".strip(): x for m in shown.metrics() for labels, x in m.samples}
+    return {"state": state, "samples": samples}
 
 
 def held(events: EventLog) -> int:
@@ -106,3 +121,35 @@ def test_transfers_are_what_ranks_received(results: list[dict], told: list[Recor
         assert away.sum() == record["moved_experts"] > 0
         assert sum(record["phase_seconds"].values()) <= record["pause_seconds"] + 1e-3
     assert np.array_equal(committed[-1]["placement"][0], results[0]["last"])
+
+
+def test_metrics_and_page_of_a_running_job_are_what_it_did(results: list[dict], told: list[Record]) -> None:
+    """Reckoned from what ranks saw themselves, not from the log."""
+    assert results[1]["seen"] is None  # rank 0 alone shows the job
+    seen = results[0]["seen"]
+    samples, view = seen["samples"], seen["state"]["view"]
+    committed = results[0]["committed"]
+    assert samples["eplb_steps"] == seen["state"]["progress"]["step"] == STEPS
+    assert samples["eplb_rebalances"] == view["totals"]["rebalances"] == len(committed) > 0
+    assert samples["eplb_placement_epoch"] == view["epoch"] == committed[-1].epoch
+    assert samples["eplb_placement_age_steps"] == STEPS - committed[-1].step
+    received = sum(event.received_bytes for result in results for event in result["committed"])
+    assert samples["eplb_moved_bytes inside a node"] == view["totals"]["moved_bytes"]["inside a node"] == received
+    assert samples["eplb_moved_experts inside a node"] == sum(event.moved_experts for event in committed)
+    assert samples["eplb_pause_seconds"] == pytest.approx(sum(event.pause_seconds for event in committed))
+    last = of(told, "LoadMeasured")[-1]
+    steps = list(range(last["step"] - last["steps"] - 1, last["step"] - 1))
+    chosen = (results[0]["chosen"] + results[1]["chosen"])[steps]
+    assert samples["eplb_rank_tokens_per_step 0"] + samples["eplb_rank_tokens_per_step 1"] == pytest.approx(
+        chosen.sum() / len(steps)
+    )
+    static = chosen.reshape(len(steps), -1, RANKS, EXPERTS // RANKS).sum(axis=3)
+    at_start = (static.max(axis=2) / static.mean(axis=2)).mean(axis=0)
+    assert samples["eplb_imbalance start mean"] == pytest.approx(at_start.mean(), abs=1e-5)
+    assert samples["eplb_imbalance start max"] == pytest.approx(at_start.max(), abs=1e-5)
+
+
+def test_a_run_ends_with_its_summary(results: list[dict], folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["rebalances"] == len(results[0]["committed"])
+    assert summary["moved_bytes"] == sum(event.received_bytes for r in results for event in r["committed"])

@@ -1,0 +1,67 @@
+"""What a run has come to, in a few lines and as one JSON object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..load.clock import Progress
+from .state import RunState
+
+MIB = 2**20
+
+
+def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, Any]:
+    """Steps, imbalance with and without rebalancing, what was moved and what it cost and saved.
+
+    Returns:
+        ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
+        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``moved_experts``,
+        ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
+        ``guard_findings``, ``pauses``.
+    """
+    with state.looking():
+        windows = sum(point["windows"] for point in state.curve)
+
+        def mean(name: str) -> float | None:
+            return sum(point[name] * point["windows"] for point in state.curve) / windows if windows else None
+
+        last = None if state.measured is None else float(state.measured["imbalance"].mean())
+        away = [link for link in state.moved_experts if link != "inside a rank"]
+        return {
+            "steps": state.step if progress is None else max(state.step, progress.step),
+            "decisions": sum(state.decided.values()),
+            "rebalances": state.rebalances,
+            "dropped": sum(state.aborts.values()),
+            "imbalance": {"start": mean("start_mean"), "measured": mean("mean"), "last": last},
+            "moved_experts": sum(state.moved_experts[link] for link in away),
+            "moved_bytes": sum(state.moved_bytes[link] for link in away),
+            "pause_seconds": state.pause_seconds,
+            "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
+            "guard_findings": state.findings,
+            "pauses": state.pauses,
+        }
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """As a job prints it at its end."""
+    imbalance, saved = summary["imbalance"], summary["saved_seconds"]
+    lines = [
+        f"{summary['steps']} steps, {summary['decisions']} decisions, {summary['rebalances']} rebalances, "
+        f"{summary['dropped']} dropped"
+    ]
+    if imbalance["measured"] is not None:
+        lines.append(
+            f"imbalance (max / mean rank load, mean over layers): {imbalance['start']:.3f} as experts stood at the "
+            f"start, {imbalance['measured']:.3f} as they stood, {imbalance['last']:.3f} last"
+        )
+    lines.append(
+        f"{summary['moved_experts']} experts moved between ranks, {summary['moved_bytes'] / MIB:.1f} MiB, training "
+        f"stood still for {summary['pause_seconds']:.3g} s"
+    )
+    lines.append(
+        f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
+        "predicted by the plans over their horizons"
+    )
+    if summary["guard_findings"] or summary["pauses"]:
+        lines.append(f"{summary['guard_findings']} findings of the guard, {summary['pauses']} pauses: see the log")
+    return "\n  ".join(["the balancer's run:", *lines])

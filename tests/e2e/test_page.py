@@ -1,0 +1,219 @@
+"""The live page in a real browser: what it shows is what the metrics say, and it goes on showing it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from observed import EXPERTS, LAYERS, RANKS, TOPOLOGY, decisions, start
+from observed_large import large_records
+
+from eplb_runtime import BalancerConfig
+from eplb_runtime.load.clock import Progress
+from eplb_runtime.observe.records import record_of
+from eplb_runtime.observe.start import Shown
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: no browser test")
+
+PHONE = {"width": 360, "height": 740}
+
+
+class Job:
+    """A made-up job that is shown, and takes events one decision at a time."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        config = BalancerConfig(interval=5, replica_slots=1, listen=0)
+        self.shown = Shown(config, TOPOLOGY, start(), RANKS, lambda: Progress(self.step, 0.25, 0.0))
+        assert self.shown.server is not None
+        self.url = self.shown.server.url
+        self._coming = decisions(rounds=5)
+
+    def decide(self) -> None:
+        for event in next(self._coming):
+            self.step = event.step + 1
+            self.shown.state.apply(record_of(event, start(), 1000.0 + event.step))
+
+    def metric(self, name: str, **labels: str) -> float:
+        found = [metric for metric in self.shown.metrics() if metric.name == f"eplb_{name}"]
+        return next(value for told, value in found[0].samples if told == labels)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.shown.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    made = browser.new_page(viewport={"width": 1200, "height": 900})
+    troubles: list[str] = []
+    made.on("pageerror", lambda error: troubles.append(str(error)))
+    made.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    yield made
+    made.close()
+    assert troubles == []
+
+
+def exact(page: Any, key: str) -> float:
+    return float(page.get_attribute(f'#numbers dd[data-key="{key}"]', "data-exact"))
+
+
+def look_again(page: Any, job: Job) -> None:
+    page.evaluate("ask()")
+    page.wait_for_selector(f'html[data-version="{job.shown.state.version}"]', state="attached")
+
+
+def test_the_page_shows_what_the_metrics_say(page: Any, job: Job) -> None:
+    for _ in range(3):
+        job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    assert exact(page, "imbalance") == pytest.approx(job.metric("imbalance", kind="measured", over="mean"), abs=1e-9)
+    assert exact(page, "imbalance-start") == pytest.approx(job.metric("imbalance", kind="start", over="mean"), abs=1e-9)
+    assert exact(page, "imbalance-worst") == pytest.approx(job.metric("max_overload_factor"), abs=1e-9)
+    assert exact(page, "rebalances") == job.metric("rebalances") == 2
+    assert exact(page, "pause") == pytest.approx(job.metric("pause_seconds"))
+    assert exact(page, "saved") == pytest.approx(job.metric("saved_seconds", kind="measured"))
+    away = ("inside a node", "between nodes")
+    assert exact(page, "moved") == sum(job.metric("moved_experts", link=link) for link in away)
+    carried = [float(cell.get_attribute("data-exact")) for cell in page.query_selector_all("#links [data-exact]")]
+    assert carried == [job.metric("moved_bytes", link=link) for link in ("inside a rank", *away)]
+    rows = page.query_selector_all("#layers tbody tr")
+    for row in rows:
+        layer = row.query_selector("button").inner_text()
+        told = float(row.query_selector("td:nth-child(2)").get_attribute("data-exact"))
+        assert told == pytest.approx(job.metric("layer_imbalance", layer=layer, kind="measured"), abs=1e-9)
+    assert len(rows) == LAYERS and page.inner_text("#standing") == "balancing"
+    assert page.inner_text('#progress [data-key="step"]') == str(job.step)
+
+
+def test_a_rebalance_shows_up_without_a_reload(page: Any, job: Job) -> None:
+    job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    page.evaluate("window.same = true")
+    assert exact(page, "rebalances") == 1
+    job.decide()
+    job.decide()
+    page.wait_for_selector('[data-key="rebalances"][data-exact="2"]')
+    assert page.evaluate("window.same") and page.inner_text("#timeline tbody tr td:nth-child(2)") == "committed"
+    assert len(page.query_selector_all("#timeline tbody tr")) == 3
+    page.check("#only-rebalances")
+    assert len(page.query_selector_all("#timeline tbody tr")) == 2
+
+
+def test_a_layer_is_opened_by_the_keyboard_alone(page: Any, job: Job) -> None:
+    for _ in range(2):
+        job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    page.focus("#heat [data-which=now] canvas")
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    tokens = job.shown.state.measured["rank_load"][0]
+    assert page.inner_text("#heat .readout").startswith(f"layer 2, rank 2: {tokens[2, 2]:,} tokens")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#layer h2") == "Layer 2"
+    told = float(page.get_attribute('#layer [data-fact="imbalance"]', "data-exact"))
+    assert told == pytest.approx(job.metric("layer_imbalance", layer="2", kind="measured"))
+
+
+def test_each_slot_shows_its_expert(page: Any, job: Job) -> None:
+    """And an expert its copies."""
+    job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    placement = job.shown.state.placement.reshape(LAYERS, RANKS, -1)
+    page.fill("#layer-number", "1")
+    page.press("#layer-number", "Enter")
+    page.focus("#layer .placement canvas")
+    page.keyboard.press("ArrowRight")
+    for rank in range(1, RANKS):
+        page.keyboard.press("ArrowRight")
+        assert f"rank {rank}, slot 0: expert {placement[1, rank, 0]} (home)" in page.inner_text("#layer .readout")
+    copied = next(expert for expert in range(EXPERTS) if (placement[1] == expert).sum() > 1)
+    page.fill("#expert-number", str(copied))
+    said = page.inner_text("#layer .readout")
+    for rank in np.flatnonzero((placement[1] == copied).any(axis=1)):
+        assert f"rank {rank} (" in said
+    assert said.count("copy") == (placement[1] == copied).sum() - 1
+
+
+def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: Job) -> None:
+    job.decide()
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport=PHONE, color_scheme=scheme)
+        page.goto(job.url)
+        look_again(page, job)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.close()
+    assert grounds["light"] != grounds["dark"]
+
+
+def test_readers_of_the_screen_hear_what_is_drawn(page: Any, job: Job) -> None:
+    job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    for drawn in page.query_selector_all("canvas, svg"):
+        assert len(drawn.get_attribute("aria-label")) > 20 and drawn.get_attribute("role") == "img"
+    for field in page.query_selector_all("input"):
+        assert field.evaluate("field => field.labels.length") == 1
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert len(page.query_selector_all("h1")) == 1 and page.query_selector("main")
+
+
+def test_what_a_record_says_is_never_markup(page: Any, job: Job) -> None:
+    job.decide()
+    evil = "<img src=x onerror=window.hurt=1>"
+    job.shown.state.apply({"event": "GuardFinding", "step": 6, "time": 1.0, "finding": evil})
+    job.shown.state.apply({"event": "BalancingPaused", "step": 6, "time": 1.0, "cause": evil})
+    page.goto(job.url)
+    look_again(page, job)
+    assert evil in page.inner_text("#troubles") and evil in page.inner_text("#standing")
+    assert page.evaluate("window.hurt") is None and page.query_selector("main img") is None
+
+
+def test_a_large_job_and_hours_of_it_stay_small(page: Any, job: Job) -> None:
+    """61 layers on 320 ranks; a decision a minute for many hours."""
+    state = job.shown.state
+    sizes = []
+    for number, record in enumerate(large_records(900)):
+        state.apply(record)
+        if number in (1100, 2200):
+            if not sizes:
+                page.goto(job.url)
+            look_again(page, job)
+            sizes.append(page.evaluate("[document.querySelectorAll('*').length, JSON.stringify(current).length]"))
+    assert sizes[1][0] <= 1.1 * sizes[0][0] < 20_000
+    assert sizes[1][1] <= 1.1 * sizes[0][1]
+    assert "61 layers by 320 ranks" in page.get_attribute("#heat [data-which=now] canvas", "aria-label")
+
+
+def test_a_server_that_is_gone_is_told(browser: Any, job: Job) -> None:
+    page = browser.new_page()
+    job.decide()
+    page.goto(job.url)
+    look_again(page, job)
+    job.shown.close()
+    page.evaluate("ask().then(ask)")
+    page.wait_for_selector("#standing >> text=no answer")
+    assert exact(page, "rebalances") == 1  # what was seen stays
+    page.close()

@@ -1,0 +1,246 @@
+"""Each metric is what its name says, reckoned by hand from the events that a job emits."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from observed import (
+    EXPERT_BYTES,
+    INTERVAL,
+    LAYERS,
+    PHASES,
+    RANKS,
+    STEP_SECONDS,
+    TOPOLOGY,
+    decisions,
+    job,
+    records,
+    start,
+)
+
+from eplb_runtime.events import LoadMeasured, RebalanceCommitted, RebalancePlanned
+from eplb_runtime.load.clock import Progress
+from eplb_runtime.observe import prometheus, trackers
+from eplb_runtime.observe.metrics import metrics_of, scalars_of
+from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
+from eplb_runtime.planner.evaluate import predicted_imbalance
+
+ROUNDS = 5
+PROGRESS = Progress(step=31, step_seconds=0.5, idle_seconds=2.0)
+LABELS = ({}, {"kind": "measured", "over": "mean"})
+
+
+def state(found: list[Record] | None = None) -> RunState:
+    made, left_out = state_of(records(ROUNDS) if found is None else found)
+    assert left_out == 0
+    return made
+
+
+def values(of: RunState) -> dict[str, float]:
+    """``name{label=value,...}`` and its value."""
+    return {
+        f"{metric.name}{sorted(labels.items())}": value
+        for metric in metrics_of(of, PROGRESS, now=5000.0)
+        for labels, value in metric.samples
+    }
+
+
+def value(found: Mapping[str, float], name: str, **labels: str) -> float:
+    return found[f"eplb_{name}{sorted(labels.items())}"]
+
+
+def test_each_metric_is_what_its_name_says() -> None:
+    events = [event for heard in decisions(ROUNDS) for event in heard]
+    measured = [event for event in events if isinstance(event, LoadMeasured)]
+    planned = [event for event in events if isinstance(event, RebalancePlanned)]
+    committed = [event for event in events if isinstance(event, RebalanceCommitted)]
+    found, last = values(state()), measured[-1]
+    close = {"abs": 1e-5}
+
+    by_layer = np.mean(last.imbalance, axis=0)
+    at_start = predicted_imbalance(last.load.astype(np.float64), start()).mean(axis=0)
+    for kind, row in (("measured", by_layer), ("start", at_start), ("predicted", planned[-1].by_layer[1])):
+        assert value(found, "imbalance", kind=kind, over="mean") == pytest.approx(row.mean(), **close)
+        assert value(found, "imbalance", kind=kind, over="max") == pytest.approx(row.max(), **close)
+        for layer in range(LAYERS):
+            assert value(found, "layer_imbalance", kind=kind, layer=str(layer)) == pytest.approx(row[layer], **close)
+    assert value(found, "imbalance", kind="bound", over="mean") == pytest.approx(planned[-1].imbalance_bound, **close)
+    assert value(found, "avg_overload_factor") == pytest.approx(by_layer.mean(), **close)
+    assert value(found, "max_overload_factor") == pytest.approx(by_layer.max(), **close)
+    tokens = sum(value(found, "rank_tokens_per_step", rank=str(rank)) for rank in range(RANKS))
+    assert tokens == pytest.approx(last.load.sum() / INTERVAL, rel=1e-3)
+
+    assert value(found, "placement_epoch") == len(committed) == value(found, "rebalances") > 1
+    assert value(found, "placement_age_steps") == PROGRESS.step - committed[-1].step
+    decided = Counter(event.decision for event in planned)
+    assert value(found, "decisions", decision="rebalance", reason="pays") == decided["rebalance"]
+    assert value(found, "decisions", decision="stay", reason="does not pay") == decided["stay"]
+    assert value(found, "pause_seconds") == pytest.approx(len(committed) * sum(PHASES.values()))
+    for phase, seconds in PHASES.items():
+        assert value(found, "phase_seconds", phase=phase) == pytest.approx(len(committed) * seconds)
+    assert value(found, "phase_seconds", phase="plan") == pytest.approx(sum(event.plan_seconds for event in planned))
+    assert value(found, "saved_seconds", kind="predicted") == 2.0 * len(committed)
+    saved = 0.0
+    for event in measured:
+        gain = predicted_imbalance(event.load.astype(np.float64), start()) - np.array(event.imbalance)
+        saved += INTERVAL * STEP_SECONDS * 0.5 * gain.mean()
+    assert value(found, "saved_seconds", kind="measured") == pytest.approx(saved, abs=1e-4)
+
+    links: Counter[str] = Counter()
+    for event in committed:
+        for _, _, source, destination in event.transfers:
+            ends = start().rank_of(source), start().rank_of(destination)
+            away = "inside a node" if TOPOLOGY.same_node(*ends) else "between nodes"
+            links["inside a rank" if ends[0] == ends[1] else away] += 1
+    for link in ("inside a rank", "inside a node", "between nodes"):
+        assert value(found, "moved_experts", link=link) == links[link]
+        assert value(found, "moved_bytes", link=link) == links[link] * EXPERT_BYTES
+    assert links["inside a node"] and links["between nodes"]
+
+
+def test_troubles_and_progress_are_counted() -> None:
+    found = values(state())
+    assert value(found, "aborts", phase="staged", cause="checksum") == 1
+    assert value(found, "pauses") == value(found, "guard_findings") == value(found, "balancing") == 1
+    assert value(found, "steps") == 31 and value(found, "step_seconds") == 0.5
+    assert value(found, "last_step_timestamp_seconds") == 4998.0
+    paused = [record for record in records(1) if record["event"] != "BalancingResumed"]
+    assert value(values(state(paused)), "balancing") == 0
+
+
+def test_before_the_first_measurement_there_are_metrics_too() -> None:
+    found = values(state([job()]))
+    assert value(found, "rebalances") == value(found, "placement_epoch") == 0
+
+
+def test_a_month_of_events_does_not_grow_the_state() -> None:
+    """Nor the number of series; and totals and the curve stay right."""
+    grown, once = RunState(), records(2, with_troubles=True)
+    grown.apply(once[0])
+    for _ in range(800):
+        for record in once[1:]:
+            grown.apply(record)
+    names = len(values(grown))
+    assert len(grown.curve) <= MOST_POINTS and len(grown.decisions) == MOST_DECISIONS
+    assert sum(point["windows"] for point in grown.curve) == 1600
+    assert sum(point["steps"] for point in grown.curve) == 1600 * INTERVAL
+    mean = sum(point["mean"] * point["windows"] for point in grown.curve) / 1600
+    assert mean == pytest.approx(np.mean([np.mean(r["imbalance"]) for r in once if r["event"] == "LoadMeasured"]))
+    assert names == len(values(state_of(once)[0]))
+
+
+def test_a_cause_or_reason_never_becomes_a_label() -> None:
+    found = records(1)
+    for number in range(50):
+        abort = {"event": "RebalanceAborted", "phase": f"phase {number}", "cause": f"cause {number}", "epoch": 1}
+        found.append({**abort, "step": number, "time": 0.0, "committed_layers": [], "left_layers": []})
+    names = [name for name in values(state(found)) if name.startswith("eplb_aborts")]
+    assert len(names) == 2
+
+
+def test_a_record_that_contradicts_the_job_is_left_out() -> None:
+    """As a reader of somebody's file meets it."""
+    whole = records(1)
+    for number, record in enumerate(whole):
+        for name in record:
+            if name in ("event", "format", "version", "package", "cause", "finding", "digest", "tries"):
+                continue
+            for broken in (None, "x", [1], {"a": 1}, float("nan"), -1):
+                found, _ = state_of([*whole[:number], {**record, name: broken}, *whole[number + 1 :]])
+                assert values(found) is not None
+    assert state_of([record for record in whole if record["event"] != "JobAttached"])[1] > 0
+
+
+def test_prometheus_reads_back_what_stands() -> None:
+    client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    assert client is not None
+    of = state()
+    text, content_type = prometheus.exposition(lambda: metrics_of(of, PROGRESS, 5000.0), "text/plain")
+    assert content_type.startswith("text/plain")
+    read = {
+        f"{sample.name.removesuffix('_total')}{sorted(sample.labels.items())}": sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+    assert read == values(of)
+
+
+class Tensorboard:
+    """A double of ``SummaryWriter``, with the signature of its method."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, float] = {}
+
+    def add_scalar(
+        self, tag: str, scalar_value: float, global_step: int | None = None, walltime: float | None = None,
+        new_style: bool = False, double_precision: bool = False,
+    ) -> None:  # fmt: skip
+        self.logged[tag] = scalar_value
+        self.step = global_step
+
+
+class Wandb:
+    """A double of a run of Weights & Biases."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str | None] = {}
+
+    def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is None  # the user's own
+        self.logged = data
+
+
+def test_trackers_get_numbers_by_name() -> None:
+    scalars = scalars_of(state(), PROGRESS)
+    assert scalars["imbalance/measured/mean"] == state().measured["imbalance"].mean()
+    assert all(math.isfinite(number) for number in scalars.values()) and len(scalars) < 60
+    assert not any("layer_imbalance" in name or "rank_tokens" in name for name in scalars)
+    board, run = Tensorboard(), Wandb()
+    trackers.tensorboard(board)(7, scalars)
+    trackers.wandb(run)(7, scalars)
+    assert board.logged == {f"eplb/{name}": number for name, number in scalars.items()} and board.step == 7
+    assert run.logged == {**board.logged, "eplb/step": 7} and run.axes == {"eplb/step": None, "eplb/*": "eplb/step"}
+
+
+def test_tensorboard_takes_what_its_double_takes() -> None:
+    writer = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed").SummaryWriter
+    assert _names(writer.add_scalar) == _names(Tensorboard.add_scalar)
+
+
+def test_wandb_takes_what_its_double_takes() -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("log", "define_metric"):
+        assert set(_names(getattr(Wandb, name))) <= set(_names(getattr(wandb.Run, name)))
+
+
+def test_mlflow_gets_a_batch(tmp_path: Any) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs.db")
+    run = client.create_run(client.create_experiment("tried")).info.run_id
+    trackers.mlflow(run, client)(7, {"imbalance/measured/mean": 1.5})
+    assert client.get_run(run).data.metrics == {"eplb/imbalance/measured/mean": 1.5}
+
+
+def _names(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_a_step_that_ended_long_ago_is_told() -> None:
+    found = {metric.name: metric for metric in metrics_of(state(), Progress(1, 0.1, 3600.0), time.time())}
+    told = found["eplb_last_step_timestamp_seconds"].samples[0][1]
+    assert told < time.time() - 3000
