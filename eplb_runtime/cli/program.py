@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, bubbles, convert, doctor, plan, simulate, trace, verify
+from . import bench, bubbles, convert, doctor, plan, report, simulate, trace, verify
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (plan, simulate, convert, verify, bench, bubbles, trace, doctor)
+COMMANDS = (plan, simulate, convert, verify, report, bench, bubbles, trace, doctor)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 
 

@@ -135,12 +135,18 @@ class Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version = "eplb_runtime"
     sys_version = ""
+    error_message_format = "%(code)d %(message)s\n"
+    error_content_type = "text/plain; charset=utf-8"
 
     def do_GET(self) -> None:
         self._answer()
 
     def do_HEAD(self) -> None:
         self._answer()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Without a word of what the request was."""
+        super().send_error(code)
 
     def log_message(self, format: str, *args: object) -> None:
         """Who looks at the page is nothing for the job's log; a token in a path still less."""

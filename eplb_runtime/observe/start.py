@@ -22,6 +22,7 @@ from .metrics import Metric, metrics_of, scalars_of
 from .observer import Observer
 from .prometheus import NOT_INSTALLED, exposition
 from .records import Record, job_record
+from .report import SCRIPTS
 from .server import Answer, PageServer, Route, asset
 from .state import RunState
 from .summary import summary_of, summary_text
@@ -32,7 +33,6 @@ logger = logging.getLogger("eplb_runtime")
 
 SUMMARY = "summary.json"
 """In the folder of a run, written when the job ends."""
-SCRIPTS = ("draw.js", "panels.js", "page.js")
 PAGE: Mapping[str, Route] = {
     "/": asset("index.html", "text/html; charset=utf-8"),
     **{f"/{name}": asset(name, "text/javascript; charset=utf-8") for name in SCRIPTS},

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from observed import EXPERTS, LAYERS, RANKS, TOPOLOGY, decisions, start
+from observed import EXPERTS, LAYERS, RANKS, TOPOLOGY, decisions, records, start
 from observed_large import large_records
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
+from eplb_runtime.observe.event_log import EventWriter
 from eplb_runtime.observe.records import record_of
+from eplb_runtime.observe.report import report_of, state_of_run
 from eplb_runtime.observe.start import Shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
@@ -205,6 +208,21 @@ def test_a_large_job_and_hours_of_it_stay_small(page: Any, job: Job) -> None:
     assert sizes[1][0] <= 1.1 * sizes[0][0] < 20_000
     assert sizes[1][1] <= 1.1 * sizes[0][1]
     assert "61 layers by 320 ranks" in page.get_attribute("#heat [data-which=now] canvas", "aria-label")
+
+
+def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> None:
+    """Opened from the disk, with its scripts under a policy that lets nothing else run."""
+    first, *others = records()
+    writer = EventWriter(tmp_path, first)
+    for record in others:
+        writer.write(record)
+    writer.close()
+    (tmp_path / "report.html").write_text(report_of(tmp_path))
+    page.goto((tmp_path / "report.html").as_uri())
+    state, _ = state_of_run(tmp_path)
+    assert exact(page, "imbalance") == pytest.approx(state.measured["imbalance"].mean(), abs=1e-9)
+    assert exact(page, "rebalances") == 2 and len(page.query_selector_all("#timeline tbody tr")) == 3
+    assert page.query_selector("#imbalance svg") and page.query_selector("#step-time svg")
 
 
 def test_a_server_that_is_gone_is_told(browser: Any, job: Job) -> None:

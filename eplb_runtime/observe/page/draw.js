@@ -218,8 +218,8 @@ function ticks(length, most) {
 
 // -- charts ----------------------------------------------------------------------------------------------------------
 
-/** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances. */
-function lineChart(host, steps, series, marks = []) {
+/** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances, floor: lowest of the axis. */
+function lineChart(host, steps, series, marks = [], floor = 1) {
   const width = Math.max(280, host.clientWidth), height = 230, left = 40, bottom = 24, top = 8;
   const values = series.flatMap((line) => line.values).filter(known);
   if (!steps.length || !values.length) {
@@ -227,7 +227,8 @@ function lineChart(host, steps, series, marks = []) {
     return;
   }
   const first = steps[0], last = Math.max(steps.at(-1), first + 1);
-  const low = Math.min(1, ...values), high = Math.max(low + 0.05, ...values) * 1.02;
+  const low = Math.min(floor, ...values), high = Math.max(low + (floor ? 0.05 : 1e-6), ...values) * 1.02;
+  const digits = high < 0.05 ? 4 : high < 1 ? 3 : 2;
   const x = (step) => left + ((step - first) / (last - first)) * (width - left - 10);
   const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
@@ -236,7 +237,7 @@ function lineChart(host, steps, series, marks = []) {
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     const value = low + share * (high - low);
     svg.append(shape("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: css("line") }));
-    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(2)));
+    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(digits)));
   }
   for (const step of marks) {
     if (step < first || step > last) continue;

@@ -9,6 +9,7 @@ function show(view) {
   chosen.layer = chosen.layer !== null && chosen.layer < current.job.layers ? chosen.layer : null;
   showTiles(current);
   showCurve(current);
+  showStepTime(current);
   showHeat(current);
   showLayer(current);
   showLayers(current);
@@ -86,7 +87,7 @@ function listen() {
 }
 
 function repaint() {
-  if (current) for (const part of [showCurve, showHeat, showLayer, showLinks]) part(current);
+  if (current) for (const part of [showCurve, showStepTime, showHeat, showLayer, showLinks]) part(current);
   if (told?.simulation) showSimulation(told.simulation);
 }
 

@@ -289,6 +289,16 @@ function showCurve(view) {
   ], marks);
 }
 
+function showStepTime(view) {
+  const { curve, job } = view;
+  const share = curve.mean.map((now, at) => 1 + job.moe_share * (curve.start_mean[at] - now));
+  const without = curve.step_seconds.map((value, at) => value * share[at]);
+  lineChart(find("#step-time .chart"), curve.step, [
+    { name: "without rebalancing, estimated", colour: css("start"), values: without, dashed: true },
+    { name: "measured", colour: css("accent"), values: curve.step_seconds, width: 2.5 },
+  ], [], 0);
+}
+
 const HUES = ["start", "mark", "accent", "good", "bad", "warn"];
 
 function showSimulation(found) {
@@ -297,6 +307,8 @@ function showSimulation(found) {
   const windows = Array.from({ length }, (_, at) => at + found.first_window);
   const line = ({ policy, imbalance }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: imbalance });
   lineChart(find("#simulation .chart"), windows, found.policies.map(line));
+  const time = ({ policy, steps }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: steps });
+  lineChart(find("#simulation .steps"), windows, found.policies.map(time), [], 0);
   const base = found.policies[0]?.step_seconds;
   const beside = ({ step_seconds: own }) => (known(own) && known(base) ? `${fixed((100 * own) / base, 1)} %` : "–");
   const columns = [
@@ -306,6 +318,7 @@ function showSimulation(found) {
     { name: "worst", cell: (row) => fixed(row.worst) },
     { name: "rebalances", cell: (row) => count(row.rebalances) },
     { name: "slots moved", cell: (row) => count(row.moved_slots) },
+    { name: "bytes moved", cell: (row) => bytes(row.moved_bytes) },
     { name: "step with its moves", cell: (row) => seconds(row.step_seconds) },
     { name: "step time beside the first", cell: beside },
   ];

@@ -1,0 +1,113 @@
+"""A report is one file with all in it, of a run or of a simulation."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from observed import job, records
+
+from eplb_runtime.cli import main
+from eplb_runtime.observe.event_log import NAME, EventWriter
+from eplb_runtime.observe.report import report_of, state_of_run
+from eplb_runtime.observe.state import state_of
+from eplb_runtime.observe.view import view_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "first"
+    writer = EventWriter(folder, job())
+    for record in records()[1:]:
+        writer.write(record)
+    writer.close()
+    return folder
+
+
+class Links(HTMLParser):
+    """What a page would fetch, and what it says in its data."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.data = ""
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.links += [str(found[name]) for name in ("src", "href") if name in found]
+        self._inside = tag == "script" and found.get("id") == "data"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self._inside else ""
+
+
+def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
+    page = Links(report_of(run))
+    told = json.loads(page.data)
+    assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run)[0])))
+    assert told["view"]["totals"]["rebalances"] == 2
+    assert set(page.links) == {"#main", "data:,"}
+
+
+def test_what_events_say_cannot_end_the_data(run: Path) -> None:
+    writer = EventWriter(run, job())
+    writer.write({"event": "GuardFinding", "step": 1, "time": 1.0, "finding": "</script><script>alert(1)</script>"})
+    writer.close()
+    page = report_of(run)
+    assert "alert(1)</script>" not in page
+    assert json.loads(Links(page).data)["view"]["troubles"][-1]["text"].startswith("</script>")
+
+
+def test_the_command_writes_it_and_says_what_the_run_came_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run.parent / "report.html"
+    assert main(["report", str(run), "-o", str(output)]) == 0
+    assert "2 rebalances" in capsys.readouterr().out and output.stat().st_size > 10_000
+    assert main(["report", str(run), "-o", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["rebalances"] == 2
+
+
+def test_a_simulation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    windows, output = tmp_path / "windows.json", tmp_path / "simulated.html"
+    sizes = ["--ranks", "8", "--ranks-per-node", "4", "--slots-per-rank", "9", "--every", "5"]
+    assert main(["simulate", "sample", *sizes, "--policies", "static,incremental", "-o", str(windows)]) == 0
+    assert main(["report", str(windows), "-o", str(output)]) == 0
+    told = json.loads(Links(output.read_text()).data)["simulation"]
+    saved = json.loads(windows.read_text())
+    assert [policy["policy"] for policy in told["policies"]] == ["static", "incremental"]
+    for shown, summary in zip(told["policies"], saved["policies"], strict=True):
+        assert shown["mean"] == summary["imbalance"]["mean"]
+        own = [window for window in saved["windows"] if window["policy"] == shown["policy"]]
+        assert shown["imbalance"] == [window["imbalance_mean"] for window in own]
+        assert shown["moved_slots"] == sum(window["moved_slots"] for window in own)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"policies": [], "windows": []}', '{"policies": [1], "windows": 2}']
+)
+def test_what_is_no_run_is_refused_in_one_line(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.json").write_text(content)
+    for source in ("other.json", ".", "nowhere"):
+        assert main(["report", str(tmp_path / source), "-o", str(tmp_path / "x.html")]) == 2
+        said = capsys.readouterr().err
+        assert re.fullmatch(r"eplb-runtime: .*\n", said) and not (tmp_path / "x.html").exists()
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "x.pdf")]) == 2
+
+
+def test_a_log_that_was_cut_is_shown_as_far_as_it_goes(run: Path) -> None:
+    whole = (run / NAME).read_bytes()
+    lines = whole.count(b"\n")
+    for cut in (1, len(whole) // 2, len(whole) - 3000):
+        (run / NAME).write_bytes(whole[:-cut])
+        assert state_of_run(run)[0].version < lines
+        assert "imbalance" in report_of(run)
+    assert state_of([])[0].version == 0
