@@ -22,7 +22,7 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch", "shm")
+TRANSPORTS = ("torch", "shm", "nixl", "auto")
 DISPATCHES = ("all_to_all",)
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
@@ -61,8 +61,9 @@ class BalancerConfig:
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
-        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL) or ``"shm"``
-            (shared memory between the ranks of one node, on a CPU).
+        transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
+            memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP) or ``"auto"``
+            (inside nodes and across them what fits on every rank).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed).
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).

@@ -24,6 +24,7 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import MigrationBroken, Phase
+from eplb_runtime.migration.transports import nixl_agent
 
 STEPS = 24
 INTERVAL = 4
@@ -227,8 +228,11 @@ def check_that_one_was_dropped(undisturbed: list[dict], results: list[dict], pha
             assert torch.equal(tensor, undisturbed[rank]["state"][name]), name
 
 
-def test_so_it_is_over_shared_memory(undisturbed: list[dict]) -> None:
-    results = run_ranks(4, train, "incremental", corrupt_a_staged_byte, 20.0, 256 << 20, "shm")
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_so_it_is_over_other_transports(undisturbed: list[dict], transport: str) -> None:
+    if transport == "nixl" and nixl_agent.missing():
+        pytest.skip(nixl_agent.missing())
+    results = run_ranks(4, train, "incremental", corrupt_a_staged_byte, 20.0, 256 << 20, transport)
     check_that_one_was_dropped(undisturbed, results, "staged", "checksum")
 
 

@@ -46,7 +46,7 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
     the first host have given up."""
     points = ["prepared", "staged", "committed"]
     cluster = make_cluster(2)
-    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, *points)
+    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "torch", *points)
     for point in points:
         cluster.wait_for_files([tmp_path / f"{point}.{rank}" for rank in range(4)], 90)
         cluster.cut_cable(1)
@@ -64,9 +64,10 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
 
 
 def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """Plugged when the ranks of the first host have waited for the others for several timeouts."""
+    """Plugged when the ranks of the first host have waited for the others for several timeouts. Ranks of one host share
+    memory, gloo carries between hosts; both are made anew."""
     cluster = make_cluster(2)
-    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "staged")
+    cluster.start(2, JOBS / "train_with_cut_cable.py", tmp_path, "auto", "staged")
     cluster.wait_for_files([tmp_path / f"staged.{rank}" for rank in range(4)], 90)
     cluster.cut_cable(1)
     (tmp_path / "cut.staged").touch()
@@ -77,4 +78,5 @@ def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: Mak
         result = json.loads((tmp_path / f"result.{rank}.json").read_text())
         assert [phase for _, phase, _ in result["aborted"]] == ["staged"]
         assert result["committed"], "no rebalance after the cut"
+        assert (result["carriers"]["within"], result["carriers"]["across"]) == ("shm", "torch")
         assert result["same_losses"] and result["same_state"]

@@ -7,13 +7,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from .automatic import Automatic
 from .base import Transport
+from .nixl import Nixl
 from .shm import SharedMemory
 from .torch_p2p import TorchPointToPoint
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
     "torch": TorchPointToPoint,
     "shm": SharedMemory,
+    "nixl": Nixl,
+    "auto": Automatic,
 }
 """``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""

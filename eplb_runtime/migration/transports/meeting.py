@@ -25,8 +25,11 @@ def tell_all(group: dist.ProcessGroup, device: torch.device, word: bytes, deadli
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     _gather(group, lengths, torch.tensor([len(word)], device=device), deadline)
     longest = int(lengths.max())
+    if not longest:
+        return [b""] * group.size()
     mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8) if word else mine[:0]
+    if word:
+        mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
     words = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
     _gather(group, words, mine.to(device), deadline)
     rows = words.view(group.size(), longest).cpu().numpy()
@@ -35,7 +38,7 @@ def tell_all(group: dist.ProcessGroup, device: torch.device, word: bytes, deadli
 
 def _gather(group: dist.ProcessGroup, into: torch.Tensor, mine: torch.Tensor, deadline: float) -> None:
     try:
-        work = dist.all_gather_into_tensor(into, mine, group=group, async_op=True)
+        work = dist.all_gather(list(into.chunk(group.size())), mine, group=group, async_op=True)
         assert work is not None
         seconds = max(0.001, deadline - time.monotonic())
         wait_on_host([work], group, seconds, on_device=into.device.type != "cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import Message, Pending, Transport, TransportError
+from .counted import Counted, to_others
 from .meeting import tell_all
 from .neighbours import Card, Inbox, Kind, Neighbour, Note, introduce, meet, wait_for
 from .segments import Segment, open_segment
@@ -36,6 +38,27 @@ LOOK_SECONDS = 0.5
 """So often a rank that waits looks at its neighbours' cards, should a note have found no room."""
 FENCE_SECONDS = 0.25
 """Who has given up waits so long for a neighbour in the middle of a piece."""
+
+
+def missing(device: torch.device) -> str:
+    """What this process lacks to share memory; empty: nothing."""
+    if device.type != "cpu":
+        return f"it carries between CPUs, not on {device.type}"
+    try:
+        segment = Segment(mmap.PAGESIZE)
+        open_segment(os.getpid(), segment.descriptor, segment.identity, segment.nbytes)
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:  # not on this kernel, or not on this system at all
+        return f"no memory can be shared here: {error}"
+    return ""
+
+
+class _Shared(Counted):
+    """Attributes:
+    spare: shared memory for what is received elsewhere.
+    """
+
+    spare: Segment | None = None
 
 
 @dataclass
@@ -147,14 +170,11 @@ class SharedMemory(Transport):
             return self._segments[-1].hand_out()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        own = ([message.data for message in messages if message.peer == self._rank] for messages in (receives, sends))
-        for arrived, sent in zip(*own, strict=True):
-            arrived.copy_(sent)
-        out, into = ([m for m in messages if m.peer != self._rank and m.data.numel()] for messages in (sends, receives))
+        out, into = to_others(self._rank, sends, receives)
         with self._state:
             for peer in {message.peer for message in (*out, *into)}:
                 self._refuse_if_lost(peer)
-            pending = _Shared(self, len(out) + len(into), time.monotonic() + self._timeout)
+            pending = _Shared(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
             self._pending.append(pending)
@@ -184,7 +204,7 @@ class SharedMemory(Transport):
         self._inbox.close()
         os.close(self._wake)
 
-    def give_up(self, pending: _Shared, reason: str) -> None:
+    def give_up(self, pending: Counted, reason: str) -> None:
         """End everything that is not done yet; afterwards nothing of it is read or written."""
         with self._state:
             if not pending.finished.is_set():
@@ -432,53 +452,6 @@ class SharedMemory(Transport):
                     segment.part_from_others()
                 return
             time.sleep(0.0002)
-
-
-class _Shared(Pending):
-    """Messages through shared memory.
-
-    Args:
-        left: how many are not through yet.
-        end: a time of `time.monotonic`, the latest for all of them.
-    """
-
-    def __init__(self, transport: SharedMemory, left: int, end: float) -> None:
-        self._transport = transport
-        self.left = left
-        self.end = end
-        self.problem = ""
-        self.spare: Segment | None = None
-        self.finished = threading.Event()
-        if not left:
-            self.finished.set()
-
-    def one_done(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.finished.set()
-
-    def fail(self, problem: str) -> None:
-        if not self.finished.is_set():
-            self.problem = problem
-            self.finished.set()
-
-    def poll(self) -> bool:
-        if not self.finished.is_set():
-            return False
-        self._raise_if_failed()
-        return True
-
-    def wait(self, deadline: float) -> None:
-        if not self.finished.wait(max(0.0, deadline - time.monotonic())):
-            self._transport.give_up(self, "messages through shared memory were not through in time")
-        self._raise_if_failed()
-
-    def abort(self) -> None:
-        self._transport.give_up(self, "messages through shared memory were aborted")
-
-    def _raise_if_failed(self) -> None:
-        if self.problem:
-            raise TransportError(self.problem)
 
 
 def _nothing() -> None:

@@ -1,9 +1,10 @@
 """Train twice from the same seed over two hosts: rebalanced while somebody cuts a cable, then with experts fixed.
 
-At each point named on the command line (a phase of the migration protocol, one rebalance each) every rank writes
-``<folder>/<point>.<rank>`` and waits for ``<folder>/cut.<point>``; when it has dropped the rebalance it writes
-``<folder>/dropped.<point>.<rank>``, and when it has then waited for the others for several timeouts
-``<folder>/waited.<rank>``. Files, because they need no cable. Ends with ``<folder>/result.<rank>.json``.
+The command line names a folder, a transport, and points. At each point (a phase of the migration protocol, one
+rebalance each) every rank writes ``<folder>/<point>.<rank>`` and waits for ``<folder>/cut.<point>``; when it has
+dropped the rebalance it writes ``<folder>/dropped.<point>.<rank>``, and when it has then waited for the others for
+several timeouts ``<folder>/waited.<rank>``. Files, because they need no cable. Ends with
+``<folder>/result.<rank>.json``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def is_over(step: int, points: list[str], events: EventLog) -> bool:
 
 
 def train(
-    policy: str, folder: Path, points: list[str], steps: int | None
+    policy: str, folder: Path, transport: str, points: list[str], steps: int | None
 ) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer]:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -81,6 +82,7 @@ def train(
         gate="always",
         dense_gradients="allreduce",
         timeout_seconds=TIMEOUT_SECONDS,
+        transport=transport,
         staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
     )
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
@@ -103,12 +105,14 @@ def train(
     return losses, state, balancer
 
 
-def main(folder: Path, points: list[str]) -> None:
+def main(folder: Path, transport: str, points: list[str]) -> None:
     dist.init_process_group("gloo")
     logging.basicConfig(level=logging.WARNING)
-    losses, state, balancer = train("incremental", folder, points, None)
-    fixed_losses, fixed, _ = train("static", folder, [], len(losses))
+    losses, state, balancer = train("incremental", folder, transport, points, None)
+    fixed_losses, fixed, _ = train("static", folder, transport, [], len(losses))
+    carrier = balancer._rebalancer._engine._exchanger._transport
     result = {
+        "carriers": vars(carrier.choice) if transport == "auto" else transport,
         "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
         "committed": [(e.step, e.digest) for e in balancer.events.of_type(RebalanceCommitted)],
         "same_losses": losses == fixed_losses,
@@ -120,4 +124,4 @@ def main(folder: Path, points: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,70 @@
+"""What carriers with a thread of their own share: messages that are counted until all are through."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from .base import Message, Pending, TransportError
+
+
+class Counted(Pending):
+    """Messages on their way, counted by the carrier's thread.
+
+    Args:
+        left: how many are not through yet.
+        end: a time of `time.monotonic`, the latest for all of them.
+        give_up: called with this and a reason; afterwards it has failed, unless it was done.
+
+    Attributes:
+        finished: set when all are through, or none will be any more.
+        problem: why it has failed.
+    """
+
+    def __init__(self, left: int, end: float, give_up: Callable[[Counted, str], None]) -> None:
+        self._give_up = give_up
+        self.left = left
+        self.end = end
+        self.problem = ""
+        self.finished = threading.Event()
+        if not left:
+            self.finished.set()
+
+    def one_done(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.finished.set()
+
+    def fail(self, problem: str) -> None:
+        if not self.finished.is_set():
+            self.problem = problem
+            self.finished.set()
+
+    def poll(self) -> bool:
+        if not self.finished.is_set():
+            return False
+        self._raise_if_failed()
+        return True
+
+    def wait(self, deadline: float) -> None:
+        if not self.finished.wait(max(0.0, deadline - time.monotonic())):
+            self._give_up(self, "messages were not through in time")
+        self._raise_if_failed()
+
+    def abort(self) -> None:
+        self._give_up(self, "messages were aborted")
+
+    def _raise_if_failed(self) -> None:
+        if self.problem:
+            raise TransportError(self.problem)
+
+
+def to_others(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Those of them that go to and come from other ranks and are not empty; this rank's own are copied at once."""
+    own = ([message.data for message in messages if message.peer == rank] for messages in (receives, sends))
+    for arrived, sent in zip(*own, strict=True):
+        arrived.copy_(sent)
+    others = ([m for m in messages if m.peer != rank and m.data.numel()] for messages in (sends, receives))
+    out, into = others
+    return out, into

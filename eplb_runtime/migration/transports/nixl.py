@@ -1,0 +1,421 @@
+"""NIXL (extra ``nixl``): one-sided writes with notifications, over UCX: RDMA where there is any, TCP elsewhere.
+
+Who receives says where; who sends writes there, and the notification of the write says that it is done. Writes and not
+reads: TCP cannot read from a remote memory, so UCX lets the owner's own progress thread answer, and that thread ends
+the owner's *process* when the reader has given up meanwhile (seen with nixl 1.5.1). A cancelled request may still be
+carried out later, so a rank that gives up destroys its agent, and with it every way into its memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import Message, Pending, Transport, TransportError
+from .counted import Counted, to_others
+from .meeting import tell_all
+from .nixl_agent import new_agent
+
+SPARE_BYTES = 1 << 16
+AT_ONCE = 128
+"""Messages in one write, and places in one notification."""
+PING_SECONDS = 0.2
+"""So often a rank that waits for another looks whether it still answers; only a write or a note finds out."""
+SHORTEST_POLL, LONGEST_POLL = 0.0002, 0.002
+_HEAD = struct.Struct("<cII")
+_PLACE = struct.Struct("<QQQ")
+_OFFER, _MEMORY, _WRITTEN, _PING, _GOODBYE = b"O", b"M", b"W", b"P", b"G"
+
+
+class _Notified(Counted):
+    """Attributes:
+    spare: registered memory for what is not.
+    """
+
+    spare: Tensor | None = None
+
+
+@dataclass
+class _Send:
+    data: Tensor
+    pending: _Notified
+
+
+@dataclass
+class _Receive:
+    into: Tensor | None
+    """Where the bytes go from ``at``; None: they are where they should be."""
+    at: Tensor
+    pending: _Notified
+
+
+@dataclass
+class _Traffic:
+    """With one peer. Messages have numbers, as notifications may overtake each other.
+
+    Args:
+        name: of its agent.
+        sends, receives: by number, not done yet; a send stays until it is written.
+        offers: by number, ``(address, bytes, device)``.
+        posted, begun: numbers of the next send to be posted, and to be written.
+        expected: number of the next receive.
+        memories_sent, memories_known: how many registrations the peer was told of, and has told of.
+        early: offers of memory that is not known yet, by how many registrations they need.
+        writing: writes under way, with the first number and how many.
+    """
+
+    name: str
+    sends: dict[int, _Send] = field(default_factory=dict)
+    receives: dict[int, _Receive] = field(default_factory=dict)
+    offers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    posted: int = 0
+    begun: int = 0
+    expected: int = 0
+    memories_sent: int = 0
+    memories_known: int = 0
+    early: list[tuple[int, bytes]] = field(default_factory=list)
+    writing: list[tuple[Any, int, int]] = field(default_factory=list)
+    problem: str = ""
+
+
+class Nixl(Transport):
+    """Writes through NIXL's UCX agent.
+
+    Args:
+        group: the migration group; only used to exchange addresses.
+        backend: its backend's name.
+        device: the model's; messages are there.
+        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
+        peers: the ranks that will be sent to; None: all of the group.
+
+    Raises:
+        TransportError: the package is missing or cannot be used.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: str,
+        device: torch.device,
+        timeout_seconds: float,
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        self.device = device
+        self._group = group
+        self._rank = group.rank()
+        self._timeout = timeout_seconds
+        self._peers = [peer for peer in (range(group.size()) if peers is None else peers) if peer != self._rank]
+        self._lock = threading.RLock()
+        self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
+        try:
+            self._agent: Any = new_agent(self._name)
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportError(f"nixl cannot be used: {error}") from error
+        self._regions: dict[tuple[int, int], Tensor] = {}
+        self._registrations: list[Any] = []
+        self._spare: list[Tensor] = []
+        self._traffic: dict[int, _Traffic] = {}
+        self._rank_of: dict[str, int] = {}
+        self._pending: list[_Notified] = []
+        self._thread: threading.Thread | None = None
+        self._ping = 0.0
+        self._problem = ""
+
+    def warm_up(self, deadline: float) -> None:
+        said = {"name": self._name, "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode()}
+        words = tell_all(self._group, self.device, json.dumps(said).encode(), deadline)
+        try:
+            for peer in self._peers:
+                theirs = json.loads(words[peer])
+                self._agent.add_remote_agent(base64.b64decode(theirs["metadata"]))
+                self._traffic[peer] = _Traffic(theirs["name"])
+                self._rank_of[theirs["name"]] = peer
+        except Exception as error:
+            raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
+        tell_all(self._group, self.device, b"", deadline)  # nobody writes before all know all
+        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
+        self.post(
+            [Message(peer, out) for peer in self._peers],
+            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
+        ).wait(deadline)
+
+    def register(self, regions: Sequence[Tensor]) -> None:
+        with self._lock:
+            for region in regions:
+                self._register(region)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        out, into = to_others(self._rank, sends, receives)
+        if self.device.type == "cuda" and out:
+            torch.cuda.current_stream(self.device).synchronize()  # UCX knows of no streams
+        with self._lock:
+            pending = _Notified(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
+            if not pending.left:
+                return pending
+            for peer in {message.peer for message in (*out, *into)}:
+                self._refuse_if_lost(peer)
+            places = self._registered_places([message.data for message in (*into, *out)], pending)
+            self._pending.append(pending)
+            self._guarded(lambda: self._offer(into, places[: len(into)], pending))
+            for message, place in zip(out, places[len(into) :], strict=True):
+                if place is not message.data:
+                    place.copy_(message.data)
+                traffic = self._traffic[message.peer]
+                traffic.sends[traffic.posted] = _Send(place, pending)
+                traffic.posted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
+                self._thread.start()
+        return pending
+
+    def close(self) -> None:
+        with self._lock:
+            self._give_up("the transport is closed")
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def give_up(self, pending: Counted, reason: str) -> None:
+        """End everything that is not done yet; afterwards nothing of it is read or written."""
+        with self._lock:
+            if not pending.finished.is_set():
+                self._give_up(reason)
+
+    # -- posting -------------------------------------------------------------------------------------------------------
+
+    def _refuse_if_lost(self, peer: int) -> None:
+        if not self._problem:
+            self._guarded(self._listen)
+        if self._problem:
+            raise TransportError(f"nixl is not used any more: {self._problem}")
+        traffic = self._traffic.get(peer)
+        if traffic is None:
+            raise TransportError(f"EP rank {peer} is not connected by nixl")
+        if traffic.problem:
+            raise TransportError(traffic.problem)
+
+    def _register(self, region: Tensor) -> None:
+        key = region.data_ptr(), region.numel()
+        if not region.numel() or key in self._regions:
+            return
+        try:
+            self._registrations.append(self._agent.register_memory(region))
+        except Exception as error:
+            raise TransportError(f"nixl cannot register {region.numel()} bytes: {error}") from error
+        self._regions[key] = region
+
+    def _registered_places(self, data: Sequence[Tensor], pending: _Notified) -> list[Tensor]:
+        """The tensors themselves where their memory is registered, else as many bytes of memory that is."""
+        known = [self._is_registered(tensor) for tensor in data]
+        needed = sum(tensor.numel() for tensor, there in zip(data, known, strict=True) if not there)
+        if needed:
+            fitting = [spare for spare in self._spare if spare.numel() >= needed]
+            spare = min(fitting, key=Tensor.numel) if fitting else self.empty(max(needed, SPARE_BYTES))
+            self._spare = [other for other in self._spare if other is not spare]
+            self._register(spare)
+            pending.spare = spare
+        places, used = [], 0
+        for tensor, there in zip(data, known, strict=True):
+            if there:
+                places.append(tensor)
+                continue
+            assert pending.spare is not None
+            places.append(pending.spare[used : used + tensor.numel()])
+            used += tensor.numel()
+        return places
+
+    def _is_registered(self, data: Tensor) -> bool:
+        first, end = data.data_ptr(), data.data_ptr() + data.numel()
+        return any(start <= first and end <= start + nbytes for start, nbytes in self._regions)
+
+    def _offer(self, messages: Sequence[Message], places: Sequence[Tensor], pending: _Notified) -> None:
+        offers: dict[int, list[bytes]] = {}
+        first: dict[int, int] = {}
+        for message, place in zip(messages, places, strict=True):
+            traffic = self._traffic[message.peer]
+            into = None if place is message.data else message.data
+            first.setdefault(message.peer, traffic.expected)
+            traffic.receives[traffic.expected] = _Receive(into, place, pending)
+            traffic.expected += 1
+            index = place.get_device() if place.is_cuda else 0
+            offers.setdefault(message.peer, []).append(_PLACE.pack(place.data_ptr(), place.numel(), index))
+        for peer, packed in offers.items():
+            traffic = self._traffic[peer]
+            for registration in self._registrations[traffic.memories_sent :]:
+                metadata = self._agent.get_partial_agent_metadata(registration, True, ["UCX"])
+                self._agent.send_notif(traffic.name, _HEAD.pack(_MEMORY, 0, 0) + metadata)
+            traffic.memories_sent = len(self._registrations)
+            for at in range(0, len(packed), AT_ONCE):
+                head = _HEAD.pack(_OFFER, traffic.memories_sent, first[peer] + at)
+                self._agent.send_notif(traffic.name, head + b"".join(packed[at : at + AT_ONCE]))
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Until nothing is pending."""
+        pause = SHORTEST_POLL
+        with torch.no_grad():
+            while True:
+                with self._lock:
+                    before = [pending.left for pending in self._pending]
+                    self._guarded(self._step)
+                    moved = before != [pending.left for pending in self._pending]
+                    if not self._pending:
+                        self._thread = None
+                        return
+                pause = SHORTEST_POLL if moved else min(1.5 * pause, LONGEST_POLL)
+                time.sleep(pause)
+
+    def _guarded(self, work: Any) -> None:
+        """What NIXL raises ends what is pending, on this rank and for its peers."""
+        if self._problem:
+            self._pending.clear()
+            return
+        try:
+            work()
+        except Exception as error:
+            self._give_up(f"nixl: {error}" if str(error) else f"nixl: {type(error).__name__}")
+
+    def _step(self) -> None:
+        self._listen()
+        now = time.monotonic()
+        for peer, traffic in self._traffic.items():
+            if traffic.problem:
+                continue
+            self._end_writes(peer, traffic)
+            self._begin_writes(traffic)
+            if now > self._ping and (traffic.receives or traffic.sends):
+                self._agent.send_notif(traffic.name, _HEAD.pack(_PING, 0, 0))
+        self._ping = now + PING_SECONDS if now > self._ping else self._ping
+        for pending in self._pending:
+            if pending.finished.is_set() and pending.spare is not None:
+                self._spare.append(pending.spare)
+                pending.spare = None
+        self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
+        if any(now > pending.end for pending in self._pending):
+            raise TransportError("messages were not through in time")
+
+    def _listen(self) -> None:
+        for name, notes in self._agent.get_new_notifs().items():
+            if name in self._rank_of:
+                peer = self._rank_of[name]
+                for note in notes:
+                    self._hear(peer, self._traffic[peer], note)
+
+    def _hear(self, peer: int, traffic: _Traffic, note: bytes) -> None:
+        kind, count, number = _HEAD.unpack_from(note)
+        rest = note[_HEAD.size :]
+        if kind == _MEMORY:
+            self._agent.add_remote_agent(rest)
+            traffic.memories_known += 1
+            early, traffic.early = traffic.early, []
+            for needed, offer in early:
+                self._hear_offer(traffic, needed, offer)
+        elif kind == _OFFER:
+            self._hear_offer(traffic, count, note)
+        elif kind == _WRITTEN:
+            for written in range(number, number + count):
+                receive = traffic.receives.pop(written)
+                if receive.into is not None:
+                    receive.into.copy_(receive.at)
+                receive.pending.one_done()
+        elif kind == _GOODBYE:
+            traffic.problem = f"EP rank {peer} does not answer: it has given up"
+            if traffic.sends or traffic.receives:
+                raise TransportError(traffic.problem)
+
+    def _hear_offer(self, traffic: _Traffic, needed: int, note: bytes) -> None:
+        if traffic.memories_known < needed:
+            traffic.early.append((needed, note))
+            return
+        _, _, number = _HEAD.unpack_from(note)
+        for index, place in enumerate(_PLACE.iter_unpack(note[_HEAD.size :])):
+            traffic.offers[number + index] = place
+
+    def _begin_writes(self, traffic: _Traffic) -> None:
+        while True:
+            first = end = traffic.begun
+            while end < traffic.posted and end in traffic.offers and end - first < AT_ONCE:
+                end += 1
+            if end == first:
+                return
+            own, theirs = [], []
+            for number in range(first, end):
+                data, (address, nbytes, index) = traffic.sends[number].data, traffic.offers.pop(number)
+                if data.numel() != nbytes:
+                    raise TransportError(f"a peer expects {nbytes} bytes and is sent {data.numel()}")
+                own.append((data.data_ptr(), nbytes, data.get_device() if data.is_cuda else 0))
+                theirs.append((address, nbytes, index))
+            kind = "VRAM" if self.device.type == "cuda" else "DRAM"
+            write = self._agent.initialize_xfer(
+                "WRITE",
+                self._agent.get_xfer_descs(own, kind),
+                self._agent.get_xfer_descs(theirs, kind),
+                traffic.name,
+                _HEAD.pack(_WRITTEN, end - first, first),
+            )
+            traffic.writing.append((write, first, end - first))
+            traffic.begun = end
+            if self._agent.transfer(write) == "ERR":
+                raise TransportError("a write failed")
+
+    def _end_writes(self, peer: int, traffic: _Traffic) -> None:
+        under_way = []
+        for write, first, count in traffic.writing:
+            state = self._agent.check_xfer_state(write)
+            if state == "PROC":
+                under_way.append((write, first, count))
+                continue
+            if state != "DONE":
+                raise TransportError(f"a write to EP rank {peer} failed")
+            self._agent.release_xfer_handle(write)
+            for number in range(first, first + count):
+                traffic.sends.pop(number).pending.one_done()
+        traffic.writing = under_way
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _give_up(self, problem: str) -> None:
+        """End all that is pending: without an agent nobody writes here, and nothing here is written elsewhere."""
+        if not self._problem:
+            self._problem = problem
+            for traffic in self._traffic.values():
+                with contextlib.suppress(Exception):
+                    if not traffic.problem:
+                        self._agent.send_notif(traffic.name, _HEAD.pack(_GOODBYE, 0, 0))
+            for traffic in self._traffic.values():
+                for write, _, _ in traffic.writing:
+                    with contextlib.suppress(Exception):
+                        self._agent.release_xfer_handle(write)
+                traffic.writing.clear()
+                with contextlib.suppress(Exception):
+                    self._agent.remove_remote_agent(traffic.name)
+            for registration in self._registrations:
+                with contextlib.suppress(Exception):
+                    self._agent.deregister_memory(registration)
+            self._registrations.clear()
+            self._agent = None
+            self._regions.clear()
+            self._spare.clear()
+        for traffic in self._traffic.values():
+            traffic.sends.clear()
+            traffic.receives.clear()
+        for pending in self._pending:
+            pending.fail(problem)
