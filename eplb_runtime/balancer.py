@@ -342,7 +342,7 @@ class Balancer:
         Returns:
             The norm before clipping, a scalar, equal on every rank.
         """
-        rows_LH = self._maps.table.logical_of_rows(self._groups.job.ep_rank)
+        rows_LH = self._logical_of_rows()
         self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
         self._guard.before_averaging()
         with self._watch.waiting(), phase("clip"):
@@ -362,7 +362,8 @@ class Balancer:
         Returns:
             ``[E, ...]``, equal on every rank.
         """
-        return in_logical_order(rows, self.placement.homes_LRH[layer], self._groups, device)
+        homes_LRH = self.placement.over(len(self._job.row_ranks)).homes_LRH
+        return in_logical_order(rows, homes_LRH[layer], self._groups, device)
 
     @torch.no_grad()
     def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
@@ -425,6 +426,14 @@ class Balancer:
     def _home_experts(self, layer: int) -> list[int]:
         """The logical expert of each home row of this rank."""
         return [int(expert) for expert in self.placement.homes_LRH[layer, self._groups.job.ep_rank]]
+
+    def _logical_of_rows(self) -> Tensor:
+        """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
+        rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
+        if not job.divided_rows:
+            return rows_LH
+        parts = len(job.row_ranks) // job.ep_size
+        return rows_LH.unflatten(1, (parts, -1))[:, job.row_rank % parts]
 
     def _weights_changed(self) -> None:
         """Expert weights were written from outside, between steps: copies follow. Collective."""

@@ -201,6 +201,13 @@ class Placement:
         """int32 ``[L, E]``: the rank that owns each expert (``home`` layout)."""
         return _read_only((self.require_homes() // self.slots_per_rank).astype(np.int32))
 
+    def over(self, num_ranks: int) -> Placement:
+        """The same slots in the same order, cut for another number of ranks: where rows of experts are divided over the
+        ranks that hold the same ones (`ranks.Ranks`). Without replica slots."""
+        if num_ranks == self.num_ranks:
+            return self
+        return Placement(self.physical_to_logical, self.num_experts, num_ranks, self.home, self.epoch)
+
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 

@@ -35,7 +35,8 @@ class Connections:
 
     Args:
         control: gloo, all ranks of the job: counts, plans, votes.
-        migration: the device's backend, one EP group: experts on their way.
+        migration: the device's backend, ranks that have each row of an expert tensor once (one EP group, unless rows
+            are divided), in the order of the rows: experts on their way.
     """
 
     control: dist.ProcessGroup
@@ -50,6 +51,8 @@ class ProcessGroups:
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
     * ``dispatch``: the device's backend, one EP group: tokens.
+    * ``rows``: the device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
+      experts (norms, gathering). It is ``dispatch``, unless rows are divided.
     * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
       which ends the process where messages that meet differ in size, as those of a forward and a backward would.
     * ``replicas``: the device's backend, one EP group: weights to copies, gradients back.
@@ -106,6 +109,7 @@ class ProcessGroups:
             if len(job.stage_sets) > 1:
                 self.data = self._new(job.data_sets, self.backend, "data")
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
+            self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
             self.replicas = self._new(job.ep_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
@@ -199,7 +203,7 @@ class ProcessGroups:
         timeout = self._timeout if self.backend == "gloo" else self._timeout * 4 + _WATCHDOG_MARGIN
         with _watchdog_that_ends_nothing() if self.backend == "nccl" else contextlib.nullcontext():
             return self._new(
-                self.job.ep_sets, self.backend, f"migration {attempt}" if attempt else "migration", timeout
+                self.job.row_sets, self.backend, f"migration {attempt}" if attempt else "migration", timeout
             )
 
     def _new(

@@ -36,12 +36,16 @@ class Ranks:
         gradient_divisor: what gradients of experts are divided by, so that they fit those of the dense parameters;
             None: the number of ranks that hold the same stages, as averaging over data-parallel ranks has it. 1 where
             the loss is divided by all ranks' tokens already.
+        divided_rows: whether the host keeps each expert whole on one of the ranks that hold the same experts (FSDP
+            along dimension 0): of the E/R homes of an EP rank, each of its D EDP ranks has E/(R D), in their order. The
+            host then brings them together to compute, and reduces their gradients itself.
     """
 
     ep: tuple[int, ...] | None = None
     job: tuple[int, ...] | None = None
     stages: tuple[int, ...] = (0,)
     gradient_divisor: int | None = None
+    divided_rows: bool = False
 
     @classmethod
     def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
@@ -60,6 +64,7 @@ class Job:
         stages_of_set: the pipeline stages that the ranks of each EP group hold.
         layers_of_stage: MoE layers of each stage; layers are numbered over the whole model, stage by stage.
         gradient_divisor: of expert gradients.
+        divided_rows: see `Ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -68,6 +73,7 @@ class Job:
     stages_of_set: tuple[tuple[int, ...], ...]
     layers_of_stage: tuple[int, ...]
     gradient_divisor: int
+    divided_rows: bool = False
 
     @property
     def is_planner(self) -> bool:
@@ -110,6 +116,27 @@ class Job:
     def edp_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the same experts as this one, in the order of the EP groups."""
         return next(ranks for ranks in self.edp_sets if self.rank in ranks)
+
+    @cached_property
+    def row_sets(self) -> list[tuple[int, ...]]:
+        """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
+        rows, all that hold the same stages."""
+        if not self.divided_rows:
+            return list(self.ep_sets)
+        return [
+            tuple(rank for same in zip(*self.ep_sets_of(stages), strict=True) for rank in same)
+            for stages in self.stage_sets
+        ]
+
+    @cached_property
+    def row_ranks(self) -> tuple[int, ...]:
+        """Those that have each row once, with this one."""
+        return next(ranks for ranks in self.row_sets if self.rank in ranks)
+
+    @cached_property
+    def row_rank(self) -> int:
+        """This rank's place among ``row_ranks``."""
+        return self.row_ranks.index(self.rank)
 
     @cached_property
     def data_sets(self) -> list[tuple[int, ...]]:
@@ -162,6 +189,7 @@ class _Said:
     ep_size: int
     ep_name: int
     divisor: int
+    divided_rows: bool
     stages: tuple[int, ...]
     layers: tuple[int, ...]
 
@@ -192,6 +220,8 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     divisors = {one.divisor for one in said}
     if len(divisors) > 1:
         raise GroupError(f"the ranks give different gradient divisors, {sorted(divisors)}")
+    if len({one.divided_rows for one in said}) > 1:
+        raise GroupError("some ranks say that rows of experts are divided over EDP ranks, and others that they are not")
     job = Job(
         ranks=everyone,
         rank=rank,
@@ -199,6 +229,7 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
         stages_of_set=tuple(stages_of[ep_set[0]] for ep_set in sets),
         layers_of_stage=tuple(layers[stage] for stage in range(len(layers))),
         gradient_divisor=divisors.pop(),
+        divided_rows=ranks.divided_rows,
     )
     return job if job.gradient_divisor else replace(job, gradient_divisor=len(job.data_ranks))
 
@@ -212,25 +243,26 @@ def _exchange(
     # Without an EP group: all ranks with the same stages, which are not known yet; they are told apart by their stages.
     ep = tuple(sorted(ranks.ep)) if ranks.ep is not None else ()
     name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=7).digest()
-    mine = torch.full((6 + 2 * MAX_STAGES,), -1, dtype=torch.int64)
-    mine[:6] = torch.tensor(
+    mine = torch.full((7 + 2 * MAX_STAGES,), -1, dtype=torch.int64)
+    mine[:7] = torch.tensor(
         [
             dist.get_rank(),
             ep[0] if ep else -1,
             len(ep),
             int.from_bytes(name, "little"),
             ranks.gradient_divisor or 0,
+            int(ranks.divided_rows),
             len(stages),
         ]
     )
     layers = (*stage_layers, *[0] * MAX_STAGES)[: len(stages)]
-    mine[6 : 6 + len(stages)] = torch.tensor(stages)
-    mine[6 + MAX_STAGES : 6 + MAX_STAGES + len(stages)] = torch.tensor(layers)
+    mine[7 : 7 + len(stages)] = torch.tensor(stages)
+    mine[7 + MAX_STAGES : 7 + MAX_STAGES + len(stages)] = torch.tensor(layers)
     said = []
     for row in gather_rows(mine, control).tolist():
-        rank, ep_first, ep_size, ep_name, divisor, count = row[:6]
-        held, counts = row[6 : 6 + count], row[6 + MAX_STAGES : 6 + MAX_STAGES + count]
-        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, tuple(held), tuple(counts)))
+        rank, ep_first, ep_size, ep_name, divisor, divided, count = row[:7]
+        held, counts = row[7 : 7 + count], row[7 + MAX_STAGES : 7 + MAX_STAGES + count]
+        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, bool(divided), tuple(held), tuple(counts)))
     return said
 
 

@@ -123,12 +123,14 @@ class Rebalancer:
         self._pending: _Pending | None = None
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
+        # With divided rows the engine sees the ranks that hold them, and the same slots.
+        self._holders = len(groups.job.row_ranks)
         self._engine = MigrationEngine(
             registry,
             transport,
             self._agreement,
-            placement.slots_per_rank,
-            groups.job.ep_rank,
+            placement.over(self._holders).slots_per_rank,
+            groups.job.row_rank,
             config.staging_bytes,
             config.timeout_seconds,
         )
@@ -396,7 +398,8 @@ class Rebalancer:
         before = self.placement
         key = self._new_key("migration")
         try:
-            outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
+            current, target = self.placement.over(self._holders), target.over(self._holders)
+            outcome = self._engine.migrate(current, target, key, self._get_ready)
         except MigrationBroken as error:
             self.events.emit(BalancingEnded(self.step, str(error)))
             raise
@@ -432,6 +435,7 @@ class Rebalancer:
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Before a vote: make ready what follows a placement. What is returned takes it over, before anybody routes."""
+        placement = placement.over(self._groups.job.ep_size)
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:

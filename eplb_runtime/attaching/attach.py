@@ -65,6 +65,7 @@ def attach_stages(
     config: BalancerConfig,
     ranks: Ranks,
     device: torch.device,
+    container: torch.optim.Optimizer | None = None,
 ) -> Balancer:
     """``attach`` for models that their host has described; errors as there. Collective over the job.
 
@@ -72,6 +73,7 @@ def attach_stages(
         stages: the models of this rank, in the order of ``ranks.stages``.
         optimizers: none: inference.
         device: where the experts are, or will be made.
+        container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
@@ -82,7 +84,8 @@ def attach_stages(
         transport.warm_up(time.monotonic() + config.timeout_seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
-        topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds)
+        peers = [job.row_ranks.index(rank) for rank in job.ep_ranks]
+        topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
     except TransportError as error:
         groups.close()
@@ -90,8 +93,8 @@ def attach_stages(
     except BaseException:
         groups.close()
         raise
-    attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device)
-    before = Before([stage.model for stage in stages], optimizers)
+    attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device, container)
+    before = Before([stage.model for stage in stages], [*optimizers, *([container] if container is not None else [])])
     try:
         for part in (attaching.cut, attaching.balance, attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
@@ -127,6 +130,7 @@ class _Attaching:
     transport: Transport
     placement: Placement
     device: torch.device
+    container: torch.optim.Optimizer | None
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -137,7 +141,10 @@ class _Attaching:
         for stage in self.stages:
             make_buffers(stage.model, self.device, stage.host.remake_buffers)
         self.registry = ExpertTensors(
-            self.placement.num_layers, self.placement.homes_per_rank, self.optimizers, self.config.move_gradients
+            self.placement.num_layers,
+            self.placement.num_experts // len(self._job.row_ranks),
+            self.optimizers,
+            self.config.move_gradients,
         )
         self._cut_layers()
         for stage in self.stages:
@@ -192,7 +199,7 @@ class _Attaching:
             stage.host.save_together(self._come)
         for index, name, layer in self._layers():
             mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
-        _hook(self.balancer, self.stages, self.optimizers)
+        _hook(self.balancer, self.stages, self.optimizers, self.container)
         self.groups.go_with([stage.model for stage in self.stages])
 
     def record(self) -> None:
@@ -312,6 +319,8 @@ class _Attaching:
         return made
 
     def _local_experts(self, index: int, layer: MoELayer, replicas: ReplicaSync | None) -> LocalExperts:
+        if replicas is None and layer.standing is not None:
+            return LocalExperts(layer.compute, layer.standing)
         if replicas is None:
             # FSDP averages over EDP; the rest of the division is done before.
             return LocalExperts(
@@ -331,14 +340,22 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
     object.__setattr__(stage.model, "__reduce_ex__", balancer.__reduce_ex__)
 
 
-def _hook(balancer: Balancer, stages: Sequence[Stage], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _hook(
+    balancer: Balancer,
+    stages: Sequence[Stage],
+    optimizers: Sequence[torch.optim.Optimizer],
+    container: torch.optim.Optimizer | None,
+) -> None:
     """Let batches, forwards and optimizer steps reach the balancer."""
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
         stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
     parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
     hooked = Optimizers(balancer, parameters)
-    hooked.add(optimizers)
+    if container is None:
+        hooked.add(optimizers)
+    else:
+        hooked.add_container(container, optimizers)
     balancer._adopt = hooked.adopt
 
 

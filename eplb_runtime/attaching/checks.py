@@ -15,7 +15,7 @@ from ..checksum import as_bytes, checksum
 from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
-from ..experts.slices import why_not_slices
+from ..experts.slices import why_not_rows, why_not_slices
 from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError
 from ..process_groups import ProcessGroups
@@ -210,6 +210,11 @@ def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> 
 
 
 def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
+    if groups.job.divided_rows:
+        wrong = why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks))
+        if wrong:
+            raise AttachError(f"{name} {wrong}: it cannot be moved by expert")
+        return
     if spread_of(layer.experts) is None:
         raise AttachError(
             f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard after "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,9 @@ class MoELayer:
         parameters: names (within ``experts``) of the tensors whose first dimension is E.
         compute: runs rows through local slots with the module's own code.
         install: puts the expert-parallel way in the place of the module's own forward.
+        standing: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
+            not that themselves; gradients reach the parameters through them as the host wants them. None: the
+            parameters.
     """
 
     name: str
@@ -37,6 +40,7 @@ class MoELayer:
     parameters: tuple[str, ...]
     compute: Compute
     install: Callable[[ExpertParallelLayer], None]
+    standing: Callable[[], Sequence[Tensor]] | None = None
 
 
 class PretrainedFolders(Protocol):
@@ -64,6 +68,8 @@ class HostModel:
         save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
             experts; given ``come(what)``, which returns when all ranks have come to the same.
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
+        saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
+            empty: `checkpoint` does it.
     """
 
     layers: tuple[MoELayer, ...]
@@ -72,6 +78,7 @@ class HostModel:
     remake_buffers: Callable[[nn.Module], None]
     save_together: Callable[[Callable[[str], None]], None] = lambda come: None
     folders: PretrainedFolders | None = None
+    saves_itself: str = ""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Optimizers:
         layers = balancer.layer_of_parameter
         self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[torch.optim.Optimizer] = []
+        self._contained: list[torch.optim.Optimizer] = []
         self._held: list[int] = []
         self._done: set[int] = set()
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -87,6 +88,18 @@ class Optimizers:
             mark_optimizer(optimizer, self._experts, self._experts_here)
             optimizer.register_step_pre_hook(self._before_step)
             self._balancer._end_with(optimizer.register_step_post_hook(partial(self._after_step, number)))
+
+    def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
+        them step by themselves, as to make their state."""
+        for optimizer in optimizers:
+            self._contained.append(optimizer)
+            self._balancer._trained_by(optimizer, {})
+        self._known.append(container)
+        self._held.append(_count(container))
+        self._balancer._train_outside(self._outside(len(self._known) - 1))
+        container.register_step_pre_hook(self._before_step)
+        self._balancer._end_with(container.register_step_post_hook(partial(self._after_step, len(self._known) - 1)))
 
     def _outside(self, number: int) -> dict[str, Tensor]:
         """What an optimizer holds besides the model."""
@@ -152,7 +165,8 @@ class Optimizers:
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Runs before any optimizer of the process steps."""
         # An optimizer may step others inside, as wrappers of optimizers do.
-        if self._stepping or optimizer in self._strangers or any(optimizer is known for known in self._known):
+        known = (*self._known, *self._contained)
+        if self._stepping or optimizer in self._strangers or any(optimizer is one for one in known):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:

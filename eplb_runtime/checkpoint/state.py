@@ -61,6 +61,8 @@ class LogicalView:
         self.model, self.balancer = _unwrapped(model)
         self.optimizer = optimizer
         stage = self.model.__dict__.get("_eplb_runtime_stage")
+        if stage is not None and stage.host.saves_itself:
+            raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
         self._prefix: str = stage.prefix if stage is not None else ""
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}

@@ -31,22 +31,48 @@ def in_logical_order(
     """``[E, ...]`` on every rank, from the home rows ``[E/R, ...]`` of each. Collective over all EP groups.
 
     Args:
-        homes_RH: the logical expert of each home row of each EP rank.
+        homes_RH: the logical expert of each home row of each EP rank; with divided rows, of each of the job's
+            ``row_ranks``.
         device: where the result is to be; None: where ``rows`` are.
     """
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
-    step = rows_at_once(rows)
+    step, here = rows_at_once(rows), local(rows).shape[0]
     block = torch.empty((step, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
-    for first in range(0, rows.shape[0], step):
-        count = min(step, rows.shape[0] - first)
-        for position, rank in enumerate(groups.job.ep_ranks):
-            if position == groups.job.ep_rank:
+    for first in range(0, here, step):
+        count = min(step, here - first)
+        for position, rank in enumerate(groups.job.row_ranks):
+            if position == groups.job.row_rank:
                 _whole_rows(rows, first, block[:count], groups)
-            dist.broadcast(as_bytes(block[:count]), rank, group=groups.dispatch)
+            dist.broadcast(as_bytes(block[:count]), rank, group=groups.rows)
             experts = torch.from_numpy(homes_RH[position, first : first + count].astype("int64"))
             whole.index_copy_(0, experts.to(device), block[:count].to(device))
     return whole
+
+
+def rearranged(
+    rows: Tensor, here_E: NDArray[np.integer], wanted_E: NDArray[np.integer], groups: ProcessGroups
+) -> Tensor:
+    """This rank's part of all rows in another order: new memory, one exchange. Collective over the job's ``row_ranks``.
+
+    Args:
+        rows: ``[E/R, ...]`` (of divided rows ``E/(R D)``), what is here, plain.
+        here_E, wanted_E: the logical expert of each row, over all ranks one after the other, now and as returned.
+    """
+    job, count = groups.job, rows.shape[0]
+    mine = slice(job.row_rank * count, (job.row_rank + 1) * count)
+    going = np.argsort(wanted_E)[here_E[mine]]  # the row that each of ours becomes
+    coming = np.argsort(here_E)[wanted_E[mine]]
+    place_of = np.array([dist.get_group_rank(groups.rows, rank) for rank in job.row_ranks])
+    to, of = place_of[going // count], place_of[coming // count]
+    row_bytes = rows.shape[1:].numel() * rows.element_size()
+    arriving, leaving = ((np.bincount(p, minlength=len(place_of)) * row_bytes).tolist() for p in (of, to))
+    # Rows of a pair of ranks travel in the order in which they are wanted.
+    sent = rows.detach()[torch.from_numpy(np.lexsort((going, to))).to(rows.device)].contiguous()
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(as_bytes(arrived), as_bytes(sent), arriving, leaving, group=groups.rows)
+    order = torch.from_numpy(np.lexsort((np.arange(count), of))).to(rows.device)
+    return torch.empty_like(arrived).index_copy_(0, order, arrived)
 
 
 def on_one_rank(
@@ -82,7 +108,7 @@ def on_one_rank(
 def _whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
     """Fill ``out`` with rows of this rank from ``first`` on; slices come from the EDP ranks (collective over them)."""
     here = local(rows)[first : first + out.shape[0]].detach()
-    if not is_sliced(rows) or groups.expert_data is None:
+    if not is_sliced(rows) or groups.expert_data is None or groups.job.divided_rows:
         return out.copy_(here)
     width = here.shape[1]
     slice_ = torch.empty(here.shape, dtype=here.dtype, device=here.device)

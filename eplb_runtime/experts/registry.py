@@ -58,7 +58,7 @@ class ExpertTensors:
 
     Args:
         num_layers: L, MoE layers of the whole model.
-        homes_per_rank: E/R, the rows that every registered tensor has.
+        homes_per_rank: E/R, the rows of every registered tensor that are on this rank (of divided rows ``E/(R D)``).
         optimizers: where the state of the registered parameters lives; none for inference, others may follow.
         move_gradients: whether gradients that exist move too.
     """
@@ -91,9 +91,9 @@ class ExpertTensors:
         Raises:
             RegistryError: wrong number of rows, or the name is taken.
         """
-        if tensor.ndim == 0 or tensor.shape[0] != self._homes_per_rank:
+        if tensor.ndim == 0 or local(tensor).shape[0] != self._homes_per_rank:
             raise RegistryError(
-                f"layer {layer}: {name} has shape {tuple(tensor.shape)}; its first dimension must be the "
+                f"layer {layer}: {name} has shape {tuple(local(tensor).shape)}; its first dimension must be the "
                 f"{self._homes_per_rank} experts of this rank"
             )
         if any(entry.name == name for entry in self._layers[layer]):

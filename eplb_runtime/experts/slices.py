@@ -1,7 +1,8 @@
-"""Expert tensors of which each EDP rank keeps a slice: FSDP2's shards along dimension 1.
+"""Expert tensors that FSDP2 divides over the EDP ranks, along dimension 1 (a slice of each expert), or 0 (experts).
 
-Their rows are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor stands for
-the whole rows, its local tensor, which FSDP keeps in place, for what is here.
+The rows of slices are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor
+stands for the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows (`ranks.Ranks`)
+are whole experts, of which each rank has fewer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -40,6 +42,21 @@ def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
     if tensor.placements != (Shard(1),):
         return f"is placed as {tensor.placements[0]}, not along dimension 1"
     return ""
+
+
+def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
+    """Empty if the rank at this place among so many has its share of whole rows, in order; else what is wrong."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    rows, odd = divmod(tensor.shape[0], holders)
+    if not odd and (tuple(shape), tuple(offset)) == (
+        (rows, *tensor.shape[1:]),
+        (place * rows, *[0] * (tensor.ndim - 1)),
+    ):
+        return ""
+    return (
+        f"of shape {tuple(tensor.shape)} has {tuple(shape)} from {tuple(offset)} on here, not whole experts, equally "
+        f"many on each of the {holders} ranks"
+    )
 
 
 class DividedGradient(torch.autograd.Function):

@@ -26,10 +26,10 @@ def squares_of_experts(
 
     Args:
         gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them; on every rank of the
-            EP group for the same parameters.
+            group for the same parameters.
         logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
         num_experts: E.
-        group: one EP group.
+        group: the ranks that have each row once: one EP group, or more with divided rows.
         slices: the EDP ranks, where each has a slice; else None.
     """
     device = logical_of_rows_LH.device
@@ -39,7 +39,7 @@ def squares_of_experts(
         squares_NE[index, logical_of_rows_LH[layer]] = per_row.square()
     if slices is not None:
         dist.all_reduce(squares_NE, group=slices)
-    # Every entry is zero on all ranks of an EP group but one: the sum is exact in any order.
+    # Every entry is zero on all ranks of the group but one: the sum is exact in any order.
     dist.all_reduce(squares_NE, group=group)
     return list(squares_NE.sum(dim=1))
 

@@ -92,9 +92,9 @@ class Gradients:
             if parameter.grad is not None
         ]
         dense = [p.grad for p in self._dense_parameters.values() if p.grad is not None]
-        slices = self._groups.expert_data if self._sliced else None
+        slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
         squares = [
-            *squares_of_experts(experts, logical_of_rows_LH, num_experts, self._groups.dispatch, slices),
+            *squares_of_experts(experts, logical_of_rows_LH, num_experts, self._groups.rows, slices),
             *squares_of_dense(dense),
         ]
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)

@@ -6,6 +6,7 @@ Groups and a transport are all it needs: a model is not touched.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +26,12 @@ REPEATS = 3
 
 
 def measure(
-    topology: Topology, transport: Transport, ep_rank: int, control: dist.ProcessGroup, timeout_seconds: float
+    topology: Topology,
+    transport: Transport,
+    ep_rank: int,
+    control: dist.ProcessGroup,
+    timeout_seconds: float,
+    peers: Sequence[int] | None = None,
 ) -> Topology:
     """The topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once. Collective.
 
@@ -34,6 +40,7 @@ def measure(
     Args:
         control: all ranks of the job, on the CPU.
         timeout_seconds: for all of it.
+        peers: what the transport calls each EP rank; None: by its number.
 
     Raises:
         TransportError: it took longer, on any rank.
@@ -50,7 +57,8 @@ def measure(
         most = _most_bytes(transport.device, control)
         for name, (destination, source) in rings.items():
             if destination != ep_rank:
-                measured[name] = _bandwidth(transport, destination, source, most, control, deadline)
+                to, of = (destination, source) if peers is None else (peers[destination], peers[source])
+                measured[name] = _bandwidth(transport, to, of, most, control, deadline)
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise

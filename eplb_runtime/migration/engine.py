@@ -149,7 +149,7 @@ class MigrationEngine:
         transport: carries the bytes, among the ranks of the EP group.
         agreement: compares and votes over all ranks of the job.
         slots_per_rank: S.
-        ep_rank: this rank within its EP group.
+        ep_rank: this rank within its EP group; with divided rows, among those that hold them.
         staging_bytes: bytes of received experts held at once; never less than one expert.
         timeout_seconds: for the transfers of one round.
 

@@ -1,0 +1,13 @@
+"""torchtitan 0.3.0: its own Trainer, with the routed experts of its models balanced.
+
+    import eplb_runtime as eplb
+    from eplb_runtime.hosts.torchtitan import balance
+    ...
+    balance(config, eplb.BalancerConfig(interval=50))
+
+Nothing else of a training changes. What is exact, what is refused and what ran stands in the README beside this file.
+"""
+
+from .attach import balance
+
+__all__ = ["balance"]

@@ -1,0 +1,197 @@
+"""From a torchtitan config to a balanced training: what is set in the config, and what happens when the Trainer has
+built its optimizers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as titan
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from ...attaching.attach import attach_stages
+from ...attaching.checks import device_of
+from ...attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from ...balancer import Balancer
+from ...config import BalancerConfig
+from ...placement import Placement
+from ...ranks import Ranks
+from .. import _meet
+from .experts import balanced_experts, describe, routed_experts
+from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order
+
+BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
+
+
+def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
+    """Let a training that torchtitan makes of this config balance its routed experts.
+
+    It adds two overrides to ``config.override.imports``, and one more call after the model's own
+    ``post_optimizer_build_fn``. The balancer is ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
+
+    Args:
+        config: a ``Trainer.Config`` of torchtitan 0.3.0, before it is built; changed in place.
+        balancer_config: settings; the same on every rank.
+
+    Raises:
+        AttachError: it has no model, or is balanced already. What else cannot be used is refused when the Trainer is
+            built, by the same error, on every rank.
+    """
+    if config.model_spec is None:
+        raise AttachError("the config has no model_spec: balance() comes after it is chosen")
+    imports = [_path(balanced_experts), _path(balanced_optimizers)]
+    if any(entry in config.override.imports for entry in imports):
+        raise AttachError("this config is balanced already: call balance() once")
+    config.override.imports = [*config.override.imports, *imports]
+    own = config.model_spec.post_optimizer_build_fn
+    config.model_spec.post_optimizer_build_fn = partial(_build, own, balancer_config or BalancerConfig())
+
+
+def _path(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
+def _build(
+    own: BuildFunction | None,
+    config: BalancerConfig,
+    optimizers: Any,
+    model_parts: list[nn.Module],
+    parallel_dims: ParallelDims,
+) -> None:
+    if own is not None:
+        own(optimizers, model_parts, parallel_dims)
+    _attach(optimizers, model_parts, parallel_dims, config)
+
+
+def _attach(
+    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, config: BalancerConfig
+) -> Balancer:
+    """Raises `AttachError` on every rank, or on none."""
+    ranks, stages, problem = Ranks(), [], None
+    device = torch.device("cpu")
+    try:
+        _refuse(optimizers, model_parts, parallel_dims, config)
+        ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
+        # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
+        ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=True)
+        layers = [describe(name, routed) for name, routed in routed_experts(model_parts[0])]
+        _spread(layers, ep_ranks, parallel_dims)
+        stages = [Stage(0, model_parts[0], _host(layers))]
+        device = device_of(stages, None)
+    except Exception as error:
+        problem = error
+    _meet(ranks, "attach", config, problem)
+    balancer = attach_stages(
+        stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
+    )
+    order = LogicalOrder(balancer, model_parts[0])
+    optimizers.order = order
+    for layer in stages[0].host.layers:
+        index = balancer.layer_of_parameter[f"{layer.name}.{layer.parameters[0]}"]
+        keep_order(model_parts[0], layer.experts, layer.name, index, order)
+    _clip_experts_once(model_parts, balancer)
+    return balancer
+
+
+def _host(layers: Sequence[MoELayer]) -> HostModel:
+    # Batches are packed: every token is real.
+    return HostModel(
+        tuple(layers),
+        lambda tokens: None,
+        lambda: RemovableHandle(OrderedDict()),
+        lambda module: None,
+        saves_itself="torchtitan's own checkpointer (config.checkpoint)",
+    )
+
+
+def _spread(layers: Sequence[MoELayer], ep_ranks: tuple[int, ...], parallel_dims: ParallelDims) -> None:
+    """The experts are where torchtitan has put them: in logical order."""
+    if not layers:
+        raise AttachError("the model has no routed experts: nothing to balance")
+    if layers[0].num_experts % len(ep_ranks):
+        return  # refused for all ranks together
+    placement = Placement.initial(len(layers), layers[0].num_experts, len(ep_ranks))
+    rows = layers[0].num_experts // len(ep_ranks)
+    for layer in layers:
+        mark_spread(layer.experts, Spread(rows, placement.digest(), ep_ranks))
+
+
+_NOT_TRIED = {
+    "pp": "pipeline_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "cp": "context_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+}
+
+
+def _refuse(
+    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, config: BalancerConfig
+) -> None:
+    """What would go another way than the balancer knows; from settings that all ranks have."""
+    for name, option in _NOT_TRIED.items():
+        if getattr(parallel_dims, name) > 1:
+            raise AttachError(
+                f"parallelism.{option}={getattr(parallel_dims, name)}: torchtitan's experts are balanced under "
+                "expert_parallel_degree and data_parallel_shard_degree alone so far"
+            )
+    if not parallel_dims.ep_enabled:
+        raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
+    if not isinstance(optimizers, BalancedOptimizers):
+        raise AttachError(
+            f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
+            f"state would be saved in another order: override.imports must have {_path(balanced_optimizers)}"
+        )
+    if config.replica_slots:
+        raise AttachError("replica_slots: copies are not there for torchtitan yet, whose FSDP owns the experts' memory")
+    if config.initial_placement is not None:
+        raise AttachError("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
+    for name, routed in routed_experts(model_parts[0]):
+        if type(routed.token_dispatcher) is not AllToAllTokenDispatcher:
+            raise AttachError(
+                f"{name} has a {type(routed.token_dispatcher).__name__}, and the balancer carries tokens itself: "
+                "choose the model with moe_comm_backend='standard', and BalancerConfig(dispatch=...)"
+            )
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+_BALANCER = "_eplb_runtime_balancer"
+
+
+def _clip_experts_once(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
+    """torchtitan takes the norm over what each rank holds, in the order of the rows: its last bits follow the
+    placement. For a balanced model each logical expert counts once, in logical order."""
+    everything = [parameter for part in model_parts for parameter in part.parameters()]
+    setattr(everything[0], _BALANCER, (balancer, len(everything)))
+    own = titan._clip_grad_norm_with_ep
+    if hasattr(own, _BALANCER):
+        return
+
+    @wraps(own)
+    def clip(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, *rest: Any
+    ) -> Tensor:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = [getattr(parameter, _BALANCER) for parameter in given if hasattr(parameter, _BALANCER)]
+        if not found:
+            return own(given, max_norm, norm_type, error_if_nonfinite, *rest)
+        (of_model, count), *others = found
+        if others or len(given) != count or norm_type != 2.0:
+            raise RuntimeError(
+                "a balanced model is clipped by the 2-norm over all of its parameters, and nothing else: "
+                f"norm_type={norm_type}, {len(given)} parameters for {count}"
+            )
+        norm = of_model.clip_grad_norm_(max_norm)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+        return norm
+
+    setattr(clip, _BALANCER, True)
+    titan._clip_grad_norm_with_ep = clip

@@ -1,0 +1,110 @@
+"""torchtitan's routed experts, replaced by its override mechanism: router, shared experts and parameters stay its own.
+
+What is replaced runs where torchtitan has made plain local tensors of its DTensors, and where FSDP has brought together
+the experts of this EP rank; so a batch goes its way through our layer there, and torchtitan's own `GroupedExperts`
+computes the rows that arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import override
+from torchtitan.config.override import derive
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.moe import RoutedExperts
+
+from ...attaching.description import AttachError, MoELayer
+from ...experts.compute import SlotCounts
+from ...layer import ExpertParallelLayer
+
+
+class BalancedRoutedExperts(RoutedExperts):
+    """Routed experts whose tokens go where the placement says, instead of to the rank ``expert // (E/R)``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    _layer: ExpertParallelLayer | None = None
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """As `RoutedExperts.forward`; ids are logical, and the sum over K is taken in their order."""
+        if self._layer is None:
+            raise RuntimeError(
+                "eplb_runtime's experts are in the model, and its balancer was never attached: call "
+                "eplb_runtime.hosts.torchtitan.balance(config) on the config, and leave "
+                "config.model_spec.post_optimizer_build_fn as it sets it"
+            )
+        if x_BLD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph would repeat one batch's exchange of tokens for ever: set training.disable_cuda_graphs"
+            )
+        batch, length, width = x_BLD.shape
+        out_TD = self._layer(
+            x_BLD.reshape(batch * length, width),
+            topk_expert_ids_BLK.reshape(batch * length, -1),
+            topk_scores_BLK.reshape(batch * length, -1),
+        )
+        return out_TD.view(batch, length, width)
+
+
+@override(target=RoutedExperts.Config, description="eplb_runtime: experts that can change their ranks", exact=True)
+def balanced_experts(config: RoutedExperts.Config) -> BalancedRoutedExperts.Config:
+    return derive(config, BalancedRoutedExperts.Config)
+
+
+def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
+    """By name, in model order."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield name, module
+
+
+def describe(name: str, routed: RoutedExperts) -> MoELayer:
+    """One layer of a model that torchtitan has made parallel.
+
+    Raises:
+        AttachError: the override did not replace it.
+    """
+    if not isinstance(routed, BalancedRoutedExperts):
+        raise AttachError(
+            f"{name} is a {type(routed).__name__} that eplb_runtime's override did not replace: "
+            "override.imports must have eplb_runtime.hosts.torchtitan.experts.balanced_experts (one given on the "
+            "command line replaces the whole list), and nothing else may override RoutedExperts"
+        )
+    experts = routed.inner_experts
+    names = tuple(own for own, _ in experts.named_parameters())
+
+    def compute(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+        # The module reads what stands in it, which are these parameters.
+        with maybe_set_sparse_mesh():
+            out_MD: Tensor = experts(rows_MD, counts_S.counts_S)
+        return out_MD
+
+    def install(layer: ExpertParallelLayer) -> None:
+        routed._layer = layer
+
+    return MoELayer(
+        f"{name}.inner_experts", experts, experts.num_experts, names, compute, install, _standing(experts, names)
+    )
+
+
+def _standing(experts: nn.Module, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+    """While the block computes, FSDP keeps DTensors on the mesh ``ep`` in the module: the experts of this EP rank."""
+
+    def now() -> Sequence[Tensor]:
+        standing = [getattr(experts, name) for name in names]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in standing]
+
+    return now

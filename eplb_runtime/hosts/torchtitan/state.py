@@ -1,0 +1,145 @@
+"""State dicts in logical order: what torchtitan's checkpointer saves and loads, whatever the placement.
+
+Each row of an expert tensor stands where torchtitan without us would have it, in a DTensor of the same mesh and
+placements: so its formats, exports and resharding work on it as they are. The rows travel, in one exchange for each
+tensor; state dicts are therefore collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import override
+from torchtitan.config.override import derive
+
+from ...balancer import Balancer
+from ...experts.gathering import rearranged
+from ...experts.slices import local
+
+
+class StateError(RuntimeError):
+    """State that cannot be brought into, or out of, logical order."""
+
+
+class LogicalOrder:
+    """The rows of an attached model's expert tensors, between logical order and the placement that stands."""
+
+    def __init__(self, balancer: Balancer, model: nn.Module) -> None:
+        self._balancer = balancer
+        self.come: Callable[[str], None] = balancer._come
+        experts = balancer.layer_of_parameter
+        self._layer_of = {id(p): experts[name] for name, p in model.named_parameters() if name in experts}
+
+    def layer_of(self, parameter: Tensor) -> int | None:
+        """MoE layer index of an expert parameter, else None."""
+        return self._layer_of.get(id(parameter))
+
+    @torch.no_grad()
+    def saved(self, layer: int, tensor: Tensor, name: str) -> DTensor:
+        """In logical order, in new memory. Collective."""
+        stand_E = self._balancer.placement.homes_LRH[layer].reshape(-1)
+        return self._rearranged(tensor, stand_E, np.arange(len(stand_E)), name)
+
+    @torch.no_grad()
+    def loaded(self, layer: int, tensor: Tensor, name: str) -> DTensor:
+        """Of what was saved in logical order: as experts stand here. Collective."""
+        stand_E = self._balancer.placement.homes_LRH[layer].reshape(-1)
+        return self._rearranged(tensor, np.arange(len(stand_E)), stand_E, name)
+
+    def _rearranged(self, tensor: Tensor, here_E: Any, wanted_E: Any, name: str) -> DTensor:
+        rows = len(here_E) // len(self._balancer._job.row_ranks)
+        if not isinstance(tensor, DTensor) or local(tensor).shape[0] != rows:
+            raise StateError(
+                f"{name} is no DTensor whose rows are divided over ranks as the model's are: load and save with "
+                "torchtitan's checkpointer (config.checkpoint)"
+            )
+        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._groups)
+        return DTensor.from_local(
+            moved,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
+def keep_order(model: nn.Module, experts: nn.Module, name: str, layer: int, order: LogicalOrder) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of a model have one layer's experts in logical order.
+
+    torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the same key holds
+    later: so they are the same tensors each time, and never those of the model.
+    """
+    kept: dict[str, DTensor] = {}
+    names = [own for own, _ in experts.named_parameters()]
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for own in names:
+            tensor = order.saved(layer, state[prefix + own], f"{name}.{own}")
+            if own in kept:
+                local(kept[own]).copy_(local(tensor))
+            state[prefix + own] = kept.setdefault(own, tensor)
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise StateError(f"{name}: load_state_dict(assign=True) would replace the experts that are balanced")
+        for own in names:
+            if prefix + own in state:
+                state[prefix + own] = order.loaded(layer, state[prefix + own], f"{name}.{own}")
+
+    experts._register_state_dict_hook(saved)
+    experts._register_load_state_dict_pre_hook(loading, with_module=True)
+
+
+class BalancedOptimizers(OptimizersContainer):
+    """torchtitan's optimizers, whose state dict has experts in logical order once a balancer is attached."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    order: LogicalOrder | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `OptimizersContainer.state_dict`. Collective."""
+        state = super().state_dict()
+        return state if self.order is None else self._in_order(state, self.order.saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `OptimizersContainer.load_state_dict`. Collective."""
+        if self.order is not None:
+            state_dict = self._in_order(state_dict, self.order.loaded)
+        super().load_state_dict(state_dict)
+
+    def _in_order(self, state: dict[str, Any], convert: Callable[[int, Tensor, str], DTensor]) -> dict[str, Any]:
+        assert self.order is not None
+        self.order.come("the state of the optimizers")
+        changed = dict(state)
+        for name, layer in self._experts(self.order):
+            # One number for all experts (Adam's step) stays as it is.
+            for key in sorted(key for key in state if key.startswith(f"state.{name}.")):
+                if isinstance(state[key], Tensor) and state[key].numel() > 1:
+                    changed[key] = convert(layer, state[key], key)
+        return changed
+
+    def _experts(self, order: LogicalOrder) -> Sequence[tuple[str, int]]:
+        """Name and layer of the expert parameters that are trained, as the flat state names them."""
+        return [
+            (name, layer)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if (layer := order.layer_of(parameter)) is not None
+        ]
+
+
+@override(target=OptimizersContainer.Config, description="eplb_runtime: optimizer state in logical order", exact=True)
+def balanced_optimizers(config: OptimizersContainer.Config) -> BalancedOptimizers.Config:
+    return derive(config, BalancedOptimizers.Config)

@@ -1,0 +1,78 @@
+"""What torchtitan 0.3.0 lacks for a CPU, each line with what it is for. Import it before torchtitan; where there is a
+GPU leave it out. Nothing here has to do with balancing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._inductor.runtime.triton_compat  # looks whether there is a triton, before one is made up below
+import torch._utils
+import torch.distributed as dist
+import torch.utils._triton
+from torch.distributed.fsdp import FSDPModule
+
+
+class _Triton(types.ModuleType):
+    """Decorators that leave functions as they are, and words."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *given, **options: given[0] if given and callable(given[0]) else lambda function: function
+
+
+if importlib.util.find_spec("triton") is None:  # torchtitan imports it for kernels that a CPU never runs
+    torch.utils._triton.has_triton_package()  # remembers that there is none
+    for name in ("triton", "triton.language"):
+        module = sys.modules[name] = _Triton(name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        module.__version__ = "0"  # somebody compares it
+    sys.modules["triton"].language = sys.modules["triton.language"]
+
+torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan asks for an accelerator, and takes "cuda" if none
+for name, made_up in {  # it looks at the device's memory, for its metrics
+    "get_device_name": lambda *device: "cpu",
+    "get_device_properties": lambda *device: SimpleNamespace(total_memory=1 << 34, name="cpu"),
+    "reset_peak_memory_stats": lambda *device: None,
+    "memory_stats": lambda *device: {},
+    "empty_cache": lambda: None,
+}.items():
+    if not hasattr(torch.cpu, name):
+        setattr(torch.cpu, name, made_up)
+torch.cpu.current_device = lambda: 0  # "cpu" in torch; torchtitan gives it to a barrier, which wants a number
+if not hasattr(dist, "set_timeout"):  # torch 2.13 has none; after the first step torchtitan shortens timeouts by it
+    dist.set_timeout = lambda timeout, group=None: None
+
+import torchtitan.distributed.fsdp as _fsdp  # noqa: E402 (only now it can be imported)
+
+_without_division = _fsdp.disable_fsdp_gradient_division
+
+
+def _summed_by_gloo(model: torch.nn.Module) -> None:
+    """FSDP multiplies while it sums (PREMUL_SUM), which gloo cannot; the factor is one."""
+    _without_division(model)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+
+
+_fsdp.disable_fsdp_gradient_division = _summed_by_gloo
+
+
+def on_cpu(config: Any) -> None:
+    """What a config has to say on a CPU; changed in place."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    for layer in config.model_spec.model.layers:  # FlexAttention is for GPUs
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, wants collectives that gloo lacks
+    config.optimizer.implementation = "for-loop"  # fused ones are for GPUs
+    config.training.disable_cuda_graphs = True
+    config.activation_checkpoint = None
+    config.compile.enable = False
