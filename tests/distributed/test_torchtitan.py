@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import eplb_runtime as eplb
+from eplb_runtime.attaching.description import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
 
 FAMILIES = ("qwen3", "deepseek_v3", "gpt_oss")
-STEPS = 4
+STEPS, SAVED = 4, 2
 LAYOUTS = {"ep 4": 4, "ep 2 x efsdp 2": 2}
+DIVIDED = "ep 2 x efsdp 2"
 
 
 class Run:
@@ -39,12 +44,15 @@ class Run:
         from eplb_runtime.hosts.torchtitan import balance
 
         config = example.training(family, ep, options.get("steps", STEPS), folder)
-        config.checkpoint.enable = options.get("checkpoint", False)
-        config.checkpoint.interval = 2
+        config.checkpoint.enable = "saves" in options
+        config.checkpoint.interval = SAVED
+        config.checkpoint.load_only = not options.get("saves", True)
+        config.checkpoint.load_step = options.get("load_step", -1)
         options.get("change", lambda config: None)(config)
         if balanced is not None:
             policy = "incremental" if balanced else "static"
             balance(config, eplb.BalancerConfig(policy=policy, interval=1, lag=0, gate="always"))
+        options.get("mistake", lambda config: None)(config)
         self.trainer = config.build()
         self.logged: list[tuple[float, ...]] = []
         self.trainer.metrics_processor.log = lambda step, *numbers, **_: self.logged.append(numbers)
@@ -106,7 +114,7 @@ def trained(rank: int, folder: Path) -> dict[str, Any]:
                 "moved": moving.moved,
                 "order": in_order(moving),
             }
-            if family == "qwen3":
+            if family == "qwen3" and layout == DIVIDED:
                 left = without_state(Run(family, ep, folder, True)).train()
                 alone = Run(family, ep, folder, None).train()
                 seen["control"] = different(still.state(), left.state())
@@ -148,15 +156,125 @@ def test_trajectories_are_equal_with_every_home_moved_after_each_step(
         assert seen["order"] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_optimizer_state_that_stays_behind_is_noticed(ranks: list[dict[str, Any]], layout: str) -> None:
-    assert any(found[f"{layout}, qwen3"]["control"] for found in ranks)
+def test_optimizer_state_that_stays_behind_is_noticed(ranks: list[dict[str, Any]]) -> None:
+    assert any(found[f"{DIVIDED}, qwen3"]["control"] for found in ranks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_trajectory_is_that_of_torchtitan_alone_to_rounding(ranks: list[dict[str, Any]], layout: str) -> None:
+def test_the_trajectory_is_that_of_torchtitan_alone_to_rounding(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        seen = found[f"{layout}, qwen3"]
+        seen = found[f"{DIVIDED}, qwen3"]
         ours, alone = torch.tensor(seen["logged"][0]), torch.tensor(seen["alone"])
         assert torch.allclose(ours[0], alone[0], rtol=1e-3)
         assert torch.allclose(ours[:, 0], alone[:, 0], rtol=1e-2)
+
+
+def resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """Saved by torchtitan's checkpointer while homes move, resumed with and without us; and the other way round."""
+    get_ready()
+    ours, theirs = folder / "ours", folder / "theirs"
+    first = Run("qwen3", 2, ours, True, saves=True).train()
+    found: dict[str, Any] = {"at home": first.balancer.placement.with_epoch(0) == at_home(first), "first": first.logged}
+    again = Run("qwen3", 2, ours, True, saves=False, load_step=SAVED).train()
+    found["again"] = again.logged, different(first.state(), again.state())
+    alone = Run("qwen3", 2, ours, None, saves=False, load_step=SAVED).train()
+    found["alone"] = alone.logged
+    loaded = Run("qwen3", 2, ours, None, saves=False, load_step=STEPS).train()
+    found["loaded by torchtitan alone"] = different(first.state(), loaded.state())
+    whole = Run("qwen3", 2, theirs, None, saves=True).train()
+    still, moving = (Run("qwen3", 2, theirs, b, saves=False, load_step=SAVED).train() for b in (False, True))
+    found["of torchtitan alone"] = still.logged, moving.logged, different(still.state(), moving.state())
+    found["whole"] = whole.logged
+    taken = Run("qwen3", 2, theirs, True, saves=False, load_step=STEPS).train()
+    found["taken over"] = different(whole.state(), taken.state())
+    found["refused"] = refused(folder)
+    return found
+
+
+MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "copies": ("copies are not there for torchtitan yet", lambda config: balance_of(config, replica_slots=1)),
+    "a start elsewhere": ("initial_placement", lambda config: balance_of(config, initial_placement="other.json")),
+    "every expert everywhere": (
+        "expert_parallel_degree=1: every rank has all experts",
+        lambda config: setattr(config.parallelism, "expert_parallel_degree", 1),
+    ),
+    "replicas of the model": (
+        "data_parallel_replicate_degree=2",
+        lambda config: setattr(config.parallelism, "data_parallel_replicate_degree", 2),
+    ),
+    "another dispatcher": ("moe_comm_backend", lambda config: set_dispatcher(config)),
+    "imports of the command line": ("override did not replace", lambda config: config.override.imports.clear()),
+    "one import left out": ("saved in another order", lambda config: config.override.imports.pop()),
+    "more ranks than experts": ("not whole experts", lambda config: set_experts(config, 2)),
+    "never attached": (
+        "balancer was never attached",
+        lambda config: setattr(config.model_spec, "post_optimizer_build_fn", None),
+    ),
+}
+"""What a user can do wrong -> what is said, and how to do it to a config that is balanced."""
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """What each mistake ends with."""
+    said = {}
+    for mistake, (_, make) in MISTAKES.items():
+        try:
+            Run("qwen3", 2, folder / "refused", False, mistake=make).train()
+            said[mistake] = "nothing"
+        except (AttachError, RuntimeError) as error:
+            said[mistake] = str(error)
+    return said
+
+
+def balance_of(config: Any, **options: Any) -> None:
+    """Other settings of the balancer."""
+    function = config.model_spec.post_optimizer_build_fn
+    config.model_spec.post_optimizer_build_fn = partial(
+        function.func, function.args[0], replace(function.args[1], **options)
+    )
+
+
+def set_dispatcher(config: Any) -> None:
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    class Other(AllToAllTokenDispatcher):
+        @dataclass(kw_only=True, slots=True)
+        class Config(AllToAllTokenDispatcher.Config):
+            pass
+
+    for layer in config.model_spec.model.layers:
+        before = layer.moe.routed_experts.token_dispatcher
+        layer.moe.routed_experts.token_dispatcher = Other.Config(num_experts=before.num_experts, top_k=before.top_k)
+
+
+def set_experts(config: Any, count: int) -> None:
+    for layer in config.model_spec.model.layers:
+        load_example("torchtitan_moe")._make_small(layer.moe, num_experts=count, top_k=1, hidden_dim=64)
+
+
+def at_home(run: Run) -> Any:
+    here = run.balancer.placement
+    return type(here).initial(here.num_layers, here.num_experts, here.num_ranks)
+
+
+@pytest.fixture(scope="module")
+def saving_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(4, resumed, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_would_go_wrong_is_refused_on_every_rank(saving_ranks: list[dict[str, Any]], mistake: str) -> None:
+    for found in saving_ranks:
+        assert MISTAKES[mistake][0] in found["refused"][mistake]
+
+
+def test_torchtitans_checkpoints_are_in_logical_order(saving_ranks: list[dict[str, Any]]) -> None:
+    for found in saving_ranks:
+        assert not found["at home"], "experts stood in logical order anyway"
+        first = found["first"]
+        assert found["again"] == (first[SAVED:], [])
+        assert found["loaded by torchtitan alone"] == []
+        assert found["taken over"] == []
+        still, moving, odd = found["of torchtitan alone"]
+        assert still == moving and odd == []
+        for one, other in ((found["alone"], first[SAVED:]), (still, found["whole"][SAVED:])):
+            assert torch.allclose(torch.tensor(one)[:, 0], torch.tensor(other)[:, 0], rtol=1e-3)

@@ -3,6 +3,7 @@ built its optimizers."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
@@ -26,6 +27,11 @@ from ...ranks import Ranks
 from .. import _meet
 from .experts import balanced_experts, describe, routed_experts
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order
+
+logger = logging.getLogger("eplb_runtime")
+
+if not hasattr(titan, "_clip_grad_norm_with_ep"):
+    raise ImportError("balancing torchtitan needs its version 0.3.0: pip install 'eplb-runtime[torchtitan]'")
 
 BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
 
@@ -91,6 +97,13 @@ def _attach(
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
+    shards = parallel_dims.get_mesh("efsdp").size()
+    if shards > 2 and dist.get_rank() == 0:
+        logger.warning(
+            "FSDP divides the experts over %d ranks, and may add up a row's gradients in an order that follows its place: "
+            "results with other placements are equal to rounding; with at most 2 they are to the bit",
+            shards,
+        )
     order = LogicalOrder(balancer, model_parts[0])
     optimizers.order = order
     for layer in stages[0].host.layers:
