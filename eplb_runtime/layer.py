@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .dispatch.base import CountExchange, Dispatcher
 from .dispatch.in_flight import InFlight
@@ -18,6 +25,17 @@ from .phases import phase
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, RowCounts
 from .watch import Meeting
+
+
+def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:
+    """Selective activation checkpointing takes the n-th call of an operator in the repeated forward for the n-th in the
+    first one, and a repeated forward here leaves out what is known already. So all of it is repeated."""
+    if not _len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    modes = _get_current_dispatch_mode_stack()
+    selective = any(isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)) for mode in modes)
+    without: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return without if selective else contextlib.nullcontext()
 
 
 class ExpertParallelLayer:
@@ -71,6 +89,10 @@ class ExpertParallelLayer:
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
+        with _unseen_by_selective_checkpointing():
+            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
+
+    def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)

@@ -71,7 +71,7 @@ def on_cpu(config: Any) -> None:
 
     for layer in config.model_spec.model.layers:  # FlexAttention is for GPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, wants collectives that gloo lacks
+    config.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, wants a newer torch than 2.13
     config.optimizer.implementation = "for-loop"  # fused ones are for GPUs
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = None

@@ -100,8 +100,8 @@ def _attach(
     shards = parallel_dims.get_mesh("efsdp").size()
     if shards > 2 and dist.get_rank() == 0:
         logger.warning(
-            "FSDP divides the experts over %d ranks, and may add up a row's gradients in an order that follows its place: "
-            "results with other placements are equal to rounding; with at most 2 they are to the bit",
+            "FSDP divides the experts over %d ranks, and may add up a row's gradients in an order that follows its "
+            "place: results with other placements are equal to rounding; with at most 2 they are to the bit",
             shards,
         )
     order = LogicalOrder(balancer, model_parts[0])
@@ -156,6 +156,11 @@ def _refuse(
             )
     if not parallel_dims.ep_enabled:
         raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
+    if parallel_dims.spmd_backend != "partial_dtensor":
+        raise AttachError(
+            f"parallelism.spmd_backend={parallel_dims.spmd_backend!r}: tried with 'partial_dtensor' alone, which is "
+            "the one that runs with torch 2.13"
+        )
     if not isinstance(optimizers, BalancedOptimizers):
         raise AttachError(
             f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
