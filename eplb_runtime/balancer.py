@@ -39,6 +39,7 @@ from .placement import Placement, PlacementError
 from .planner import Plan
 from .ranks import Job
 from .rebalancing import Rebalancer
+from .telling import RebalanceLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -122,6 +123,8 @@ class Balancer:
         self._guard.run = self._rebalancer.run
         self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
         self.events: EventLog = self._rebalancer.events
+        if parts.groups.job.is_planner:
+            self.events.subscribe(RebalanceLine())
         if parts.maps.replicas is not None:
             parts.maps.replicas.follow(parts.placement)
 
@@ -133,6 +136,10 @@ class Balancer:
             self._guard.begin()
         self._watch.start()
         atexit.register(_end_threads, weakref.ref(self))
+
+    def __str__(self) -> str:
+        """What is balanced and how it goes, as a table of 80 columns."""
+        return balancer_table(self.config, self.topology, self.placement, self._rebalancer.step, self.events)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -58,6 +58,19 @@ def compile_apart(policy: str) -> None:
         logger.debug("no compiling process: %s", error)
 
 
+def cache_folder() -> Path | None:
+    """Where compiled code is kept; None: numba compiles nothing."""
+    try:
+        return Path(cut_into_short_cycles._cache.cache_path)  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+
+
+def is_compiled(policy: str) -> bool:
+    """Whether all that decisions need has been compiled on this machine, for these very sources."""
+    return cache_folder() is not None and _mark(policy).exists()
+
+
 def _mark(policy: str) -> Path:
     """A file beside numba's own: these sources have been compiled here, for this policy."""
     sources = sorted(_PACKAGE.rglob("*.py"))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
+from .text_table import text_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -151,6 +152,44 @@ class GuardFinding(Event):
     finding: str
 
 
+def brief(event: Event) -> str:
+    """What happened, in a line."""
+    if isinstance(event, LoadMeasured):
+        values = [value for row in event.imbalance for value in row]
+        mean = sum(values) / len(values) if values else 1.0
+        return f"{event.steps} steps, imbalance {mean:.3f} on average, {max(values, default=1.0):.3f} at worst"
+    if isinstance(event, RebalancePlanned):
+        to = f", imbalance {event.imbalance_before:.3f} -> {event.imbalance_after:.3f}" if event.moves else ""
+        return f"{event.decision}: {event.reason}{to}"
+    if isinstance(event, RebalanceCommitted):
+        return (
+            f"epoch {event.epoch}: {event.moved_experts} experts moved, {event.received_bytes / 2**20:.1f} MiB came "
+            f"here, {event.pause_seconds * 1e3:.1f} ms pause"
+        )
+    if isinstance(event, RebalanceAborted):
+        return f"{event.phase}: {event.cause}"
+    if isinstance(event, BalancingResumed):
+        return f"connected after {event.tries} tries"
+    if isinstance(event, BalancingPaused | BalancingEnded):
+        return event.cause
+    return event.finding if isinstance(event, GuardFinding) else ""
+
+
+_NAMES: dict[type[Event], str] = {
+    LoadMeasured: "measured",
+    RebalancePlanned: "planned",
+    RebalanceCommitted: "committed",
+    RebalanceAborted: "dropped",
+    BalancingPaused: "paused",
+    BalancingResumed: "resumed",
+    BalancingEnded: "ended",
+    GuardFinding: "guard",
+}
+"""In a table."""
+SHOWN = 30
+"""Events of a table, the newest."""
+
+
 class EventLog:
     """Keeps the last ``capacity`` events and calls every listener with each new one."""
 
@@ -171,6 +210,14 @@ class EventLog:
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]
+
+    def __str__(self) -> str:
+        """The newest events as a table of 80 columns."""
+        newest = list(self._events)[-SHOWN:]
+        earlier = len(self._events) - len(newest)
+        rows = [(str(event.step), _NAMES.get(type(event), event.name), brief(event)) for event in newest]
+        text = text_table(("step", "event", "what"), rows)
+        return f"{text}\n({earlier} earlier)" if earlier else text
 
     def __iter__(self) -> Iterator[Event]:
         return iter(tuple(self._events))

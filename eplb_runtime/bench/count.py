@@ -16,7 +16,11 @@ SHAPES = ((4096, 8, 64), (4096, 8, 256), (32768, 8, 256))
 
 
 def run(
-    repeats: int = 20, shapes: tuple[tuple[int, int, int], ...] = SHAPES, hidden: int = 256, width: int = 256
+    repeats: int = 20,
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
+    hidden: int = 256,
+    width: int = 256,
+    on_progress: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Any]:
     """Count router choices of one layer; the ways take turns, and the least time of each counts.
 
@@ -25,6 +29,7 @@ def run(
         shapes: (tokens, choices of each, experts).
         hidden, width: of the experts in whose step the share is taken: as many rows as tokens have choices, through one
             gated expert, forward and backward. Larger ones make the share smaller.
+        on_progress: told what is measured next.
 
     Returns:
         JSON-able; ``"count"``: a row for each shape with ``tokens``, ``top_k``, ``experts``, ``tokens_per_second`` and
@@ -32,7 +37,11 @@ def run(
         padding mask) and ``share_of_step`` (seconds of counting by seconds of the experts).
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {"device": device.type, "count": [_row(*shape, repeats, hidden, width, device) for shape in shapes]}
+    rows = []
+    for number, shape in enumerate(shapes, start=1):
+        on_progress(f"{number}/{len(shapes)}: {shape[0]} tokens, {shape[1]} of {shape[2]} experts each")
+        rows.append(_row(*shape, repeats, hidden, width, device))
+    return {"device": device.type, "count": rows}
 
 
 def _row(

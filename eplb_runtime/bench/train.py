@@ -140,6 +140,7 @@ def run(
     *,
     width: int = Workload.width,
     profile: Path | None = None,
+    on_progress: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Any]:
     """Train the variants on the ranks of the process group, one thread each. Collective.
 
@@ -149,6 +150,7 @@ def run(
         work: None: the usual one, of ``blocks`` and ``width``.
         profile: folder for traces of a block of each variant, after those that are timed: ``static/rank0.json.gz`` and
             so on.
+        on_progress: told what is trained next.
 
     Returns:
         JSON-able. ``"train"``: a row for each variant of skewed load (``static``, ``homes``, ``replicas``) and for
@@ -172,7 +174,7 @@ def run(
         _Variant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
         _Variant("attached", work, 1.0, _config(work, policy="incremental")),
     ]
-    _take_turns(variants)
+    _take_turns(variants, on_progress)
     static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
     imbalance = _imbalance(variants[0])
     ideal = [block / imbalance for block in static]
@@ -221,12 +223,14 @@ def _config(work: Workload, **options: Any) -> BalancerConfig:
     return BalancerConfig(interval=work.interval, window=2 * work.interval, moe_share=1.0, **options)
 
 
-def _take_turns(variants: Sequence[_Variant]) -> None:
+def _take_turns(variants: Sequence[_Variant], on_progress: Callable[[str], None]) -> None:
     work = variants[0].work
     for variant in variants:
+        on_progress(f"{variant.name}: experts find their places")
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
         variant.steps(work.settle_blocks * work.interval + work.interval // 2)
     for block in range(work.blocks):
+        on_progress(f"block {block + 1}/{work.blocks} of each variant")
         for variant in variants if block % 2 == 0 else reversed(variants):
             variant.block()
 

@@ -45,6 +45,7 @@ def add_command(commands: Any, name: str, run: Run, summary: str, examples: str)
     )
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    command.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice: everything")
     return command
 
 

@@ -183,8 +183,8 @@ def _split(arguments: argparse.Namespace) -> None:
 def _count(arguments: argparse.Namespace) -> None:
     from ..bench.count import run
 
-    with spinner():
-        result = run(arguments.repeats)
+    with spinner() as shown:
+        result = run(arguments.repeats, on_progress=shown.update)
     _print(result, arguments.json)
 
 
@@ -223,7 +223,9 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
             options += ["--profile", str(arguments.profile)] if arguments.profile else []
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
     sizes = {"width": arguments.width, "profile": arguments.profile} if "width" in arguments else {}
-    with process_group("cpu") as device, spinner() if is_first() else nullcontext():
+    with process_group("cpu") as device, spinner() if is_first() else nullcontext() as shown:
+        if shown is not None and arguments.what == "train":
+            sizes["on_progress"] = shown.update
         result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats, **sizes)
     if is_first():
         _print(result, arguments.json)

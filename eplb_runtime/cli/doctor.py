@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from .arguments import InputError, add_command, adder, not_negative, positive
-from .printing import print_json, print_table
+from .printing import print_json, print_table, spinner
+
+if TYPE_CHECKING:
+    from ..doctor import Carrier
 
 
 def add(commands: Any) -> None:
@@ -17,6 +22,7 @@ def add(commands: Any) -> None:
         "say what memory a model takes on each rank, for each choice, and what this machine can use",
         """
   eplb-runtime doctor
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
   eplb-runtime doctor --model-config ./my-model --ranks 64 --replica-slots 1
   eplb-runtime doctor --model-config config.json --ranks 8 --dtype float32 --optimizer sgd --json
 """,
@@ -34,13 +40,20 @@ def add(commands: Any) -> None:
         "--optimizer", choices=("adamw", "sgd"), default="adamw", help="sgd: with momentum (default: adamw)"
     )
     add("--staging-bytes", "N", positive, "as in BalancerConfig (default: its own)")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what transports are tried on (default: cuda where there is one)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.model_config is not None and arguments.ranks is None:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
-    from ..doctor import diagnose
+    import torch
 
+    from ..doctor import diagnose, try_transports
+    from ..launching import is_first, process_group
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = diagnose(
         arguments.model_config,
         ranks=arguments.ranks or 1,
@@ -50,8 +63,12 @@ def _run(arguments: argparse.Namespace) -> None:
         optimizer=arguments.optimizer,
         staging_bytes=arguments.staging_bytes,
     )
+    with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
+        carriers = try_transports(here, on_progress=lambda said: shown.update(said) if shown is not None else None)
+    if not is_first():
+        return
     if arguments.json:
-        print_json(found.to_dict())
+        print_json({**found.to_dict(), "transports": [asdict(carrier) for carrier in carriers]})
         return
     if found.shape is not None:
         shape = found.shape
@@ -66,11 +83,43 @@ def _run(arguments: argparse.Namespace) -> None:
                 for item in found.memory
             ],
         )
+    if found.widths:
+        print_table(
+            "rows that experts make",
+            [
+                {
+                    "tensor": width.tensor,
+                    "bytes": " and ".join(map(str, width.row_bytes)),
+                    "on a CPU": "steady" if width.steady else "the last bits depend on where a row stands",
+                }
+                for width in found.widths
+            ],
+        )
     print_table("versions", [{"package": name, "version": version} for name, version in found.versions.items()])
     print_table(
         "back ends",
-        [{"back end": b.name, "usable": "yes" if b.usable else "no", "why": b.why} for b in found.backends],
+        [
+            {"back end": b.name, "usable": "yes" if b.usable else "no", "why": b.why}
+            for b in (*found.backends, found.compiled)
+        ],
     )
+    print_table("transports of experts", [_transport(carrier) for carrier in carriers])
+    print_table(
+        "two trainings are the same",
+        [{"": said.what, "to": said.same, "why": said.why} for said in found.exactness],
+    )
+
+
+def _transport(carrier: Carrier) -> dict[str, str]:
+    inside, between = carrier.intra_node_gb_per_second, carrier.inter_node_gb_per_second
+    return {
+        "transport": carrier.name,
+        "on": carrier.device,
+        "usable": "yes" if carrier.usable else "no",
+        "GB/s in node": "" if inside is None else f"{inside:.3g}",
+        "between": "" if between is None else f"{between:.3g}",
+        "why": carrier.why,
+    }
 
 
 def _gib(nbytes: int) -> str:

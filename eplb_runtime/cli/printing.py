@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .arguments import PROGRAM
 
 if TYPE_CHECKING:
-    from rich.status import Status
+    from rich.table import Table
+
+COLUMNS = 80
+"""Of a table where there is no terminal."""
+_SPARE = 6
+"""Columns that rich needs to part widths, beyond the least of each."""
 
 
 def note(message: str) -> None:
@@ -20,23 +27,69 @@ def note(message: str) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of 80 columns, or as wide as the terminal; more columns go into another one below."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = {name: [_shown(row.get(name, "")) for row in rows] for name in columns}
-    table = Table()
-    for index, name in enumerate(columns):
-        numbers = index > 0 and all(_NUMBER.match(cell) for cell in cells[name])
-        table.add_column(name.replace("_", " "), justify="right" if numbers else "left")
-    for position in range(len(rows)):
-        table.add_row(*(escape(cells[name][position]) for name in columns))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=200)  # a pipe has no width: do not wrap at 80
+        console = Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
-    console.print(table)
+    for names in _side_by_side(columns, cells, console.width):
+        console.print(_table(names, cells))
+
+
+def _side_by_side(columns: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> list[list[str]]:
+    """Columns by tables that fit, the first one in each. Words may be wrapped, numbers not."""
+    tables: list[list[str]] = [[columns[0]]] if columns else []
+    for name in columns[1:]:
+        if (
+            sum(_least(column, cells[column]) + 3 for column in [*tables[-1], name]) + 1 > width - _SPARE
+            and len(tables[-1]) > 1
+        ):
+            tables.append([columns[0]])
+        tables[-1].append(name)
+    return tables
+
+
+def _least(name: str, cells: Sequence[str]) -> int:
+    """Width that a column cannot go below."""
+    longest_word = max(map(len, heading(name).split()), default=0)
+    if all(_NUMBER.match(cell) for cell in cells):
+        return max(longest_word, *map(len, cells)) if cells else longest_word
+    return max(longest_word, min(24, max(map(len, cells))))
+
+
+def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for index, name in enumerate(names):
+        numbers = index > 0 and all(_NUMBER.match(cell) for cell in cells[name])
+        table.add_column(heading(name), justify="right" if numbers else "left", min_width=_least(name, cells[name]))
+    for position in range(len(cells[names[0]])):
+        table.add_row(*(escape(cells[name][position]) for name in names))
+    return table
+
+
+_UNITS = (
+    ("gb per second", "GB/s"),
+    ("mbit per second", "Mbit/s"),
+    ("tokens per second", "tokens/s"),
+    ("mib", "MiB"),
+    ("gib", "GiB"),
+    ("seconds", "s"),
+)
+
+
+def heading(name: str) -> str:
+    """Of a column: a key's words, its unit as it is written."""
+    words = name.replace("_", " ")
+    for long, short in _UNITS:
+        words = re.sub(rf"\b{long}\b", short, words)
+    return words
 
 
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
@@ -57,8 +110,13 @@ def print_json(fields: Mapping[str, Any]) -> None:
     print(json.dumps(fields))
 
 
+EVERY_SECONDS = 10.0
+"""Between two signs of life where stderr is no terminal."""
+
+
 class progress:
-    """A bar on stderr; entering gives the function that advances it, by one or by so many."""
+    """A bar on stderr, or without a terminal a line now and then; entering gives the function that advances it, by one
+    or by so many."""
 
     def __init__(self, what: str, total: int, of_bytes: bool = False) -> None:
         from rich.console import Console
@@ -66,14 +124,34 @@ class progress:
 
         done = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
         columns = (TextColumn(what), BarColumn(), done, TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task(what, total=total)
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task(what, total=total)
+        self._lines = _Lines()
+        self._what, self._done, self._total, self._of_bytes = what, 0, total, of_bytes
 
     def __enter__(self) -> Callable[..., None]:
-        self._bar.start()
-        return lambda count=1: self._bar.advance(self._task, count)
+        if self._bar is not None:
+            self._bar.start()
+        return self._advance
+
+    def _advance(self, count: int = 1) -> None:
+        self._done += count
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, count)
+        else:
+            self._lines.update(self._so_far())
+
+    def _so_far(self) -> str:
+        if self._of_bytes:
+            return f"{self._what} {self._done / 2**20:,.0f} of {self._total / 2**20:,.0f} MiB"
+        return f"{self._what} {self._done}/{self._total}"
 
     def __exit__(self, kind: object, *_: object) -> None:
+        if self._bar is None:
+            if kind is None:
+                self._lines.say(self._so_far())
+            return
         if kind is None:
             self._bar.stop()
             return
@@ -81,8 +159,35 @@ class progress:
         self._bar.live.stop()
 
 
-def spinner() -> Status:
+class _Lines:
+    """Signs of life as lines, seldom."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+
+    def update(self, text: str) -> None:
+        if time.monotonic() - self._said >= EVERY_SECONDS:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        self._said = time.monotonic()
+        note(f"{text}, {self._said - self._began:.0f} s")
+
+
+class Spinner(Protocol):
+    """Shows what is done now."""
+
+    def update(self, text: str) -> None: ...
+
+
+@contextmanager
+def spinner() -> Iterator[Spinner]:
     """A sign of life on stderr, for work whose length is not known."""
     from rich.console import Console
 
-    return Console(stderr=True).status("measuring")
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    with console.status("measuring") as status:
+        yield status

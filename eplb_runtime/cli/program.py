@@ -6,21 +6,23 @@ line on stderr that says what is wrong and how to mend it, and exit status 2.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, bubbles, convert, doctor, plan, report, simulate, trace, verify
+from . import bench, bubbles, completion, convert, doctor, plan, report, simulate, top, trace, verify
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (plan, simulate, convert, verify, report, bench, bubbles, trace, doctor)
+COMMANDS = (plan, simulate, convert, verify, top, report, bench, bubbles, trace, doctor, completion)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     parsed = _parser().parse_args(arguments)
+    _log(parsed.verbose)
     try:
         status: int | None = parsed.run(parsed)
         sys.stdout.flush()
@@ -38,6 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, _input_errors()):
             raise
         return _complain(str(error), BAD_INPUT)
+
+
+def _log(verbose: int) -> None:
+    """Warnings always, what happens with ``-v``, everything with ``-vv``."""
+    if verbose:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("eplb_runtime").setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
 
 
 def _input_errors() -> tuple[type[ValueError], ...]:
@@ -63,9 +72,10 @@ def _complain(message: str, status: int) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog=PROGRAM, description="Expert-parallel load balancing for MoE models.")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    made = Parser(prog=PROGRAM, description="Expert-parallel load balancing for MoE models.")
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    made.set_defaults(whole=made)
     for command in COMMANDS:
         command.add(commands)
-    return parser
+    return made

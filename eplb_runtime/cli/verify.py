@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from typing import Any
 
 from .arguments import InputError, add_command, adder, not_negative, positive
 from .inputs import require_extra
-from .printing import print_json
+from .printing import print_json, progress
 
 
 def add(commands: Any) -> None:
@@ -48,16 +49,19 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "verify --replica-slots needs ranks: torchrun --nproc-per-node 2 -m eplb_runtime.cli verify ..."
         )
-    report = run(
-        family=arguments.family,
-        model_config=arguments.model_config,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        steps=arguments.steps,
-        replica_slots=arguments.replica_slots,
-        batch=arguments.batch,
-        length=arguments.length,
-    )
+    runs = 3 if arguments.replica_slots else 2
+    with progress("steps", runs * arguments.steps) if is_first() else nullcontext(lambda: None) as advance:
+        report = run(
+            family=arguments.family,
+            model_config=arguments.model_config,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            steps=arguments.steps,
+            replica_slots=arguments.replica_slots,
+            batch=arguments.batch,
+            length=arguments.length,
+            on_step=advance,
+        )
     if is_first():
         if arguments.json:
             print_json(report.to_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def run(
     replica_slots: int = 0,
     batch: int = 4,
     length: int = 32,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Report:
     """Verify on the ranks that torchrun started, or on this process alone.
 
@@ -32,6 +34,7 @@ def run(
         family: a small model of it, four experts a rank and no fewer than 8.
         model_config: a folder with ``config.json``, or that file, in its place.
         batch, length: sequences and tokens of each, per rank and step.
+        on_step: as for `verify`.
 
     Raises:
         LaunchError, ModelError, AttachError: what was asked for cannot be run.
@@ -56,4 +59,5 @@ def run(
             make_batch,
             steps=steps,
             config=BalancerConfig(replica_slots=replica_slots, split_least_tokens=0),
+            on_step=on_step,
         )

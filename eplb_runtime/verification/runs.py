@@ -44,6 +44,7 @@ class _Task:
     ep_group: dist.ProcessGroup | None
     reader: StateReader
     ep_sets: list[list[int]]
+    on_step: Callable[[], None]
 
 
 @dataclass
@@ -67,6 +68,7 @@ def verify(
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
     loss: Loss | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Report:
     """Train ``steps`` steps with and without migrations and say whether it makes any difference. Collective.
 
@@ -85,6 +87,8 @@ def verify(
             further run with copies.
         ep_group: as for ``attach``.
         loss: ``(output, batch) -> scalar``; None: ``output.loss``.
+        on_step: called after each step of each run: ``steps`` times two, once more that with replica slots, and once
+            more where runs differ.
 
     Returns:
         The report, equal on every rank.
@@ -110,7 +114,7 @@ def verify(
     group = dist.new_group(backend="gloo", group_desc="eplb_runtime verify")
     reader, ep_sets = _reader(group, ep_group)
     loss = loss if loss is not None else (lambda output, batch: output.loss)
-    task = _Task(make_model, make_optimizer, make_batch, loss, steps, ep_group, reader, ep_sets)
+    task = _Task(make_model, make_optimizer, make_batch, loss, steps, ep_group, reader, ep_sets, on_step)
     try:
         report = _compare(task, plain)
         return replace(report, replicas=_check_replicas(task, config)) if config.replica_slots else report
@@ -220,6 +224,7 @@ def _train(run: _Run) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         run.states.append(task.reader.read(run.model, run.optimizer))
+        task.on_step()
     run.losses = task.reader.gather(losses)
 
 
@@ -301,6 +306,7 @@ def _check_replicas(task: _Task, config: BalancerConfig) -> ReplicaCheck:
                 worst.see(step + 1, loss_at_home, loss_split, at_home, split)
             run.optimizer.step()  # with the gradients of the split pass
             run.optimizer.zero_grad(set_to_none=True)
+            task.on_step()
         placement = run.balancer.placement
         copies = int((placement.copy_count - 1).sum())
         dtype = experts[0].dtype if experts else torch.float32

@@ -15,7 +15,9 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
-from eplb_runtime.doctor import diagnose
+from eplb_runtime.doctor import diagnose, try_transports
+from eplb_runtime.doctor import links as doctor_links
+from eplb_runtime.migration.transports import TRANSPORTS
 
 RANKS = 2
 
@@ -162,3 +164,23 @@ def test_bad_input_gets_one_line(
     status, out, err = on_the_command_line(capsys, *given)
     assert status == 2 and out == ""
     assert words in err and err.count("\n") == 1
+
+
+def links(rank: int) -> list[Any]:
+    def one_rank_cannot(*arguments: Any) -> Any:
+        if rank == 1:
+            raise ImportError("pip install wire")
+        return TRANSPORTS["torch"](*arguments)
+
+    names = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor_links, "TRANSPORTS", names)
+        return [*try_transports(torch.device("cpu"))]
+
+
+def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_none() -> None:
+    one, other = run_ranks(2, links)
+    assert one == other
+    torch_, half = one
+    assert torch_.usable and torch_.intra_node_gb_per_second > 0 and torch_.inter_node_gb_per_second is None
+    assert (half.usable, half.why) == (False, "rank 1: pip install wire")

@@ -26,6 +26,8 @@ GROUND = {
     "private_groups",
     "process_groups",
     "ranks",
+    "telling",
+    "text_table",
     "topology",
     "watch",
     "worker",

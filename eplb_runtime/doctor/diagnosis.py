@@ -1,4 +1,4 @@
-"""What a model will take on each rank, for each choice, and what of this machine can be used; nothing is trained.
+"""What a model will take on each rank, for each choice; nothing is trained.
 
 A model's shapes come from its configuration on the meta device, which has no memory, so a 671 B parameter model is
 answered on a laptop. All numbers are bytes of one rank, of tensors that this package makes or cuts; activations and
@@ -7,28 +7,26 @@ what a framework keeps for itself are not in them.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .config import BalancerConfig
-from .experts.gathering import rows_at_once
-from .experts.record import RecordFormat
-from .experts.registry import ExpertTensor
-from .placement import Placement
-from .replicas.bank import accumulation_dtype, replica_memory
+from ..config import BalancerConfig
+from ..experts.gathering import rows_at_once
+from ..experts.record import RecordFormat
+from ..experts.registry import ExpertTensor
+from ..placement import Placement
+from ..replicas.bank import accumulation_dtype, replica_memory
+from .exactness import Exactness, Width, exactness, widths_of
+from .machine import Backend, backends, compiled, versions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 STATE_TENSORS = {"adamw": 2, "sgd": 1}
 """Tensors of a parameter's size and dtype that an optimizer keeps for it; SGD with momentum."""
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 
 
 class DoctorError(ValueError):
@@ -69,28 +67,25 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """Something that this package can use, and whether it can here."""
-
-    name: str
-    usable: bool
-    why: str
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     shape: Shape | None
     memory: tuple[Item, ...]
+    widths: tuple[Width, ...]
+    exactness: tuple[Exactness, ...]
     versions: dict[str, str]
     backends: tuple[Backend, ...]
+    compiled: Backend
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; memory by key, in bytes a rank."""
         return {
             "shape": asdict(self.shape) if self.shape is not None else None,
             "memory_bytes": {item.key: item.nbytes for item in self.memory},
+            "widths": [asdict(width) for width in self.widths],
+            "exactness": [asdict(said) for said in self.exactness],
             "versions": self.versions,
             "backends": [asdict(backend) for backend in self.backends],
+            "compiled": asdict(self.compiled),
         }
 
 
@@ -119,9 +114,9 @@ def diagnose(
         DoctorError, ModelError, PlacementError, AttachError: this model cannot be spread so.
     """
     if model_config is None:
-        return Diagnosis(None, (), versions(), backends())
-    from .hosts.transformers.describe import describe
-    from .hosts.transformers.models import choices_per_token, meta_model, read_config
+        return Diagnosis(None, (), (), exactness(None, 0), versions(), backends(), compiled())
+    from ..hosts.transformers.describe import describe
+    from ..hosts.transformers.models import choices_per_token, meta_model, read_config
 
     described = read_config(model_config)
     model = meta_model(described, DTYPES[dtype])
@@ -166,7 +161,16 @@ def diagnose(
     buffers = [
         tensor for name, tensor in model.state_dict(keep_vars=True).items() if not isinstance(tensor, nn.Parameter)
     ]
-    return Diagnosis(shape, tuple(_memory(shape, homes, dense, buffers, config)), versions(), backends())
+    widths = widths_of({name: getattr(layer.experts, name) for layer in layers for name in layer.parameters})
+    return Diagnosis(
+        shape,
+        tuple(_memory(shape, homes, dense, buffers, config)),
+        widths,
+        exactness(widths, replica_slots),
+        versions(),
+        backends(),
+        compiled(),
+    )
 
 
 def _first_rows(stack: nn.Parameter, rows: int) -> nn.Parameter:
@@ -231,43 +235,3 @@ def _record_bytes(layer: Sequence[Tensor], states: int) -> int:
         for number in range(1 + states)
     ]
     return RecordFormat.of(tensors).nbytes
-
-
-# -- this machine ----------------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("eplb-runtime", *PACKAGES):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def backends() -> tuple[Backend, ...]:
-    """What carries tokens and experts, and what optional parts need."""
-    gloo = dist.is_available() and dist.is_gloo_available()
-    return (
-        Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
-        _nccl(),
-        _extra("transformers", "Hugging Face models"),
-        _extra("matplotlib", "simulate --plot"),
-        _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),
-    )
-
-
-def _nccl() -> Backend:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return Backend("nccl", False, "torch was built without it")
-    if not torch.cuda.is_available():
-        return Backend("nccl", False, "torch sees no CUDA device")
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Backend("nccl", True, f"version {version}, {torch.cuda.device_count()} devices")
-
-
-def _extra(module: str, purpose: str, package: str | None = None) -> Backend:
-    if util.find_spec(module) is not None:
-        return Backend(module, True, purpose)
-    return Backend(module, False, f"{purpose}: pip install {package or module}")

@@ -1,0 +1,73 @@
+"""``eplb-runtime top``: a running job, or a finished one, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from .arguments import add_command, adder, positive_float
+from .printing import COLUMNS, print_json
+
+
+def add(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "top",
+        _run,
+        "show a job in the terminal as it runs: load, rebalances, what they cost",
+        """
+  eplb-runtime top runs/first                     # the folder of BalancerConfig(run=...)
+  eplb-runtime top http://127.0.0.1:8265          # the live page of BalancerConfig(listen=...)
+  eplb-runtime top runs/first --once
+""",
+    )
+    command.add_argument("job", metavar="URL|RUN", help="a run's folder, or the address of its page")
+    command.add_argument("--once", action="store_true", help="show it once, as where there is no terminal")
+    add = adder(command)
+    add("--every", "S", positive_float, "seconds between two looks (default: 2)", default=2.0)
+    add("--token", "T", str, "that the page wants")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from ..observe.looking import source_of
+    from ..observe.terminal import screen
+
+    source = source_of(arguments.job, arguments.token)
+    view = source.look()
+    if arguments.json:
+        print_json(view)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=COLUMNS)
+    shown = screen(view, time.time())
+    if arguments.once or not console.is_terminal or not sys.stdin:
+        console.print(shown)
+        return
+    _follow(console, source, shown, arguments.every)
+
+
+def _follow(console: Any, source: Any, shown: Any, every: float) -> None:
+    """Until somebody stops it."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from ..observe.looking import LookError
+    from ..observe.terminal import screen
+
+    with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(every)
+                try:
+                    shown = screen(source.look(), time.time())
+                    live.update(shown, refresh=True)
+                except LookError as error:  # the job has ended, or its page is slow: what was seen last stays
+                    live.update(Group(shown, Text(str(error), "red")), refresh=True)
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,162 @@
+"""A run in a terminal of 80 columns: what `eplb-runtime top` shows. Needs rich."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .looking import LookError, View, unpacked
+
+MOST_RANKS, MOST_LAYERS, MOST_DECISIONS, MOST_TROUBLES = 16, 5, 8, 3
+BAR = 24
+"""Characters of a rank's bar; the busiest fills it."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def screen(view: View, now: float) -> RenderableType:
+    """What is shown of a run.
+
+    Args:
+        view: as `looking.Source.look` gives it.
+        now: seconds since 1970.
+
+    Raises:
+        LookError: the view is none of ours.
+    """
+    try:
+        parts: list[RenderableType] = [_head(view, now), *_load(view), _decisions(view), *_troubles(view)]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise LookError(f"what it says cannot be shown: {type(error).__name__}: {error}") from None
+    return Group(*parts)
+
+
+def _head(view: View, now: float) -> RenderableType:
+    job, progress = view["job"], view.get("progress")
+    step = view["step"] if progress is None else max(int(view["step"]), int(progress["step"]))
+    standing = str(view["standing"])
+    colour = {"balancing": "green", "paused": "yellow"}.get(standing, "red")
+    why = f": {view['cause']}" if view["cause"] and view["cause"] != "closed" else ""
+    copies = f", {job['replica_slots']} for copies" if job.get("replica_slots") else ""
+    lines = [
+        Text.assemble(
+            (f"step {step}", "bold"),
+            f"  epoch {view['epoch']}  ",
+            (standing, colour),
+            f"{why}  {_ago(now - float(view['time']))}",
+            *([f"  {_seconds(progress['step_seconds'])} a step"] if progress and progress["step_seconds"] else []),
+        ),
+        Text(
+            f"{job['layers']} layers of {job['experts']} experts on {job['ranks']} ranks of {job['slots_per_rank']} "
+            f"slots{copies}; {job['policy']} every {job['interval']} steps"
+        ),
+    ]
+    totals = view["totals"]
+    moved = sum(totals["moved_bytes"].values()) / 2**20
+    lines.append(
+        Text(
+            f"{totals['rebalances']} rebalances in {totals['decisions']} decisions, "
+            f"{sum(totals['moved_experts'].values())} experts, {moved:,.1f} MiB, {_seconds(totals['pause_seconds'])} "
+            f"pause, {_seconds(totals['saved_seconds'])} saved"
+        )
+    )
+    return Group(*lines)
+
+
+def _load(view: View) -> Iterable[RenderableType]:
+    """Imbalance over time, of ranks and of the worst layers."""
+    measured = view["measured"]
+    if measured is None:
+        yield Text("no load was measured yet")
+        return
+    imbalance_L, start_L = (_matrix(measured[name]).reshape(-1) for name in ("imbalance", "imbalance_start"))
+    curve = [float(value) for value in view["curve"]["mean"] if value is not None]
+    yield Text.assemble(
+        "imbalance ",
+        (f"{imbalance_L.mean():.3f}", "bold"),
+        f" mean, {imbalance_L.max():.3f} worst layer; {start_L.mean():.3f} as experts stood at the start  ",
+        sparkline(curve, 20),
+    )
+    yield _ranks(_matrix(measured["rank_load"]).astype(np.float64))
+    yield _layers(imbalance_L, start_L)
+
+
+def _ranks(load_2LR: NDArray[np.float64]) -> Table:
+    """The load of each rank in units of the mean; of many ranks the heaviest."""
+    load_R, start_R = load_2LR.sum(axis=1) / np.maximum(load_2LR.sum(axis=1).mean(axis=1, keepdims=True), 1)
+    order = np.arange(len(load_R))
+    if len(order) > MOST_RANKS:
+        order = np.argsort(-load_R, kind="stable")[:MOST_RANKS]
+    table = Table(box=None, padding=(0, 1), show_edge=False)
+    table.add_column("rank", justify="right")
+    table.add_column("load / mean", justify="right")
+    table.add_column("")
+    table.add_column("at start", justify="right")
+    most = max(float(load_R.max()), 1e-9)
+    for rank in order.tolist():
+        bar = "█" * max(0, round(BAR * load_R[rank] / most))
+        colour = "red" if load_R[rank] > 1.25 else "yellow" if load_R[rank] > 1.05 else "green"
+        table.add_row(str(rank), f"{load_R[rank]:.3f}", Text(bar, colour), f"{start_R[rank]:.3f}")
+    if len(load_R) > len(order):
+        table.add_row("", "", f"the heaviest of {len(load_R)} ranks", "")
+    return table
+
+
+def _layers(imbalance_L: NDArray[np.float64], start_L: NDArray[np.float64]) -> Table:
+    table = Table(box=None, padding=(0, 1), show_edge=False)
+    for heading in ("layer", "imbalance", "at start"):
+        table.add_column(heading, justify="right")
+    for layer in np.argsort(-imbalance_L, kind="stable")[:MOST_LAYERS].tolist():
+        table.add_row(str(layer), f"{imbalance_L[layer]:.3f}", f"{start_L[layer]:.3f}")
+    return table
+
+
+def _decisions(view: View) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), show_edge=False)
+    for heading, justify in (("step", "right"), ("decision", "left"), ("imbalance", "left"), ("why", "left")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    for row in list(view["decisions"])[-MOST_DECISIONS:]:
+        before, after = row.get("imbalance_before"), row.get("imbalance_after")
+        said = "" if not before or not after else f"{before:.3f} -> {after:.3f}"
+        outcome = str(row.get("outcome", ""))
+        table.add_row(str(row["step"]), escape(outcome), said, escape(str(row["reason"])))
+    return table if table.row_count else Text("no decision yet")
+
+
+def _troubles(view: View) -> Iterable[RenderableType]:
+    for row in list(view["troubles"])[-MOST_TROUBLES:]:
+        yield Text(f"step {row['step']} {row['kind']}: {row['text']}", "red")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The newest values as a row of blocks, from 1 (or the least) to the largest."""
+    newest = [value for value in values if math.isfinite(value)][-width:]
+    if not newest:
+        return ""
+    least, most = min(1.0, *newest), max(newest)
+    scale = (len(_BLOCKS) - 1) / (most - least) if most > least else 0.0
+    return "".join(_BLOCKS[max(1, round((value - least) * scale))] for value in newest)
+
+
+def _matrix(packed: Any) -> NDArray[Any]:
+    found = unpacked(packed)
+    if found is None:
+        raise LookError("a matrix is missing in what it says")
+    return found
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 60:
+        return "just now" if seconds < 5 else f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.1f} h ago"

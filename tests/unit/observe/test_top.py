@@ -1,0 +1,129 @@
+"""`eplb-runtime top`: a run in the terminal, from its folder or from the page of the running job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observed import job, records
+from rich.console import Console
+
+from eplb_runtime.cli import main
+from eplb_runtime.observe.event_log import EventWriter
+from eplb_runtime.observe.looking import LookError, source_of, unpacked
+from eplb_runtime.observe.server import Answer, PageServer
+from eplb_runtime.observe.state import state_of
+from eplb_runtime.observe.terminal import screen, sparkline
+from eplb_runtime.observe.view import as_json, view_of
+
+TOKEN = "a-long-token-for-the-test"
+VIEW: dict[str, Any] = json.loads(json.dumps(view_of(state_of(records())[0])))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    writer = EventWriter(tmp_path / "first", job())
+    for record in records()[1:]:
+        writer.write(record)
+    writer.close()
+    return tmp_path / "first"
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    progress = {"step": 12345, "step_seconds": 0.25, "idle_seconds": 1.0}
+
+    def state(query: Any) -> Answer:
+        told = None if query.get("after") == str(VIEW["version"]) else VIEW
+        return Answer(as_json({"progress": progress, "view": told}), "application/json")
+
+    server = PageServer("127.0.0.1", 0, TOKEN, {"/state": state, "/": lambda query: Answer(b"hello", "text/plain")})
+    try:
+        yield server.url.partition("?")[0].rstrip("/")
+    finally:
+        server.close()
+
+
+def shown(view: dict[str, Any], width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(view, view["time"] + 61))
+    return console.export_text()
+
+
+def test_a_run_is_shown_in_eighty_columns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(run), "--once"]) == 0
+    said, told = capsys.readouterr().out, VIEW
+    assert max(map(len, said.splitlines())) <= 80
+    assert f"step {told['step']} " in said and f"epoch {told['epoch']} " in said
+    assert f"{told['totals']['rebalances']} rebalances in {told['totals']['decisions']} decisions" in said
+    measured = unpacked(told["measured"]["imbalance"])
+    assert measured is not None and f"imbalance {measured.mean():.3f} mean, {measured.max():.3f} worst layer" in said
+
+
+def test_the_ranks_shown_are_those_that_were_measured() -> None:
+    told = VIEW
+    load = unpacked(told["measured"]["rank_load"])
+    assert load is not None
+    now = load[0].sum(axis=0) / load[0].sum(axis=0).mean()
+    lines = shown(told).splitlines()
+    first = next(number for number, line in enumerate(lines) if "load / mean" in line)
+    for rank, value in enumerate(now[:16]):
+        assert lines[first + 1 + rank].split()[:2] == [str(rank), f"{value:.3f}"]
+
+
+def test_the_page_of_a_running_job_is_asked(page: str) -> None:
+    source = source_of(f"{page}/?token={TOKEN}")
+    told = source.look()
+    assert told["progress"]["step"] == 12345 and "step 12345 " in shown(told) and "250 ms a step" in shown(told)
+    again = source_of(page, TOKEN)
+    assert again.look() == again.look() == told  # the second time nothing is new
+
+
+def test_what_cannot_be_shown_is_said_in_one_line(
+    page: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for place, says in (
+        (str(tmp_path / "none"), "no such folder"),
+        (str(tmp_path / "empty"), "no folder of a run"),
+        (page, "it wants a token"),
+        ("http://127.0.0.1:1", "no answer"),
+        ("file:///etc/passwd", "give an address as http"),
+    ):
+        assert main(["top", place, "--once"]) == 2
+        said = capsys.readouterr()
+        assert says in said.err and said.err.count("\n") == 1 and said.out == "", place
+
+
+def test_a_page_of_another_server_is_refused() -> None:
+    server = PageServer("127.0.0.1", 0, None, {"/state": lambda query: Answer(b'{"a": 1}', "application/json")})
+    try:
+        with pytest.raises(LookError, match="not a page of ours"):
+            source_of(server.url).look()
+    finally:
+        server.close()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=4) | st.booleans(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(VIEW)), ANYTHING)
+def test_whatever_a_page_says_it_is_shown_or_refused(name: str, value: Any) -> None:
+    try:
+        shown({**VIEW, name: value} if name != "time" else VIEW)
+    except LookError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_curve_is_a_row_of_blocks() -> None:
+    assert sparkline([1.0, 1.5, 2.0], 10) == "▁▄█" and sparkline([], 5) == "" and len(sparkline([1.0] * 9, 4)) == 4

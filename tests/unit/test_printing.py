@@ -1,0 +1,88 @@
+"""What commands print beside their results: headings with units, signs of life, more on request, shells."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from eplb_runtime.cli import main, printing
+from eplb_runtime.cli.program import COMMANDS
+
+
+@pytest.fixture
+def its_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("eplb_runtime")
+    before = logger.level
+    yield logger
+    logger.setLevel(before)
+
+
+def test_headings_have_units() -> None:
+    assert printing.heading("gb_per_second") == "GB/s"
+    assert printing.heading("expert_mib") == "expert MiB"
+    assert printing.heading("plan_seconds") == "plan s"
+    assert printing.heading("pause_ms_per_expert") == "pause ms per expert"
+
+
+def test_numbers_stand_to_the_right_and_words_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("t", [{"a": "x", "n": 1, "w": "one"}, {"a": "y", "n": 1000, "w": "a thousand"}])
+    shown = capsys.readouterr().out
+    assert "│    1 │ one        │" in shown and shown.startswith("t\n")
+
+
+def test_markup_in_a_cell_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("[t]", [{"a": "[red]x[/red]"}])
+    shown = capsys.readouterr().out
+    assert "[red]x[/red]" in shown and "[t]" in shown
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(printing.time, "monotonic", lambda: now[0])
+    with printing.progress("steps", 100) as advance, printing.spinner() as shown:
+        for _ in range(100):
+            now[0] += 0.5
+            advance()
+        shown.update("block 3")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "eplb-runtime: note: steps 20/100, 10 s" and len(said) == 7
+    assert said[-2:] == ["eplb-runtime: note: block 3, 50 s", "eplb-runtime: note: steps 100/100, 50 s"]
+
+
+def test_a_wide_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"policy": name, **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for name in ("one", "two")]
+    printing.print_table("t", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("policy" in line for line in lines) >= 2
+    assert all(f" {123456.789 * n:.4g} " in "".join(lines) for n in range(9))
+
+
+def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with printing.progress("steps", 3) as advance, printing.spinner() as shown:
+        advance()
+        shown.update("block 1")
+    assert capsys.readouterr().err == "eplb-runtime: note: steps 1/3, 0 s\n"
+
+
+@pytest.mark.parametrize(("flags", "level"), [((), 0), (("-v",), logging.INFO), (("-vv",), logging.DEBUG)])
+def test_verbose_says_more(
+    flags: tuple[str, ...], level: int, its_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    its_logger.setLevel(logging.NOTSET)
+    assert main(["bubbles", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json", *flags]) == 0
+    assert its_logger.level == level
+
+
+def test_completion_is_a_script_that_bash_reads_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    assert all(name in script for name in names)
