@@ -7,6 +7,10 @@ install_project dev
 if [ $# = 0 ]; then
     command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
         say "without iproute2 the multi-node tests are skipped"
+    command -v chromium >/dev/null || debian_package chromium "a browser for the tests of the live page" ||
+        say "without chromium the tests of the page are skipped"
+    command -v promtool >/dev/null || debian_package prometheus "for the tests of alert rules and dashboard" ||
+        say "without Prometheus the tests of alert rules and dashboard are skipped"
     say "ruff and mypy"
     .venv/bin/ruff check .
     .venv/bin/ruff format --check --quiet .

@@ -29,6 +29,7 @@ import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.launching import repeat_every_bit
 from eplb_runtime.observe.profiling import Profiler
+from eplb_runtime.observe.summary import summary_text
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0
@@ -115,6 +116,8 @@ def train(args: argparse.Namespace, name: str, policy: str, replica_slots: int, 
             window=2 * args.interval,
             replica_slots=replica_slots,
             dense_gradients="allreduce",
+            run=args.out / args.started / name,
+            listen=args.listen,
         ),
     )
     batch = batch_source(args, rank, device)
@@ -209,6 +212,18 @@ def print_table(summary: dict, runs: dict[str, Run], parameters: int) -> None:
     )
 
 
+def print_run(folder: Path, world_size: int) -> None:
+    """What the balancer itself says of a run, and how to look at it."""
+    print("\nbalanced: " + summary_text(json.loads((folder / "summary.json").read_text())))
+    cores = os.cpu_count() or 1
+    if world_size > cores:
+        print(
+            f"  ({world_size} ranks share {cores} cores here: while one rank has less to do, another computes, so wall "
+            "time cannot show what balance gains where each rank has a device of its own)"
+        )
+    print(f"the same as a page: eplb-runtime report {folder} -o report.html")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default %(default)s)")
@@ -229,8 +244,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=Path, help="folder for profiler traces: <run>/rank<N>.json.gz, of a few steps of each run"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for summary.json")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for summary.json and the runs")
+    parser.add_argument("--listen", type=int, metavar="PORT", help="show each run on http://127.0.0.1:PORT/ as it goes")
+    args = parser.parse_args()
+    args.started = time.strftime("%Y%m%d-%H%M%S")
+    return args
 
 
 def main() -> None:
@@ -269,6 +287,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         parameters = sum(value.numel() for name, value in static.state.items() if name.startswith("model."))
         print_table(summary, runs, parameters)
+        print_run(args.out / args.started / "balanced", dist.get_world_size())
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "summary.json").write_text(json.dumps(summary, indent=2))
         print(f"written: {args.out / 'summary.json'}")

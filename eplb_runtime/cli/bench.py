@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .arguments import LOAD, add_command, adder, names, not_negative, positive, positive_float
+from .arguments import LOAD, InputError, add_command, adder, names, not_negative, positive, positive_float
 from .inputs import require_extra
 from .printing import print_json, print_table, spinner
 
@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
     _add_split(benches)
     _add_count(benches)
     _add_scale(benches)
+    _add_observe(benches)
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
     _add_overlap(benches)
@@ -159,6 +160,23 @@ def _add_scale(benches: Any) -> None:
     add("--replica-slots", "K", not_negative, "copies that a rank can hold (default: 0)", default=0)
 
 
+def _add_observe(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "observe",
+        _observe,
+        "what event log, metrics and live page cost the training thread, while somebody looks",
+        """
+  eplb-runtime bench observe
+""",
+    )
+    add = adder(command)
+    add("--repeats", "N", positive, "blocks of 50 steps, shown and not shown in turn (default: 8)", default=8)
+    add("--layers", "L", positive, "MoE layers of the job (default: 61)", default=61)
+    add("--experts", "E", positive, "experts of a layer (default: 256)", default=256)
+    add("--ranks", "R", positive, "ranks of the EP group (default: 32)", default=32)
+
+
 def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("loads", metavar="LOAD", nargs="*", help=f"{LOAD} (default: generated loads)")
     adder(command)("--repeats", "N", positive, "timings taken, the median counts (default: 5)", default=5)
@@ -186,6 +204,20 @@ def _count(arguments: argparse.Namespace) -> None:
     with spinner() as shown:
         result = run(arguments.repeats, on_progress=shown.update)
     _print(result, arguments.json)
+
+
+def _observe(arguments: argparse.Namespace) -> None:
+    from ..bench.observe import run
+
+    if arguments.experts % arguments.ranks:
+        raise InputError(f"--ranks {arguments.ranks} does not divide --experts {arguments.experts}")
+    sizes = {"layers": arguments.layers, "experts": arguments.experts, "ranks": arguments.ranks}
+    with nullcontext() if arguments.json else spinner():
+        result = run(arguments.repeats, **sizes)
+    if arguments.json:
+        print_json(result)
+        return
+    print_table(f"{arguments.repeats} blocks of {result['interval']} steps, milliseconds a step", [result])
 
 
 def _scale(arguments: argparse.Namespace) -> None:

@@ -118,7 +118,7 @@ def slots_of(placement: Placement) -> NDArray[np.int64]:
 
 def to_json(record: Mapping[str, Any]) -> Record:
     """A record without arrays in it, as a line of the log holds it."""
-    return {name: encode(value) if isinstance(value, np.ndarray) else value for name, value in record.items()}
+    return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
 
 
 def from_json(line: Any) -> Record:
@@ -157,7 +157,10 @@ def _rank_load(
     """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
-        for load in load_TLE[first:end].astype(np.float64):
+        rows = load_TLE[first:end].astype(np.float64)
+        if not _is_split_by_batch(placement):  # then loads add up
+            rows = rows.sum(axis=0, keepdims=True)
+        for load in rows:
             total += _rank_load_of(load, placement, speed_R)
         first = end
     return total
@@ -166,7 +169,7 @@ def _rank_load(
 def _rank_load_of(
     load_LE: NDArray[np.float64], placement: Placement, speed_R: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    if placement.home is None or not _has_copies(placement):
+    if not _is_split_by_batch(placement):
         return even_split_rank_load(load_LE, placement)
     tables = SplitTables.of(placement)
     filled_LR = filled_rank_load(load_LE, tables, speed_R)
@@ -179,9 +182,15 @@ def _imbalance(
 ) -> NDArray[np.float64]:
     """float64 ``[T, L]``."""
     load = load_TLE.astype(np.float64)
-    if _has_copies(placement) or not len(load):
+    if _has_copies(placement) or placement.home is None or not len(load):
         return predicted_imbalance(load, placement, speed_R)
-    return np.stack([imbalance(even_split_rank_load(row, placement), speed_R) for row in load])
+    by_rank = np.take_along_axis(load, placement.homes_LRH.reshape(1, len(placement.homes_LRH), -1), axis=2)
+    return imbalance(by_rank.reshape(*load.shape[:2], placement.num_ranks, -1).sum(axis=3), speed_R)
+
+
+def _is_split_by_batch(placement: Placement) -> bool:
+    """By water-filling: then the load of two batches is not the sum of their loads."""
+    return placement.home is not None and _has_copies(placement)
 
 
 def _has_copies(placement: Placement) -> bool:

@@ -104,6 +104,11 @@ class Shown:
             except OSError as error:
                 logger.warning("the summary of the run is not written: %s", error)
 
+    @property
+    def left_out(self) -> int:
+        """Events that could not be taken."""
+        return self._observer.left_out
+
     def metrics(self) -> list[Metric]:
         return metrics_of(self.state, self._progress(), time.time(), self._observer.left_out)
 
