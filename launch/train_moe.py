@@ -218,8 +218,8 @@ def print_run(folder: Path, world_size: int) -> None:
     cores = os.cpu_count() or 1
     if world_size > cores:
         print(
-            f"  ({world_size} ranks share {cores} cores here: while one rank has less to do, another computes, so wall "
-            "time cannot show what balance gains where each rank has a device of its own)"
+            f"  ({world_size} ranks share {cores} cores here: while one has less to do, another computes. So wall\n"
+            "  time cannot show what balance gains where each rank has a device of its own)"
         )
     print(f"the same as a page: eplb-runtime report {folder} -o report.html")
 

@@ -111,7 +111,9 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
     decided = [({"decision": d, "reason": r}, float(n)) for (d, r), n in sorted(state.decided.items())]
     phases = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
     saved = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
-    of_saved = "Seconds saved: by the measured imbalance beside that of the start, and as carried-out plans predicted."
+    of_saved = (
+        "Seconds saved: by the measured imbalance beside that of the start; as plans predicted for steps they stood."
+    )
     return [
         _gauge("placement_epoch", "Commits so far.", state.epoch),
         _gauge("placement_age_steps", "Steps since experts moved.", max(0, progress.step - state.placed_at)),

@@ -69,7 +69,8 @@ class RunState:
             phase and cause.
         traffic_RR: int64 ``[R, R]``, bytes of experts from rank to rank.
         saved_seconds: as the gate's model has it, on the measured imbalance beside that of experts that never moved.
-        promised_seconds: what the plans that were carried out were to save over their horizons.
+        promised_seconds: what the plans that were carried out were to save, each beside the placement before it, in
+            the steps that it stood.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class RunState:
         self.troubles: deque[dict[str, Any]] = deque(maxlen=MOST_TROUBLES)
         self.curve: list[dict[str, float]] = []
         self._of_a_point = 1
+        self._promised_per_step = 0.0
         self.decided: Counter[tuple[str, str]] = Counter()
         self.moved_experts: Counter[str] = Counter()
         self.moved_bytes: Counter[str] = Counter()
@@ -139,6 +141,7 @@ class RunState:
         self.job, self.starts = record, self.starts + 1
         self.placement, self.placement_before, self.placed_at = placement, None, int(record["step"])
         self.measured = self.planned = None
+        self._promised_per_step = 0.0
         self.epoch = int(record["epoch"])
         self.standing, self.cause = "balancing", ""
 
@@ -161,6 +164,7 @@ class RunState:
         }
         now, start = imbalance.mean(axis=0), at_start.mean(axis=0)
         self.saved_seconds += steps * seconds * float(self.job["moe_share"]) * float((start - now).mean())
+        self.promised_seconds += steps * self._promised_per_step
         self.measured_steps += steps
         self._add_point(
             {
@@ -223,7 +227,7 @@ class RunState:
             moved_bytes=int(nbytes[link > 0].sum()),
             pause_seconds=pause,
         )
-        self.promised_seconds += row.get("seconds_saved") or 0.0
+        self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(self.job["horizon_steps"]))
 
     def _aborted(self, record: Record) -> None:
         self.aborts[_kind(record["phase"], _ABORT_PHASES), _kind(record["cause"], _CAUSES)] += 1

@@ -60,7 +60,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     )
     lines.append(
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
-        "predicted by the plans over their horizons"
+        "predicted by the plans for the steps that they stood"
     )
     if summary["guard_findings"] or summary["pauses"]:
         lines.append(f"{summary['guard_findings']} findings of the guard, {summary['pauses']} pauses: see the log")

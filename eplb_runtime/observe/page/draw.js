@@ -218,9 +218,10 @@ function ticks(length, most) {
 
 // -- charts ----------------------------------------------------------------------------------------------------------
 
-/** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances, floor: lowest of the axis. */
-function lineChart(host, steps, series, marks = [], floor = 1) {
-  const width = Math.max(280, host.clientWidth), height = 230, left = 40, bottom = 24, top = 8;
+/** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances, floor: lowest of the axis,
+ *  label: of a value, unit: of a step. */
+function lineChart(host, steps, series, { marks = [], floor = 1, label = (value) => fixed(value, 2), unit = "step" } = {}) {
+  const width = Math.max(280, host.clientWidth), height = 230, left = 52, bottom = 24, top = 8;
   const values = series.flatMap((line) => line.values).filter(known);
   if (!steps.length || !values.length) {
     host.replaceChildren(element("p", { class: "told" }, "Nothing has been measured yet."));
@@ -228,16 +229,15 @@ function lineChart(host, steps, series, marks = [], floor = 1) {
   }
   const first = steps[0], last = Math.max(steps.at(-1), first + 1);
   const low = Math.min(floor, ...values), high = Math.max(low + (floor ? 0.05 : 1e-6), ...values) * 1.02;
-  const digits = high < 0.05 ? 4 : high < 1 ? 3 : 2;
   const x = (step) => left + ((step - first) / (last - first)) * (width - left - 10);
   const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   const said = series.map((line) => `${line.name} ${fixed(line.values.findLast(known))}`).join(", ");
-  svg.setAttribute("aria-label", `Lines from step ${first} to ${steps.at(-1)}; last: ${said}.`);
+  svg.setAttribute("aria-label", `Lines from ${unit} ${first} to ${steps.at(-1)}; last: ${said}.`);
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     const value = low + share * (high - low);
     svg.append(shape("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: css("line") }));
-    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(digits)));
+    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, label(value)));
   }
   for (const step of marks) {
     if (step < first || step > last) continue;
@@ -246,7 +246,7 @@ function lineChart(host, steps, series, marks = [], floor = 1) {
   }
   for (const share of width < 500 ? [0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1]) {
     const step = Math.round(first + share * (last - first)), anchor = share === 1 ? "end" : "middle";
-    svg.append(shape("text", { x: x(step), y: height - 6, "text-anchor": anchor }, `${share ? "" : "step "}${count(step)}`));
+    svg.append(shape("text", { x: x(step), y: height - 6, "text-anchor": anchor }, `${share ? "" : `${unit} `}${count(step)}`));
   }
   for (const line of series) {
     let path = "";

@@ -286,7 +286,7 @@ function showCurve(view) {
     { name: "worst layer", colour: css("worst"), values: curve.worst, width: 1.5 },
     { name: "as experts stood at the start", colour: css("start"), values: curve.start_mean, dashed: true },
     { name: "measured", colour: css("accent"), values: curve.mean, width: 2.5 },
-  ], marks);
+  ], { marks });
 }
 
 function showStepTime(view) {
@@ -296,7 +296,7 @@ function showStepTime(view) {
   lineChart(find("#step-time .chart"), curve.step, [
     { name: "without rebalancing, estimated", colour: css("start"), values: without, dashed: true },
     { name: "measured", colour: css("accent"), values: curve.step_seconds, width: 2.5 },
-  ], [], 0);
+  ], { floor: 0, label: seconds });
 }
 
 const HUES = ["start", "mark", "accent", "good", "bad", "warn"];
@@ -306,9 +306,9 @@ function showSimulation(found) {
   const length = Math.max(0, ...found.policies.map((policy) => policy.imbalance.length));
   const windows = Array.from({ length }, (_, at) => at + found.first_window);
   const line = ({ policy, imbalance }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: imbalance });
-  lineChart(find("#simulation .chart"), windows, found.policies.map(line));
+  lineChart(find("#simulation .chart"), windows, found.policies.map(line), { unit: "window" });
   const time = ({ policy, steps }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: steps });
-  lineChart(find("#simulation .steps"), windows, found.policies.map(time), [], 0);
+  lineChart(find("#simulation .steps"), windows, found.policies.map(time), { floor: 0, label: seconds, unit: "window" });
   const base = found.policies[0]?.step_seconds;
   const beside = ({ step_seconds: own }) => (known(own) && known(base) ? `${fixed((100 * own) / base, 1)} %` : "–");
   const columns = [

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from observed import (
+    CONFIG,
     EXPERT_BYTES,
     INTERVAL,
     LAYERS,
@@ -87,7 +88,8 @@ def test_each_metric_is_what_its_name_says() -> None:
     for phase, seconds in PHASES.items():
         assert value(found, "phase_seconds", phase=phase) == pytest.approx(len(committed) * seconds)
     assert value(found, "phase_seconds", phase="plan") == pytest.approx(sum(event.plan_seconds for event in planned))
-    assert value(found, "saved_seconds", kind="predicted") == 2.0 * len(committed)
+    stood = sum(INTERVAL for event in measured if event.step > committed[0].step)
+    assert value(found, "saved_seconds", kind="predicted") == pytest.approx(stood * 2.0 / CONFIG.horizon)
     saved = 0.0
     for event in measured:
         gain = predicted_imbalance(event.load.astype(np.float64), start()) - np.array(event.imbalance)
