@@ -44,7 +44,6 @@ def _head(view: View, now: float) -> RenderableType:
     standing = str(view["standing"])
     colour = {"balancing": "green", "paused": "yellow"}.get(standing, "red")
     why = f": {view['cause']}" if view["cause"] and view["cause"] != "closed" else ""
-    copies = f", {job['replica_slots']} for copies" if job.get("replica_slots") else ""
     lines = [
         Text.assemble(
             (f"step {step}", "bold"),
@@ -55,7 +54,7 @@ def _head(view: View, now: float) -> RenderableType:
         ),
         Text(
             f"{job['layers']} layers of {job['experts']} experts on {job['ranks']} ranks of {job['slots_per_rank']} "
-            f"slots{copies}; {job['policy']} every {job['interval']} steps"
+            f"slots; {job['policy']} every {job['interval']} steps"
         ),
     ]
     totals = view["totals"]
@@ -81,8 +80,8 @@ def _load(view: View) -> Iterable[RenderableType]:
     yield Text.assemble(
         "imbalance ",
         (f"{imbalance_L.mean():.3f}", "bold"),
-        f" mean, {imbalance_L.max():.3f} worst layer; {start_L.mean():.3f} as experts stood at the start  ",
-        sparkline(curve, 20),
+        f" mean, {imbalance_L.max():.3f} worst layer; {start_L.mean():.3f} without moves  ",
+        sparkline(curve, 16),
     )
     yield _ranks(_matrix(measured["rank_load"]).astype(np.float64))
     yield _layers(imbalance_L, start_L)
