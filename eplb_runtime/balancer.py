@@ -249,6 +249,19 @@ class Balancer:
         if self._maps.replicas is not None:
             self._maps.replicas.refresh()
 
+    def weights_changed(self) -> None:
+        """Expert weights were written in place, between steps (clamped, swapped with an average for an evaluation, a
+        plain ``load_state_dict``): copies follow. `eplb_runtime.checkpoint` calls it itself; without replica slots
+        there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is refused.
+
+        Raises:
+            RuntimeError: a rank did not come.
+        """
+        if self._maps.replicas is None or self._closed:
+            return
+        self._come("weights_changed()")
+        self._refresh_copies()
+
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
         evaluation, two calls of ``generate``, two micro-batches of a training step. What each gives is the same, to the
@@ -441,10 +454,6 @@ class Balancer:
             return rows_LH
         parts = len(job.row_ranks) // job.ep_size
         return rows_LH.unflatten(1, (parts, -1))[:, job.row_rank % parts]
-
-    def _weights_changed(self) -> None:
-        """Expert weights were written from outside, between steps: copies follow. Collective."""
-        self._refresh_copies()
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""

@@ -140,7 +140,7 @@ class LogicalView:
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
-            self.balancer._weights_changed()
+            self.balancer.weights_changed()
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:

@@ -30,7 +30,7 @@ class KeptReplicas(LocalExperts):
         self._sync = sync
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
-        self._sync.check_memory(self._layer)
+        self._sync.check_homes(self._layer)
         self._sync.wait(self._layer)
         slots = _AllSlots.apply(self, *self._bank.parameters)
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)

@@ -42,7 +42,7 @@ class SharedReplicas(LocalExperts):
         return ahead
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
-        self._sync.check_memory(self._layer)
+        self._sync.check_homes(self._layer)
         homes, counts = self._bank.homes_per_rank, counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
         home_rows = sum(counts[:homes])

@@ -79,6 +79,7 @@ class ReplicaSync:
         self._shared = shared
         self._links = {layer: _Links([], [], [], [], False) for layer in banks}
         self._addresses = {layer: [p.data_ptr() for p in bank.parameters] for layer, bank in banks.items()}
+        self._versions: dict[int, list[int]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._fetched: int | None = None
@@ -147,17 +148,23 @@ class ReplicaSync:
             bool((home_RK != EMPTY).any()),
         )
 
-    def check_memory(self, layer: int) -> None:
-        """Copies are read from where the homes were; a Parameter that lies elsewhere would be trained beside them.
+    def check_homes(self, layer: int) -> None:
+        """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
+        since, would be trained beside them.
 
         Raises:
-            RuntimeError: a Parameter of the layer has been given other memory.
+            RuntimeError: a Parameter of the layer has been given other memory, or written.
         """
         if [parameter.data_ptr() for parameter in self._banks[layer].parameters] != self._addresses[layer]:
             raise RuntimeError(
                 f"the expert weights of MoE layer {layer} lie in other memory than when the model was attached "
                 "(model.to, model.bfloat16, .data = ..., vector_to_parameters), and copies are read from the old one: "
-                "do that before attach, or write the weights in place"
+                "do that before attach, or write the weights in place and call balancer.weights_changed()"
+            )
+        if self.has_copies(layer) and self._versions.get(layer) != self._versions_now(layer):
+            raise RuntimeError(
+                f"the expert weights of MoE layer {layer} were written since the last optimizer step, and copies hold "
+                "what they were: call balancer.weights_changed() after writing, on every rank"
             )
 
     def has_copies(self, layer: int) -> bool:
@@ -196,8 +203,12 @@ class ReplicaSync:
         for layer in self._banks:
             self.wait(layer)
 
+    def _versions_now(self, layer: int) -> list[int]:
+        return [parameter._version for parameter in self._banks[layer].parameters]
+
     def _post_weights(self, layer: int) -> None:
         self.wait(layer)
+        self._versions[layer] = self._versions_now(layer)
         with phase("refresh copies", "", layer):
             self._pending[layer] = _post(self._links[layer].weights)
 

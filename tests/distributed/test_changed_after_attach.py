@@ -179,7 +179,45 @@ def unused_scaler(rank: int) -> dict[str, Tensor]:
     return {"head": model.lm_head.weight.detach()}
 
 
+def with_copies() -> eplb.BalancerConfig:
+    """Of the first home of the other rank, in each layer; nothing moves."""
+    placement = eplb.Placement.initial(2, EXPERTS, 2, 1)
+    slots = placement.physical_to_logical.copy()
+    slots[:, EXPERTS // 2], slots[:, -1] = EXPERTS // 2, 0
+    copied = eplb.Placement(slots, EXPERTS, 2, placement.home, 0)
+    return config(policy="static", replica_slots=1, initial_placement=copied)
+
+
+@torch.no_grad()
+def halve_experts(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        for parameter in layer.mlp.experts.parameters():
+            parameter.mul_(0.5)
+
+
+def written_between_steps(settings: eplb.BalancerConfig) -> dict[str, Tensor]:
+    model = moe_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balancer = eplb.attach(model, optimizer, config=settings)
+    for _ in range(2):
+        train(model, optimizer, steps=2)
+        halve_experts(model)
+        balancer.weights_changed()
+    train(model, optimizer, steps=2)
+    return state_of(model, optimizer)
+
+
+def written_beside_copies(rank: int) -> dict[str, Tensor]:
+    return written_between_steps(with_copies())
+
+
+def written_without_copies(rank: int) -> dict[str, Tensor]:
+    return written_between_steps(config(policy="static"))
+
+
 RIGHT = [
+    written_beside_copies,
+    written_without_copies,
     given,
     adopted,
     two_given,
@@ -213,6 +251,12 @@ def test_an_adopted_optimizer_is_as_one_that_was_given(
         assert state[one].keys() == state[other].keys()
         assert all(torch.equal(tensor, state[other][key]) for key, tensor in state[one].items())
     assert not all(torch.equal(tensor, states[0]["given"][key]) for key, tensor in state_of(moe_model()).items())
+
+
+def test_copies_follow_what_is_written_between_steps(states: list[dict[str, dict[str, Tensor]]]) -> None:
+    for state in states:
+        beside, without = state["written_beside_copies"], state["written_without_copies"]
+        assert all(torch.allclose(tensor, without[key], rtol=0, atol=1e-6) for key, tensor in beside.items())
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -263,6 +307,15 @@ def adopted_with_copies() -> None:
     model = moe_model()
     balancer = eplb.attach(model, config=config(replica_slots=1))
     balancer.adopt(AdamW(model.parameters()))
+
+
+def written_and_not_said() -> None:
+    model = moe_model()
+    optimizer = AdamW(model.parameters())
+    eplb.attach(model, optimizer, config=with_copies())
+    train(model, optimizer, steps=1)
+    halve_experts(model)
+    train(model, optimizer)
 
 
 def sharded_later() -> None:
@@ -358,6 +411,7 @@ REFUSED: dict[Callable[[], None], str] = {
     adopted_what_another_has: "lm_head.weight is in several optimizers",
     adopted_what_mixes: "Adafactor mixes the experts",
     adopted_with_copies: "attached without an optimizer and with replica slots",
+    written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
     sharded_later: "was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model)",
     wrapped_experts: "a Around was put around model.layers.0.mlp.experts after attach",
     adapters_unknown: "lm_head.adapter.weight was added after attach",
