@@ -55,13 +55,15 @@ def meet(
     if missing and patient:
         logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, timeout_seconds)
         missing = _wait(store, call, everyone, max(0.001, _host_seconds(store) - timeout_seconds))
+        timeout_seconds = _host_seconds(store)
     if missing:
         store.compare_set(state, "", _GAVE_UP)
     if problem is not None:
         raise problem
     if store.get(state) != _ALL.encode():
+        absent = missing or _absent(store, call, everyone)  # where another rank has given up first
         raise RuntimeError(
-            f"rank {missing} did not come to {what} within {timeout_seconds:g} s: it is collective, every rank calls it"
+            f"rank {absent} did not come to {what} within {timeout_seconds:g} s: it is collective, every rank calls it"
         )
     if store.check([f"{call}/problem"]):
         raise AttachError(store.get(f"{call}/problem").decode())
@@ -72,9 +74,12 @@ def _wait(store: dist.Store, call: str, everyone: Sequence[int], seconds: float)
     try:
         store.wait([f"{call}/state"], timedelta(seconds=seconds))
     except RuntimeError:
-        missing = [str(other) for other in everyone if not store.check([f"{call}/{other}"])]
-        return ", ".join(missing[:8])
+        return _absent(store, call, everyone)
     return ""
+
+
+def _absent(store: dist.Store, call: str, everyone: Sequence[int]) -> str:
+    return ", ".join([str(other) for other in everyone if not store.check([f"{call}/{other}"])][:8])
 
 
 def _host_seconds(store: dist.Store) -> float:
