@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ..files import MIB, require_readable
 from .playing import BACKWARD, FORWARD, INPUT, WEIGHT, BubbleError, Part, Step, Table, Times
 
 MOST_STEPS = 4_000_000
@@ -161,6 +162,7 @@ def _steps_of_torch(actions: Sequence[Any]) -> list[Step]:
     return steps
 
 
+_MOST_BYTES = 64 * MIB
 _PART = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
@@ -170,11 +172,16 @@ def read_table(path: str | Path) -> Table:
     Cells of other actions (sends, reductions) are left out.
 
     Raises:
-        BubbleError: it holds nothing else.
+        BubbleError: it holds nothing else, or is no text.
+        FileError: a device or a pipe, or more than 64 MiB.
         OSError: it cannot be read.
     """
-    with open(path, newline="") as file:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    require_readable(Path(path), _MOST_BYTES)
+    try:
+        with open(path, newline="") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BubbleError(f"{path} is no table of a schedule: {error}") from None
     table: Table = []
     for row in rows:
         steps = []

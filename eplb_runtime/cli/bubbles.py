@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 """,
     )
     add = adder(command)
-    add("--schedule", "NAME,...", names, "1f1b, zb1p, zbv, interleaved, dualpipe, dualpipev (default: all)")
+    add("--schedule", "NAME,...", _schedules, "1f1b, zb1p, zbv, interleaved, dualpipe, dualpipev (default: all)")
     add("--table", "FILE", str, "a schedule as torch.distributed.pipelining dumps it (.csv), in place of the others")
     add("--ranks", "P,...", _ranks, "ranks of the pipeline (default: 4)", default=[4])
     add("--microbatches", "M", positive, "of a step (default: 32)", default=32)
@@ -59,6 +59,11 @@ def add(commands: Any) -> None:
     )
     add_dense_layers(command)
     add("--plot", "FILE", str, "draw the schedule, .png, .svg or .pdf (needs matplotlib); of one, on so many ranks")
+
+
+def _schedules(text: str) -> list[str]:
+    """As they are named elsewhere, too: 1F1B, DualPipeV."""
+    return [name.lower() for name in names(text)]
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -132,10 +132,15 @@ def test_a_dumped_table_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "empty.csv").write_text("a,b\n")
     assert main(["bubbles", "--table", str(tmp_path / "empty.csv")]) == 2
     assert "no cell names a forward" in capsys.readouterr().err
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00,0F0")
+    assert main(["bubbles", "--table", str(tmp_path / "binary.csv")]) == 2
+    assert "is no table of a schedule" in capsys.readouterr().err
+    assert main(["bubbles", "--table", "/dev/zero"]) == 2
+    assert "not a regular file" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_documented_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bubbles", "--schedule", "1f1b,dualpipe", "--ranks", "4", "--microbatches", "16", "--json"]) == 0
+    assert main(["bubbles", "--schedule", "1F1B,DualPipe", "--ranks", "4", "--microbatches", "16", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["schedule"] for row in rows] == ["1f1b", "dualpipe"]
     assert {"schedule", "ranks", "microbatches", "bubble", "formula", "parameters", "activations"} <= set(rows[0])
