@@ -452,7 +452,7 @@ def let_copies_decay() -> None:
         for bank in self._banks.values():
             for replica in range(bank.replica_slots):
                 for row in bank.replica_rows(replica):
-                    row.mul_(1 - 1e-4)
+                    row.data.mul_(1 - 1e-4)  # homes lie in the same piece, and are taken for written else
 
     ReplicaSync.refresh = decayed
 
