@@ -121,6 +121,10 @@ class Balancer:
             guard=self._guard,
         )
         self._guard.run = self._rebalancer.run
+        background = self._rebalancer.background
+        background.waiting = parts.watch.waiting
+        for layer in parts.layers:
+            layer.before = background.before_layer
         self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
         self.events: EventLog = self._rebalancer.events
         if parts.groups.job.is_planner:
@@ -528,6 +532,7 @@ class Balancer:
 
         A decision that becomes due meanwhile waits for the first step after.
         """
+        self._rebalancer.background.withdraw()
         self._rebalancer.quiesced += 1
         try:
             yield
@@ -601,6 +606,7 @@ class Balancer:
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
+        self._rebalancer.background.forward_begins()
         if torch.is_grad_enabled() and self._training:
             with self._one_begins:
                 with self._guard.clocked():
@@ -616,6 +622,7 @@ class Balancer:
         """An optimizer is about to step: gradients must be what it is to see."""
         self._rebalancer.refuse_if_broken()
         self._watch.at(f"optimizer.step() after {self._counter.closed_steps} steps")
+        self._rebalancer.background.withdraw()
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()

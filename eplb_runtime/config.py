@@ -61,6 +61,9 @@ class BalancerConfig:
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
+        overlap: migrate while training goes on: experts travel beside the forwards of steps, and each layer is
+            committed before its own forward begins. False: between two steps, all at once.
+        bytes_per_step: with ``overlap``, the most that a rank receives beside one step; None: ``staging_bytes``.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
             memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP) or ``"auto"``
             (inside nodes and across them what fits on every rank).
@@ -102,6 +105,8 @@ class BalancerConfig:
     moe_share: float = 0.5
     timeout_seconds: float = 30.0
     staging_bytes: int = 256 << 20
+    overlap: bool = False
+    bytes_per_step: int | None = None
     transport: str = "torch"
     dispatch: str = "all_to_all"
     dense_gradients: Literal["host", "allreduce"] = "host"
@@ -122,10 +127,13 @@ class BalancerConfig:
         self._at_least("max_moves", 0)
         self._at_least("horizon_steps", 1)
         self._at_least("staging_bytes", 1)
+        self._at_least("bytes_per_step", 1)
         if self.lag >= self.interval:
             raise ConfigError(f"lag={self.lag} must be less than interval={self.interval}: one decision at a time")
         if self.shared_between_layers and not self.replica_slots:
             raise ConfigError("shared_between_layers=True without replica slots: give replica_slots=1 or more")
+        if self.overlap and self.move_gradients:
+            raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
         for name in ("timeout_seconds", "max_pause_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -51,6 +51,8 @@ class ExpertParallelLayer:
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
 
     Attributes:
+        before: called with the layer's index when a forward begins, before anything is routed; not when one is
+            repeated.
         calls: forwards so far that gradients can follow.
         uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
@@ -85,6 +87,7 @@ class ExpertParallelLayer:
         self._in_flight = InFlight(lambda: lanes.busy)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = self.uncounted = 0
+        self.before: Callable[[int], None] = lambda index: None
 
     @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -96,6 +99,7 @@ class ExpertParallelLayer:
         self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
+        self.before(self.index)
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:

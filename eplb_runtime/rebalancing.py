@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from .background import WRITTEN, BackgroundMigration, Progress
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import (
@@ -33,6 +34,7 @@ from .events import (
     RebalancePlanned,
 )
 from .experts.registry import ExpertTensors
+from .experts.slices import is_sliced
 from .guard import Guard
 from .load.aggregate import HostCopy, aggregate
 from .load.clock import Progress, StepClock
@@ -105,7 +107,7 @@ class Rebalancer:
         device: torch.device,
         guard: Guard,
     ) -> None:
-        self.placement = placement
+        self._placement = placement
         self.step = 0
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
@@ -121,6 +123,9 @@ class Rebalancer:
         self._attempts = 0
         self._standing = Standing()
         self._pending: _Pending | None = None
+        self._target = placement
+        self._committed_beside: set[int] = set()
+        self._pause_beside = 0.0
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
         # With divided rows the engine sees the ranks that hold them, and the same slots.
@@ -137,6 +142,19 @@ class Rebalancer:
         self._clock = StepClock(self._engine.rehearse(placement))
         self.decisions = DecisionMaker(config, topology, groups, counter.steps_per_bucket, guard)
         self._worker = Worker("eplb_runtime", partial(use_device, device))
+        self._engine.bytes_per_step = min(config.bytes_per_step or config.staging_bytes, config.staging_bytes)
+        self.background = BackgroundMigration(
+            self._engine,
+            self._agreement,
+            self._worker,
+            registry=registry,
+            maps=maps,
+            is_planner=groups.job.is_planner,
+            timeout_seconds=config.timeout_seconds,
+            max_pause_seconds=config.max_pause_seconds,
+        )
+        self._beside = config.overlap and not any(is_sliced(p) for p in registry.parameters())
+        self._link_seconds_per_byte = 1.0 / max(min(topology.intra_node_bandwidth, topology.inter_node_bandwidth), 1.0)
         self._reconnection = Reconnection(groups, self._standing, self._carrier, partial(use_device, device))
         self._compiler = Worker("eplb_runtime compile")
         if maps.splitter is not None:
@@ -144,6 +162,12 @@ class Rebalancer:
         self._compiled = self._compiler.submit(self.decisions.compile)
         if not self.wait_until_compiled(COMPILED_SOON_SECONDS):
             logger.info("compiling the planner in the background; the first rebalance waits for it, training does not")
+
+    @property
+    def placement(self) -> Placement:
+        """The one that stands now; its ``epoch`` counts commits. What a migration has brought in a step that is not
+        over yet is in it: then, ask on every rank at the same place."""
+        return self.background.standing() if self.background.under_way else self._placement
 
     def wait_until_compiled(self, seconds: float) -> bool:
         """For runs that cannot begin without: whether this rank is ready to plan and migrate, now or soon."""
@@ -156,7 +180,7 @@ class Rebalancer:
             MigrationBroken: now or earlier, this rank failed after all had agreed to commit.
         """
         self.refuse_if_broken()
-        before = self.placement
+        before = self._placement
         self.step += 1
         self._attempts = 0
         self._clock.tick()
@@ -164,17 +188,21 @@ class Rebalancer:
         self._standing.step_seconds = self._clock.step_seconds
         self._standing.steps += 1
         is_due = self.step % self._config.interval == 0
+        if self.background.under_way:
+            self._go_on_beside()
         if self._reconnection.under_way:
             self._find_together()
-        if self._reconnection.under_way and is_due:
+        busy = self._reconnection.under_way or self.background.under_way
+        if busy and is_due:
             self._counter.take()  # load that no decision will see
             self._earlier.clear()
-        if not self._reconnection.under_way:
+        if not busy:
             if self._pending is None and is_due:
                 self._pending = self._start_decision(self._config.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
-                self._act_on_pending()
-        return self.placement is not before
+                self._act_on_pending(self._beside)
+        self.background.step_begins()
+        return self._placement is not before
 
     @property
     def progress(self) -> Progress:
@@ -199,10 +227,11 @@ class Rebalancer:
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self._refuse_alone("rebalance()")
+        self.end_beside()
         before = self.placement
         if self._pending is None:
             self._pending = self._start_decision(0)
-        self._act_on_pending()
+        self._act_on_pending(beside=False)
         return self.placement is not before
 
     def measured(self) -> dict[str, Any]:
@@ -287,6 +316,7 @@ class Rebalancer:
             RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
         """
         self._refuse_alone("a comparison of ranks")
+        self.background.withdraw()  # the thread may wait for training, and training is here
         try:
             return self._worker.do(work, self._config.timeout_seconds + A_LITTLE_SECONDS)
         except (RuntimeError, TimeoutError) as error:
@@ -294,8 +324,9 @@ class Rebalancer:
             raise RuntimeError(str(error)) from error
 
     def forget_pending(self) -> None:
-        """A decision on its way is not acted on; the worker is done with the control group when this returns, or will
-        never be."""
+        """A decision on its way is not acted on, a migration beside training goes no further; the worker is done with
+        the control group when this returns, or will never be."""
+        self.end_beside()
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
             self._pending = None
@@ -314,6 +345,7 @@ class Rebalancer:
 
     def leave(self) -> None:
         """End the threads, without a word to the others: this process ends."""
+        self.background.leave()
         self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
@@ -341,7 +373,7 @@ class Rebalancer:
         decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
         return _Pending(self.step + lag, key, self._worker.submit(decide))
 
-    def _act_on_pending(self) -> None:
+    def _act_on_pending(self, beside: bool) -> None:
         assert self._pending is not None
         decision, self._pending = self._outcome_of(self._pending), None
         self._guard.report(decision.finding)
@@ -377,7 +409,13 @@ class Rebalancer:
                 by_layer=_by_layer(summary),
             )
         )
-        if decision.target is not None:
+        if decision.target is None:
+            return
+        if beside:
+            key = self._new_key("migration")
+            self.background.begin(self._placement, decision.target, key, self._link_seconds_per_byte)
+            self._target, self._committed_beside, self._pause_beside = decision.target, set(), 0.0
+        else:
             self._migrate(decision.target)
 
     def _outcome_of(self, pending: _Pending) -> Decision:
@@ -422,7 +460,8 @@ class Rebalancer:
                 )
             )
         if outcome.failed_phase is not None:
-            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, outcome)
+            committed, left = outcome.committed_layers, outcome.left_layers
+            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, committed, left)
         elif outcome.connections_broken:
             self._pause(outcome.cause)
         return outcome
@@ -439,14 +478,71 @@ class Rebalancer:
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:
-            self._earlier.append((self._counter.buckets, self.placement))
-            self.placement = placement
+            self._stands(placement)
             follow()
 
+        if self._maps.replicas is not None:
+            self._maps.replicas.wait_all()  # copies are read from homes that are about to be written
         return take_over
 
-    def _drop(self, phase: str, cause: str, connections_broken: bool, outcome: Outcome | None = None) -> None:
-        committed, left = (outcome.committed_layers, outcome.left_layers) if outcome is not None else ((), ())
+    def _stands(self, placement: Placement) -> None:
+        """From here on."""
+        self._earlier.append((self._counter.buckets, self._placement))
+        self._placement = placement
+
+    # -- beside training -------------------------------------------------------------------------------------------
+
+    def _go_on_beside(self) -> None:
+        """A step is over in which a migration was under way."""
+        progress = self.background.at_boundary(hold_back=bool(self.quiesced) or self._reconnection.under_way)
+        self._took_over(progress)
+        failure = progress.failure
+        if failure is None:
+            return
+        if failure.kind == WRITTEN:
+            self._beside = False
+            logger.warning(
+                "step %d: %s; experts that somebody writes there migrate between steps, as without overlap",
+                self.step,
+                failure.cause,
+            )
+            self._migrate(self._target)
+        else:
+            committed = tuple(sorted(self._committed_beside))
+            self._drop("staged", failure.cause, failure.connections_broken, committed, progress.left_layers)
+
+    def _took_over(self, progress: Progress) -> None:
+        self._clock.exclude(progress.pause_seconds)
+        self._pause_beside += progress.pause_seconds
+        if progress.placement is self._placement:
+            return
+        self._committed_beside.update(progress.committed_layers)
+        self._stands(progress.placement)
+        pause, self._pause_beside = self._pause_beside, 0.0
+        self.events.emit(
+            RebalanceCommitted(
+                self.step,
+                epoch=progress.placement.epoch,
+                digest=progress.placement.digest(),
+                moved_experts=progress.moved_experts,
+                received_bytes=progress.received_bytes,
+                pause_seconds=pause,
+            )
+        )
+
+    def end_beside(self) -> None:
+        """Nothing travels beside training any more: what is not committed yet is left where it is. On every rank."""
+        if self.background.under_way:
+            self._stands(self.background.cancel())
+
+    def _drop(
+        self,
+        phase: str,
+        cause: str,
+        connections_broken: bool,
+        committed: tuple[int, ...] = (),
+        left: tuple[int, ...] = (),
+    ) -> None:
         logger.warning(
             "step %d: rebalance %s (%s): %s; training goes on with placement epoch %d",
             self.step,
@@ -481,7 +577,7 @@ class Rebalancer:
         if link is None:
             return
         before = self._groups.take_over(link.connections)
-        self._agreement = Agreement(self._groups.control, self._groups.store)
+        self._agreement = self.background.agreement = Agreement(self._groups.control, self._groups.store)
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)

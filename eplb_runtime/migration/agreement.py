@@ -29,23 +29,26 @@ _LARGEST_WORD = 2**63 - 1
 @dataclass(frozen=True)
 class Verdict:
     """What all ranks will do. ``connections_broken`` tells that the groups' connections are closed, or that this rank
-    cannot be sure of the others: they have to find together again."""
+    cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
+    """
 
     commit: bool
     cause: str = ""
     connections_broken: bool = False
+    kind: str = ""
 
     @property
     def word(self) -> str:
         """As it is recorded."""
-        return COMMIT if self.commit else f"abort {'broken' if self.connections_broken else 'whole'} {self.cause}"
+        state = "broken" if self.connections_broken else "whole"
+        return COMMIT if self.commit else f"abort {state} {self.kind or '-'} {self.cause}"
 
     @classmethod
     def of_word(cls, word: str) -> Verdict:
         if word == COMMIT:
             return cls(True)
-        _, state, cause = word.split(" ", 2)
-        return cls(False, cause, state == "broken")
+        _, state, kind, cause = word.split(" ", 3)
+        return cls(False, cause, state == "broken", kind.removeprefix("-"))
 
 
 class Agreement:

@@ -1,10 +1,10 @@
 """Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
 
-The protocol is `prepare`, then for each round `post`, `settle`, `commit` and `finish`; `migrate` runs them in a row.
-Until a round is committed, live rows belong to training and are only read; what was posted is valid until the next
-optimizer step. In ``commit`` live rows belong to the engine, between two steps, on every rank. Nothing here waits for
-ever. After an agreement nothing may fail; if something does all the same, the engine is broken on this rank and says so
-at every call.
+The protocol is `prepare`, then for each round `post`, `settle` (`arrive` and `vote`), `commit` and `finish`; `migrate`
+runs them in a row, `background.py` runs several rounds at once while training goes on. Until a round is committed, live
+rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
+rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
+nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -22,16 +22,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..phases import phase
 from ..placement import Placement
 from .agreement import Agreement, Verdict
 from .exchange import Exchange, Exchanger
-from .records import Records, agree_on_records
+from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 from .transports.base import Transport, TransportError
 
 logger = logging.getLogger("eplb_runtime")
+
+_POLL_SECONDS = 0.0003
+
+Formats = tuple[Mapping[int, RecordFormat], str]
+"""Records by layer, or why there are none."""
 
 
 class Phase(Enum):
@@ -155,6 +161,7 @@ class MigrationEngine:
 
     Attributes:
         broken: why this rank cannot go on; empty: it can.
+        bytes_per_step: what a rank may receive beside one step; at most ``staging_bytes``.
     """
 
     def __init__(
@@ -169,7 +176,7 @@ class MigrationEngine:
     ) -> None:
         self._registry = registry
         self._agreement = agreement
-        self._budget = staging_bytes
+        self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
@@ -195,7 +202,7 @@ class MigrationEngine:
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            agree_on_records(self._registry, [], self._agreement, self._exchanger.device)
+            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._exchanger.device)
             self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
             self._agreement.decide("rehearsal", "", False)
             seconds = time.perf_counter() - began
@@ -222,9 +229,10 @@ class MigrationEngine:
         self._seconds.clear()
         migration, verdict = self.prepare(current, target, key)
         if migration is None:
-            left = tuple(_layers_that_differ(current, target))
+            left = tuple(layers_that_differ(current, target))
             return self._outcome(current, (), left, started, verdict, Phase.PREPARED)
         for round_ in migration.schedule.rounds:
+            self.restart()
             posted = self.post(migration, round_)
             verdict = self.settle(posted, get_ready)
             if not verdict.commit:
@@ -232,6 +240,8 @@ class MigrationEngine:
             for layer in round_.layers:
                 self.commit(posted, layer)
             self.finish(posted)
+            assert posted.after is not None
+            migration.standing = posted.after
         self._wait_for_device()
         done = migration.schedule.rounds[: migration.committed]
         left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
@@ -241,21 +251,34 @@ class MigrationEngine:
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
-    def prepare(self, current: Placement, target: Placement, key: str) -> tuple[Migration | None, Verdict]:
+    def formats(self, layers: Sequence[int]) -> Formats:
+        """The records of these layers as they are now; nothing may train meanwhile."""
+        return formats_of(self._registry, layers)
+
+    def prepare(
+        self, current: Placement, target: Placement, key: str, formats: Formats | None = None
+    ) -> tuple[Migration | None, Verdict]:
         """Rounds that all ranks agree on, and memory for them; or why there are none. Collective.
 
         What can fail on one rank alone fails here, before anybody waits for its bytes.
+
+        Args:
+            formats: of the layers that differ, where training goes on meanwhile: then each round is of one layer, and
+                as many may be under way together as `at_once_bytes` allows.
         """
         self.refuse_if_broken()
-        with self._timed("prepare"):
-            layers = _layers_that_differ(current, target)
-            records, verdict = agree_on_records(self._registry, layers, self._agreement, self._exchanger.device)
+        with self._timed("prepare"), self._on_device():
+            layers, beside = layers_that_differ(current, target), formats is not None
+            found = formats if formats is not None else self.formats(layers)
+            num_layers, device = self._registry.num_layers, self._exchanger.device
+            records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
                 return None, verdict
             schedule, problem = None, ""
             try:
-                schedule = make_schedule(current, target, records.nbytes, self._budget, records.holders)
-                self._exchanger.reserve(schedule, records)
+                budget = self.bytes_per_step if beside else self._budget
+                schedule = make_schedule(current, target, records.nbytes, budget, records.holders, beside)
+                self._exchanger.reserve(schedule, records, self.at_once_bytes(schedule) if beside else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
@@ -266,10 +289,18 @@ class MigrationEngine:
             return None, verdict
         return Migration(key, schedule, records, current), verdict
 
-    def post(self, migration: Migration, round_: Round) -> Posted:
-        """Begin to exchange the experts of a round; live rows are read until it is settled.
+    def at_once_bytes(self, schedule: TransferSchedule) -> int:
+        """Bytes that a rank may receive in rounds that are under way together, the same on every rank."""
+        return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
-        A rank that cannot says so in `settle`: if it stayed away, the others would wait for it.
+    def restart(self) -> None:
+        """Nothing is under way: the memory of what was staged is free."""
+        self._exchanger.restart()
+
+    def post(self, migration: Migration, round_: Round) -> Posted:
+        """Begin to exchange the experts of a round; live rows are read until all of it is here.
+
+        A rank that cannot says so in `vote`: if it stayed away, the others would wait for it.
         """
         self.refuse_if_broken()
         posted = Posted(migration, round_, time.monotonic() + self._timeout)
@@ -278,13 +309,22 @@ class MigrationEngine:
         return posted
 
     def settle(self, posted: Posted, get_ready: GetReady) -> Verdict:
-        """Wait for a round, verify it, get ready for its placement, vote. On any thread; collective."""
+        """`arrive` and `vote`."""
+        self.arrive(posted, get_ready)
+        return self.vote(posted)
+
+    def arrive(self, posted: Posted, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for a round, verify it, get ready for its placement. On any thread.
+
+        Args:
+            meanwhile: called every now and then while it waits.
+        """
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
             if not posted.problem:
                 with _noting_problems(posted):
-                    self._receive(posted)
+                    self._receive(posted, meanwhile)
                     self.probe(Phase.STAGED, exchange.staged)
                     with self._timed("verify"):
                         posted.problem = self._exchanger.difference(exchange)
@@ -295,9 +335,17 @@ class MigrationEngine:
             if posted.problem and not posted.timed_out and exchange.pending is not None:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
-            with self._timed("vote"):
-                key = f"{migration.key}/{posted.round_.number}"
-                verdict = self._agreement.decide(key, posted.problem, posted.timed_out)
+
+    def vote(self, posted: Posted, key: str = "") -> Verdict:
+        """Whether all ranks commit a round that has arrived. On any thread; collective.
+
+        Args:
+            key: names the decision; empty: the migration's, and the round's number.
+        """
+        self.refuse_if_broken()
+        with self._timed("vote"), self._on_device():
+            key = key or f"{posted.migration.key}/{posted.round_.number}"
+            verdict = self._agreement.decide(key, posted.problem, posted.timed_out)
         with self._unfailing() if verdict.commit else contextlib.nullcontext():
             self.probe(Phase.DECIDED, verdict)
         return verdict
@@ -322,22 +370,23 @@ class MigrationEngine:
         """
         migration = posted.migration
         with self._unfailing():
-            assert posted.after is not None
             with self._timed("maps"):
                 posted.take_over()
-            migration.standing = posted.after
             migration.committed += 1
             migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
             self.probe(Phase.COMMITTED, posted.round_)
 
     # -- small words ---------------------------------------------------------------------------------------------
 
-    def _receive(self, posted: Posted) -> None:
+    def _receive(self, posted: Posted, meanwhile: Callable[[], None] | None) -> None:
         with self._timed("verify"):
             checksums = self._exchanger.say_checksums(posted.exchange)
         with self._timed("transfer"):
             for pending in (posted.exchange.pending, checksums):
                 assert pending is not None
+                while meanwhile is not None and not pending.poll() and time.monotonic() < posted.deadline:
+                    meanwhile()
+                    time.sleep(_POLL_SECONDS)
                 pending.wait(posted.deadline)
 
     def _outcome(
@@ -350,10 +399,9 @@ class MigrationEngine:
         phase: Phase,
         received_bytes: int = 0,
     ) -> Outcome:
-        slots = standing.slots_per_rank
         return Outcome(
             standing,
-            moved_experts=sum(int(np.not_equal(*(r.transfers[:, 2:] // slots).T).sum()) for r in done),
+            moved_experts=sum(round_.moved(standing.slots_per_rank) for round_ in done),
             received_bytes=received_bytes,
             pause_seconds=time.perf_counter() - started,
             seconds=dict(self._seconds),
@@ -409,7 +457,8 @@ def _noting_problems(posted: Posted) -> Iterator[None]:
         posted.problem = posted.problem or f"{type(error).__name__}: {error}"
 
 
-def _layers_that_differ(current: Placement, target: Placement) -> list[int]:
+def layers_that_differ(current: Placement, target: Placement) -> list[int]:
+    """Where the two have other experts in some slot."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers
 

@@ -85,8 +85,12 @@ class Exchanger:
         """Give back what the transport keeps."""
         self._transport.close()
 
-    def reserve(self, schedule: TransferSchedule, records: Records) -> None:
-        """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside."""
+    def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
+        """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside.
+
+        Args:
+            at_once: bytes that come at most in rounds that are under way together; None: one is at a time.
+        """
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
         aside = 0
         regions: list[Tensor] = []
@@ -101,10 +105,17 @@ class Exchanger:
             aside = max(aside, *(part.nbytes for part in record_format.fields))
             direct = [part.source.tensor for _, _, part in runs if part is not None]
             regions += [as_bytes(tensor) for tensor in direct if tensor.is_contiguous()]
+        if at_once is not None:
+            arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
         self._departures.reserve(int(leaving.max(initial=0)))
         self._aside.reserve(aside)
         self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
+
+    def restart(self) -> None:
+        """What was staged is of no use any more: its memory is free."""
+        self._arrivals.restart()
+        self._departures.restart()
 
     @torch.no_grad()
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
@@ -113,8 +124,6 @@ class Exchanger:
         Raises:
             TransportError: a connection is closed.
         """
-        self._arrivals.restart()
-        self._departures.restart()
         sends: list[Message] = []
         receives: list[Message] = []
         # Pairs of ranks send in the order of the schedule.

@@ -33,24 +33,32 @@ class Records:
     holders: tuple[int, ...]
 
 
+def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int, RecordFormat], str]:
+    """The records of those of the layers that are here, as they are now, or why there are none. Never raises.
+
+    It reads the optimizers' state, so nothing may train meanwhile.
+    """
+    try:
+        held = set(registry.layers)
+        return {layer: RecordFormat.of(registry.of_home(layer)) for layer in layers if layer in held}, ""
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {error}"
+
+
 def agree_on_records(
-    registry: ExpertTensors, layers: Sequence[int], agreement: Agreement, device: torch.device
+    num_layers: int, found: tuple[Mapping[int, RecordFormat], str], agreement: Agreement, device: torch.device
 ) -> tuple[Records | None, Verdict]:
     """The records of the layers that are to change, or why there are none. Collective over the job; never raises.
 
     Args:
-        layers: the same on every rank; a rank may hold none of them.
+        num_layers: L, of the whole model.
+        found: what `formats_of` gave for the layers, which are the same on every rank.
         device: of the transport.
     """
-    formats, problem = {}, ""
-    try:
-        held = set(registry.layers)
-        formats = {layer: RecordFormat.of(registry.of_home(layer)) for layer in layers if layer in held}
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    formats, problem = found
     digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
-    words = torch.zeros(registry.num_layers + 1, 6, dtype=torch.int64)
+    words = torch.zeros(num_layers + 1, 6, dtype=torch.int64)
     for layer, record_format in formats.items():
         words[layer] = torch.cat([two_sided(digests[layer]), torch.tensor([record_format.nbytes, agreement.turn])])
     words[-1, 0] = agreement.turn if problem else 0

@@ -7,9 +7,9 @@ stands a valid placement, so a rebalance that breaks off between rounds leaves a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,10 @@ class Round:
     transfers: Ints
     layers: tuple[int, ...]
     finished: tuple[int, ...]
+
+    def moved(self, slots_per_rank: int) -> int:
+        """Experts that change their rank in it."""
+        return int(np.not_equal(*(self.transfers[:, 2:] // slots_per_rank).T).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +151,7 @@ def make_schedule(
     expert_bytes: Sequence[int],
     budget_bytes: int,
     holders: Sequence[int] | None = None,
+    by_layer: bool = False,
 ) -> TransferSchedule:
     """Rounds that lead from ``current`` to ``target``, both in the home layout.
 
@@ -159,6 +164,7 @@ def make_schedule(
         budget_bytes: bytes of experts from other ranks that a rank can stage.
         holders: per layer, a number that names the ranks that hold it: layers of different ranks (pipeline stages)
             do not share a budget. None: the same ranks hold all of them.
+        by_layer: each round is of one layer, so that layers can be committed one by one.
     """
     size_L = np.asarray(expert_bytes, dtype=np.int64)
     home_LE, target_LE = (placement.require_homes().astype(np.int64) for placement in (current, target))
@@ -172,20 +178,25 @@ def make_schedule(
     group_L = np.zeros_like(size_L) if holders is None else np.unique(holders, return_inverse=True)[1].astype(np.int64)
     num_ranks = int(group_L.max(initial=0) + 1) * current.num_ranks
 
+    changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     best = float("inf")
     for cut, longest_first, enough in _WAYS:
         cycle_M = cut(first_L, source_M, destination_M, current.num_ranks)
         rank_M = source_M + group_L[layer_M] * current.num_ranks
-        packed = _pack(cycle_M, layer_M, rank_M, size_L, num_ranks, budget_bytes, longest_first)
+        pack = partial(
+            _pack, size_L=size_L, num_ranks=num_ranks, budget_bytes=budget_bytes, longest_first=longest_first
+        )
+        if by_layer:
+            packed = _pack_by_layer(changes, cycle_M, layer_M, rank_M, pack)
+        else:
+            packed = (*pack(cycle_M, layer_M, rank_M), np.where(changes, 0, -1))
         if _share_of_bound(packed[1]) < best:
-            best, (round_M, load) = _share_of_bound(packed[1]), packed
+            best, (round_M, load, last_round) = _share_of_bound(packed[1]), packed
         if best <= enough:
             break
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
     rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, current.slots_per_rank)
-    changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
-    last_round = np.where(changes, 0, -1)
     np.maximum.at(last_round, layer_M, round_M)
     return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
 
@@ -222,6 +233,23 @@ def _pack(
     budget = max(budget_bytes, int(size_L.max(initial=1)))
     round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
     return round_N[cycle_M], load
+
+
+def _pack_by_layer(
+    changes: NDArray[np.bool_], cycle_M: Ints, layer_M: Ints, rank_M: Ints, pack: Callable[..., tuple[Ints, Ints]]
+) -> tuple[Ints, Ints, Ints]:
+    """As `_pack`, with rounds of their own for each layer that changes; and the first round of each layer, -1 for those
+    that stay. A layer where only copies change has a round without transfers."""
+    round_M, first_L = np.empty_like(layer_M), np.full(len(changes), -1, dtype=np.int64)
+    loads: list[Ints] = []
+    none = pack(cycle_M[:0], layer_M[:0], rank_M[:0])[1]
+    for layer in np.flatnonzero(changes).tolist():
+        here = layer_M == layer
+        first_L[layer] = len(loads)
+        round_M[here], load = pack(np.unique(cycle_M[here], return_inverse=True)[1], layer_M[here], rank_M[here])
+        round_M[here] += len(loads)
+        loads += list(load) or [np.zeros(none.shape[1], dtype=np.int64)]
+    return round_M, np.array(loads, dtype=np.int64).reshape(-1, none.shape[1]), first_L
 
 
 def _in_order(keys: Ints) -> Ints:

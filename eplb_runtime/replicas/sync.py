@@ -93,9 +93,8 @@ class ReplicaSync:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready to take over a placement that differs in these layers; what is returned does it, and needs no more
-        memory. Copies on their way arrive first, so that homes may be written."""
-        self.wait_all()
+        """Make ready, on any thread, to take over a placement that differs in these layers; what is returned does it,
+        and needs no more memory. Before homes are written, copies on their way must have arrived (`wait`)."""
         slots, here = placement.slots_per_rank, [layer for layer in layers if layer in self._banks]
         replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
         flat = (len(here), placement.num_ranks * placement.replica_slots)
@@ -173,14 +172,16 @@ class ReplicaSync:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """The homes' weights are new. Post them to their copies, in layer order; shared rows are fetched when used."""
+    def refresh(self, layers: Collection[int] | None = None) -> None:
+        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order; shared rows
+        are fetched when used."""
         if self._shared:
             self.wait_all()
             self._fetched = None
             return
         for layer in self._banks:
-            self._post_weights(layer)
+            if layers is None or layer in layers:
+                self._post_weights(layer)
 
     def fetch(self, layer: int) -> None:
         """Post this layer's weights to their copies, unless the shared rows hold them already; then `wait`."""

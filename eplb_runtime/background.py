@@ -1,0 +1,521 @@
+"""A migration that goes on while the model trains: experts travel beside a step, each layer is committed before its
+forward.
+
+At the end of a step rounds of single layers are posted, as many as will be there in time (`migration.pacing`), and a
+thread of ours carries them while the next step computes. Between an optimizer's step and the next forward nobody should
+write what is sent; if somebody does, it is seen before the ranks vote. A layer is committed where its forward begins,
+before anything is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
+decision's record, where the first word stands: so no rank goes by what it sees alone, and the layer is sent anew after
+the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .experts.registry import ExpertTensor, ExpertTensors
+from .maps import Maps
+from .migration.agreement import Agreement, Verdict, one_line
+from .migration.engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
+from .migration.pacing import Pace, next_batch
+from .migration.schedule import Round
+from .placement import Placement
+from .worker import Worker
+
+logger = logging.getLogger("eplb_runtime")
+
+LATE, WRITTEN = "late", "written"
+"""Kinds of verdicts: a round that is sent anew, and one whose experts somebody writes between steps."""
+_SAMPLE_ELEMENTS = 64
+_A_LITTLE_SECONDS = 1.0
+_ALMOST_SECONDS = 2e-3
+"""A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
+_TRIES = 5
+"""A layer that is late so often is left where it is."""
+_WEIGHT = 0.3
+"""Of a new measurement in what is smoothed over steps."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A round on its way, as training knows it.
+
+    Args:
+        key: names its decision.
+        here: whether this rank holds the layer.
+        patience: seconds that the layer's forward waits for it.
+        refused: why this rank votes against it; empty: it does not.
+        posted: what the engine knows of it, once it is sent.
+        voted: what the thread that carries it comes to.
+        verdict: what all ranks do, once training has asked.
+        followed: whether the placement that stands tells of it.
+    """
+
+    round_: Round
+    key: str
+    here: bool
+    patience: float
+    refused: str
+    posted: Posted | None = None
+    voted: Future[Verdict] = field(default_factory=Future)
+    verdict: Verdict | None = None
+    followed: bool = False
+
+    @property
+    def layer(self) -> int:
+        return self.round_.layers[0]
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(s.record_format.payload_bytes for s in self.posted.exchange.staged) if self.posted is not None else 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has become of a migration by the end of a step.
+
+    Args:
+        placement: the one that stands now.
+        committed_layers: since the last time.
+        moved_experts, received_bytes: in them.
+        pause_seconds: what the training thread has spent on it since the last time.
+        ended: whether nothing is left to do.
+        failure: why the rest of it is dropped; None: it is not.
+        left_layers: that are not where the plan wants them, where it has failed.
+    """
+
+    placement: Placement
+    committed_layers: tuple[int, ...] = ()
+    moved_experts: int = 0
+    received_bytes: int = 0
+    pause_seconds: float = 0.0
+    ended: bool = False
+    failure: Verdict | None = None
+    left_layers: tuple[int, ...] = ()
+
+
+class BackgroundMigration:
+    """One rank's part in migrations beside training; one at a time.
+
+    Args:
+        engine: of this rank, which does nothing else meanwhile.
+        agreement: of the ranks as they are connected now.
+        worker: carries it; whatever else uses the control group does so in its turn.
+        registry: what moves.
+        maps: what follows the placement.
+        is_planner: whether this is rank 0, whose clock counts.
+        timeout_seconds: for the transfers beside one step, and for each decision.
+        max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
+
+    Attributes:
+        under_way: whether a migration is.
+        agreement: as above; another when ranks have connected anew.
+        late_bytes: that this rank received in vain, so far.
+        waiting: entered while the training thread waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        engine: MigrationEngine,
+        agreement: Agreement,
+        worker: Worker,
+        *,
+        registry: ExpertTensors,
+        maps: Maps,
+        is_planner: bool,
+        timeout_seconds: float,
+        max_pause_seconds: float | None,
+    ) -> None:
+        self.agreement = agreement
+        self.under_way = False
+        self.late_bytes = 0
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._engine = engine
+        self._worker = worker
+        self._registry = registry
+        self._held = frozenset(registry.layers)
+        self._maps = maps
+        self._is_planner = is_planner
+        self._timeout = timeout_seconds
+        self._max_pause = max_pause_seconds
+        self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
+        self._lock = threading.Lock()
+        self._boundary = time.perf_counter()
+        self._started: set[int] = set()
+        self._starts_L = [0.0] * registry.num_layers
+        self._seconds_per_byte = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is under way."""
+        self.under_way = False
+        self._migration: Migration | None = None
+        self._carried: Future[None] | None = None
+        self._open: dict[int, list[Round]] = {}
+        self._late: dict[int, int] = {}
+        self._flights: list[_Flight] = []
+        self._as_sent: list[tuple[ExpertTensor, int, Tensor | None]] = []
+        self._gate = threading.Event()
+        self._batches = 0
+        self._pause = 0.0
+
+    # -- what training calls -------------------------------------------------------------------------------------------
+
+    def begin(self, current: Placement, target: Placement, key: str, link_seconds_per_byte: float) -> None:
+        """A step is over: get a migration ready while training goes on. On every rank.
+
+        Args:
+            key: names its decisions; new for each, equal on every rank.
+            link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
+        """
+        self._forget()
+        self.under_way, self._key, self._standing, self._target = True, key, current, target
+        formats = self._engine.formats(layers_that_differ(current, target))
+        pace = self._pace_so_far(link_seconds_per_byte).encode() * self._is_planner
+        self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
+
+    def at_boundary(self, hold_back: bool) -> Progress:
+        """A step is over: what it has brought; and what travels beside the next one is posted. On every rank.
+
+        Args:
+            hold_back: nothing new may travel.
+        """
+        pause, began = self._pause, time.perf_counter()
+        self.withdraw()
+        progress = self._settled() if self._flights else self._opened()
+        if not progress.ended and not hold_back:
+            self._send_on()
+        pause, self._pause = pause + time.perf_counter() - began, 0.0
+        if progress.ended:
+            self._finish()
+        return replace(progress, pause_seconds=pause)
+
+    def step_begins(self) -> None:
+        """What comes until the next step's end belongs to that step."""
+        self._started.clear()
+        self._boundary = time.perf_counter()
+
+    def forward_begins(self) -> None:
+        """A forward of the model begins: what is sent stays as it is from here on, and ranks may vote."""
+        if self._flights and not self._gate.is_set():
+            with self._lock, self._paused():
+                self._open_gate()
+
+    def before_layer(self, layer: int) -> None:
+        """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
+        if layer not in self._started:
+            self._started.add(layer)
+            seconds = time.perf_counter() - self._boundary
+            self._starts_L[layer] += (_WEIGHT if self._starts_L[layer] else 1.0) * (seconds - self._starts_L[layer])
+        if self._flights:
+            with self._lock, self._paused():  # two batches may run at once
+                self._open_gate()
+                for flight in self._flights:
+                    if flight.here and flight.layer == layer:
+                        patience = self._timeout + _A_LITTLE_SECONDS if flight.patience < 0 else flight.patience
+                        self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
+
+    def withdraw(self) -> None:
+        """Experts are about to be written, or to stay where they are: in this step nothing more is committed. On every
+        rank, at the same place."""
+        if self._flights:
+            with self._lock, self._paused():
+                for flight in self._flights:
+                    if flight.here:
+                        self._resolve(flight, 0.0, LATE, "no forward of it came before the end of the step")
+                self._gate.set()
+
+    def standing(self) -> Placement:
+        """The placement with what has been committed so far, each round an epoch. On every rank, at the same place."""
+        for flight in self._flights:
+            if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
+                patience = self._timeout + _A_LITTLE_SECONDS
+                self._resolve(flight, patience, "", "a rank has waited in vain for the others")
+            if flight.verdict is not None and flight.verdict.commit and not flight.followed:
+                migration = self._migration
+                assert migration is not None
+                flight.followed = True
+                # A later round of the layer starts from here.
+                migration.standing = self._standing = migration.schedule.after(self._standing, flight.round_)
+        return self._standing
+
+    def cancel(self) -> Placement:
+        """The rest is dropped, on every rank; the thread is done with it when this returns, or never will be.
+
+        Returns:
+            The placement that stands.
+        """
+        self.withdraw()
+        standing = self.standing()
+        self._finish()
+        return standing
+
+    def _finish(self) -> None:
+        self.leave()
+        on_the_thread: Future[Any] = self._carried or self._prepared
+        wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
+        self._forget()
+
+    def leave(self) -> None:
+        """The thread waits for training no longer."""
+        self._gate.set()
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _open_gate(self) -> None:
+        """Nobody has written what is sent, up to here; from here on the forward runs, which writes no experts."""
+        if self._gate.is_set():
+            return
+        name = self._written()
+        for flight in self._flights:
+            if name and flight.here:
+                cause = f"{name} was written between the optimizer's step and the forward"
+                self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
+        self._gate.set()
+
+    def _written(self) -> str:
+        """The first of the tensors on their way that somebody has written since they were sent; empty: none."""
+        for expert_tensor, version, sample in self._as_sent:
+            tensor = expert_tensor.tensor
+            if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
+                return expert_tensor.name
+        return ""
+
+    def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
+        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it; the
+        first word stands."""
+        if flight.verdict is not None:
+            return
+        if not flight.voted.done() and patience:
+            with self.waiting():
+                wait([flight.voted], patience)
+        if flight.voted.done():
+            flight.verdict = flight.voted.result()
+        else:
+            self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
+        if flight.verdict is not None and flight.verdict.commit and flight.here:
+            self._commit(flight)
+
+    def _refuse(self, flight: _Flight, verdict: Verdict) -> None:
+        """Say no, unless all ranks have said yes already: then it is this rank's thread that is about to know."""
+        flight.verdict = self.agreement.record(flight.key, verdict)
+        flight.refused = flight.verdict.cause
+        if flight.verdict.commit:
+            wait([flight.voted], self._timeout + _A_LITTLE_SECONDS)
+
+    def _commit(self, flight: _Flight) -> None:
+        replicas = self._maps.replicas
+        assert flight.posted is not None
+        if replicas is not None:
+            replicas.wait(flight.layer)  # copies are read from homes that are written now
+        self._engine.commit(flight.posted, flight.layer)
+        self._engine.finish(flight.posted)
+        if replicas is not None:
+            replicas.refresh([flight.layer])
+
+    # -- from step to step ---------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Progress:
+        """Whether the migration is prepared; what it consists of."""
+        if self._migration is not None:
+            return Progress(self._standing)
+        if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
+            migration, pace, verdict = self._prepared.result()
+        else:
+            lost = Verdict(False, "a rank has waited in vain for the others to prepare it", True)
+            migration, pace, verdict = None, None, self.agreement.record(f"{self._key}/prepared", lost)
+        if migration is None or pace is None:
+            if verdict.commit:
+                verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
+            left = tuple(layers_that_differ(self._standing, self._target))
+            return Progress(self._standing, ended=True, failure=verdict, left_layers=left)
+        self._migration, self._pace = migration, pace
+        self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
+        for round_ in migration.schedule.rounds:
+            self._open.setdefault(round_.layers[0], []).append(round_)
+        return Progress(self._standing, ended=not self._open)
+
+    def _send_on(self) -> None:
+        """Post what travels beside the next step."""
+        migration = self._migration
+        assert migration is not None
+        at_once_bytes = self._engine.at_once_bytes(migration.schedule)
+        batch = next_batch(self._open, self._nbytes, self._late, self._pace, at_once_bytes)
+        self._batches += 1
+        problem = self._changed([round_.layers[0] for round_ in batch.rounds])
+        self._flights = []
+        for round_ in batch.rounds:
+            key, here = f"{self._key}/{self._batches}/{round_.number}", round_.layers[0] in self._held
+            patience = self._patience(round_, batch.waited_for)
+            self._flights.append(_Flight(round_, key, here, patience, problem))
+        flights = self._flights
+        self._as_sent = [
+            (tensor, tensor.tensor._version, _sample(tensor.tensor) if self._device.type == "cpu" else None)
+            for flight in flights
+            if flight.here
+            for tensor in self._registry.of_home(flight.layer)
+        ]
+        gate = self._gate = threading.Event()
+        if not self._as_sent:
+            gate.set()
+        follow = self._after_what_is_queued()
+        self._carried = self._worker.submit(lambda: self._carry(migration, flights, gate, follow))
+
+    def _patience(self, round_: Round, waited_for: bool) -> float:
+        """Seconds; negative: as long as anything is waited for."""
+        if self._max_pause is not None:
+            return self._max_pause
+        return -1.0 if waited_for else _ALMOST_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
+
+    def _changed(self, layers: Sequence[int]) -> str:
+        """Why the records of these layers are not those that the ranks agreed on; empty: they are."""
+        assert self._migration is not None
+        now, problem = self._engine.formats(layers)
+        for layer, found in now.items():
+            agreed = self._migration.records.formats[layer]
+            places = [
+                [(field.source.name, field.source.tensor.data_ptr(), field.nbytes) for field in record.fields]
+                for record in (found, agreed)
+            ]
+            if places[0] != places[1]:
+                problem = problem or f"the optimizer's state of layer {layer} lies elsewhere than when this began"
+        return problem
+
+    def _settled(self) -> Progress:
+        """What has become of the last step's flights, all of which are over."""
+        placement = self.standing()
+        verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
+        done = [flight for flight, verdict in verdicts if verdict.commit]
+        failed: Verdict | None = None
+        for flight, verdict in verdicts:
+            if verdict.commit:
+                self._open[flight.layer].remove(flight.round_)
+                if not self._open[flight.layer]:
+                    del self._open[flight.layer]
+            elif verdict.kind == LATE:
+                self._late[flight.layer] = self._late.get(flight.layer, 0) + 1
+                self.late_bytes += flight.received_bytes
+                logger.info("%s; it is sent anew", verdict.cause)
+                if self._late[flight.layer] >= _TRIES and failed is None:
+                    cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
+                    failed = Verdict(False, cause)
+            elif failed is None or verdict.connections_broken:
+                failed = verdict
+        self._flights, self._as_sent = [], []
+        slots = placement.slots_per_rank
+        return Progress(
+            placement,
+            committed_layers=tuple(sorted(flight.layer for flight in done)),
+            moved_experts=sum(flight.round_.moved(slots) for flight in done),
+            received_bytes=sum(flight.received_bytes for flight in done),
+            ended=failed is not None or not self._open,
+            failure=failed,
+            left_layers=tuple(sorted(self._open)),
+        )
+
+    def _pace_so_far(self, link_seconds_per_byte: float) -> Pace:
+        """What this rank knows of its layers' forwards, and of how fast experts travel."""
+        starts = list(self._starts_L)
+        last = max((layer for layer, start in enumerate(starts) if start), default=None)
+        for layer, start in enumerate(starts):
+            if not start and last is not None:  # of another stage: as if its layers ran after one another like these
+                starts[layer] = starts[last] * (layer + 1) / (last + 1)
+        seconds_per_byte = self._seconds_per_byte or 2 * link_seconds_per_byte  # they are hashed, too
+        return Pace(tuple(int(1e6 * start) for start in starts), max(1, int(1e6 * seconds_per_byte * 2**20)))
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, current: Placement, target: Placement, formats: Formats, words: Tensor
+    ) -> tuple[Migration | None, Pace | None, Verdict]:
+        try:
+            migration, verdict = self._engine.prepare(current, target, self._key, formats)
+            if migration is not None:
+                words = self.agreement.highest(words)  # rank 0's: the others say zeros
+        except Exception as error:
+            logger.debug("a migration beside training could not be prepared", exc_info=True)
+            migration, verdict = None, Verdict(False, one_line(error), True)
+        verdict = self.agreement.record(f"{self._key}/prepared", verdict)
+        return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
+
+    def _carry(
+        self, migration: Migration, flights: Sequence[_Flight], gate: threading.Event, follow: Callable[[], None]
+    ) -> None:
+        """Post all; then, in their order, take in what has come, and vote as soon as training lets."""
+        arrived: list[_Flight] = []
+
+        def vote() -> None:
+            while arrived and (gate.is_set() or not arrived[0].here):
+                flight = arrived.pop(0)
+                assert flight.posted is not None
+                flight.posted.problem = flight.posted.problem or flight.refused
+                flight.voted.set_result(self._engine.vote(flight.posted, flight.key))
+
+        try:
+            follow()
+            began = time.perf_counter()
+            self._engine.restart()
+            for flight in flights:
+                flight.posted = self._engine.post(migration, flight.round_)
+            for flight in flights:
+                assert flight.posted is not None
+                self._engine.arrive(flight.posted, self._maps.prepare, vote)
+                arrived.append(flight)
+                vote()
+            self._took(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
+            if not gate.wait(self._timeout):
+                late = Verdict(False, "training did not go on", kind=LATE)
+                for flight in arrived:
+                    flight.refused = self.agreement.record(flight.key, late).cause
+                gate.set()
+            vote()
+        except Exception as error:
+            logger.debug("what was under way beside training is given up", exc_info=True)
+            lost = Verdict(False, one_line(error), True)
+            for flight in flights:
+                if not flight.voted.done():
+                    flight.voted.set_result(self.agreement.record(flight.key, lost))
+
+    def _took(self, seconds: float, nbytes: int) -> None:
+        if nbytes:
+            weight = _WEIGHT if self._seconds_per_byte else 1.0
+            self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)
+
+    def _after_what_is_queued(self) -> Callable[[], None]:
+        """On a device, what makes the thread's work follow what training has queued up to here."""
+        if self._device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+
+        def follow() -> None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
+            torch.cuda.set_stream(stream)
+
+        return follow
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What runs inside holds training up."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pause += time.perf_counter() - began
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some elements from all over it, as bytes: a write through ``.data`` leaves no version."""
+    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

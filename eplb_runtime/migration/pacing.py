@@ -1,0 +1,90 @@
+"""Which rounds travel beside the next step: as many as will be there before their layers need them.
+
+Each round is of one layer and has a deadline, the start of that layer's forward; they travel one after another. The
+largest number that come in time is found by Moore and Hodgson's rule (Moore, "An n job, one machine sequencing
+algorithm for minimizing the number of late jobs", Management Science 15, 1968): in the order of deadlines, whenever
+one would be late, the longest so far stays behind. Layers whose deadlines are so near that nothing hides them come
+last, one a step, and are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .schedule import Round
+
+_LONGEST_US = 1 << 40
+_WAITED_FOR_AFTER = 2
+"""A layer that was late so often is waited for."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What rank 0 has measured, as all ranks know it; whole microseconds, so that all come to the same.
+
+    Args:
+        deadlines_L: from the end of a step to the forward of each layer.
+        us_per_mib: of what a rank receives.
+    """
+
+    deadlines_L: tuple[int, ...]
+    us_per_mib: int
+
+    def encode(self) -> Tensor:
+        """int64 ``[L + 1]``."""
+        words = (*self.deadlines_L, self.us_per_mib)
+        return torch.tensor([min(max(word, 0), _LONGEST_US) for word in words])
+
+    @classmethod
+    def decode(cls, words: Tensor) -> Pace:
+        *deadlines, us_per_mib = words.tolist()
+        return cls(tuple(deadlines), us_per_mib)
+
+    def microseconds(self, nbytes: int) -> int:
+        """That so many bytes travel."""
+        return -(-nbytes * self.us_per_mib >> 20)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rounds that travel together. ``waited_for``: nothing hides them."""
+
+    rounds: tuple[Round, ...]
+    waited_for: bool
+
+
+def next_batch(
+    open_: Mapping[int, Sequence[Round]],
+    nbytes: Mapping[int, int],
+    late: Mapping[int, int],
+    pace: Pace,
+    at_once_bytes: int,
+) -> Batch:
+    """What travels beside the next step; the same on every rank that has the same arguments.
+
+    Args:
+        open_: rounds of each layer that are still to come, in their order; none empty.
+        nbytes: of each round by its number: what the busiest rank receives.
+        late: how often each layer came too late so far.
+        at_once_bytes: what a rank may receive in one step.
+    """
+    first = sorted((rounds[0] for rounds in open_.values()), key=lambda r: (pace.deadlines_L[r.layers[0]], r.number))
+    taken: list[tuple[int, Round]] = []
+    bytes_taken = microseconds = 0
+    for round_ in first:
+        layer, size = round_.layers[0], nbytes[round_.number]
+        if late.get(layer, 0) >= _WAITED_FOR_AFTER or bytes_taken + size > at_once_bytes:
+            continue
+        taken.append((pace.microseconds(size), round_))
+        bytes_taken, microseconds = bytes_taken + size, microseconds + taken[-1][0]
+        if microseconds > pace.deadlines_L[layer]:
+            longest = max(taken, key=lambda pair: (pair[0], -pair[1].number))
+            taken.remove(longest)
+            bytes_taken, microseconds = bytes_taken - nbytes[longest[1].number], microseconds - longest[0]
+    if taken:
+        return Batch(tuple(round_ for _, round_ in taken), waited_for=False)
+    return Batch((first[-1],), waited_for=True)
