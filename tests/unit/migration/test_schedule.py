@@ -79,6 +79,21 @@ def test_the_rounds_lead_to_the_target_through_valid_placements(
 
 
 @given(shapes, seeds, seeds, st.integers(1, 80), sizes)
+def test_rounds_of_single_layers_lead_there_in_any_order_of_the_layers(
+    shape: tuple, a: int, b: int, budget: int, nbytes: list[int]
+) -> None:
+    current, target = placed(a, shape), placed(b, shape)
+    schedule = make_schedule(current, target, nbytes[: current.num_layers], budget, by_layer=True)
+    assert replay(schedule).digest() == target.digest()
+    assert all(len(round_.layers) == 1 for round_ in schedule.rounds)
+    assert schedule.load.shape[0] == len(schedule.rounds)
+    standing = current
+    for round_ in sorted(schedule.rounds, key=lambda r: (-r.layers[0], r.number)):
+        standing = schedule.after(standing, round_)
+    assert standing.digest() == target.digest()
+
+
+@given(shapes, seeds, seeds, st.integers(1, 80), sizes)
 def test_no_rank_receives_or_sends_more_than_the_budget(
     shape: tuple, a: int, b: int, budget: int, nbytes: list[int]
 ) -> None:

@@ -1,0 +1,290 @@
+"""Experts that migrate while training goes on: the very bits of training without, whatever goes wrong on the way.
+
+Each job runs once without migrations and once with ``overlap=True`` and a planner that moves every expert at every
+decision; on the way, experts come too late, are written by the user, arrive with a flipped bit, or a rank fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime import background
+from eplb_runtime.background import BackgroundMigration
+from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration.engine import MigrationEngine, Phase
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+RANKS, EXPERTS, LAYERS = 3, 6, 3
+
+
+class Job:
+    """A small training job on one rank; with ``overlap`` every expert moves at every decision."""
+
+    def __init__(self, rank: int, overlap: bool, *, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+        self.rank, self.steps, self.losses = rank, 0, []
+        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(dtype)
+        if dtype == torch.float64:
+            self.model.set_experts_implementation("eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        config = eplb.BalancerConfig(
+            interval=2,
+            policy="incremental" if overlap or settings.get("replica_slots") else "static",
+            overlap=overlap,
+            dense_gradients="allreduce",
+            timeout_seconds=8.0,
+            **settings,
+        )
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.background = self.balancer._rebalancer.background
+        self.engine = self.balancer._rebalancer._engine
+        if overlap:
+            self.balancer._plan_with(plan_shuffle)
+        self.model.train()
+
+    def step(self) -> None:
+        ids = batch_of(self.rank, self.steps % 7)
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.balancer.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.steps += 1
+
+    def until(self, kind: type, most: int = 60) -> Any:
+        """Train until something of this kind happens."""
+        before = len(self.balancer.events.of_type(kind))
+        for _ in range(most):
+            self.step()
+            if len(self.balancer.events.of_type(kind)) > before:
+                return self.balancer.events.of_type(kind)[-1]
+        raise AssertionError(f"no {kind.__name__} in {most} steps")
+
+    def until_sent(self, most: int = 60) -> None:
+        """Train until experts are on their way; they are when this returns."""
+        for _ in range(most):
+            self.step()
+            if self.background._flights:
+                return
+        raise AssertionError("nothing was sent")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return eplb.logical_state_dict(self.model, self.optimizer)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextmanager
+def late_in(job: Job, layer: int) -> Iterator[None]:
+    """The forward of a layer does not wait for experts at all, on one rank, and they need longer than that."""
+    resolve = BackgroundMigration._resolve
+
+    def impatient(self: BackgroundMigration, flight: Any, patience: float, kind: str, cause: str) -> None:
+        if self is job.background and flight.layer == layer and job.rank == 1 and flight.verdict is None:
+            self._refuse(flight, background.Verdict(False, cause, kind=background.LATE))
+        else:
+            resolve(self, flight, patience, kind, cause)
+
+    BackgroundMigration._resolve = impatient
+    try:
+        yield
+    finally:
+        BackgroundMigration._resolve = resolve
+
+
+@contextmanager
+def at(job: Job, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, on one rank, wherever the protocol comes to this point with something in its hands."""
+
+    def probe(reached: Phase, subject: Any) -> None:
+        if job.rank == rank and reached is phase and (phase is Phase.PREPARED or subject):
+            do(subject)
+
+    job.engine.probe = probe
+    try:
+        yield
+    finally:
+        job.engine.probe = lambda phase, subject: None
+
+
+def fail(subject: Any) -> None:
+    raise MemoryError("no memory on one rank")
+
+
+def flip_a_bit(staged: Any) -> None:
+    staged[0].record[3] ^= 1
+
+
+def what_happens_on_the_way(rank: int) -> dict[str, Any]:
+    """One job through all of it; the losses, and what was said."""
+    job, said = Job(rank, overlap=True, staging_bytes=40_000), {}
+    balancer = job.balancer
+    for _ in range(3):
+        job.until(RebalanceCommitted)
+    said["prompt"] = len(balancer.events.of_type(RebalanceAborted))
+
+    with late_in(job, layer=1):
+        job.until_sent()
+        for _ in range(6):
+            job.step()
+    said["late bytes"] = job.background.late_bytes
+    said["after late"] = job.until(RebalanceCommitted).moved_experts > 0
+
+    with at(job, 2, Phase.VERIFIED, fail):
+        said["one rank fails"] = job.until(RebalanceAborted).cause
+    with at(job, 2, Phase.STAGED, flip_a_bit):
+        said["flipped bit"] = job.until(RebalanceAborted).cause
+    with at(job, 1, Phase.PREPARED, fail):
+        said["cannot prepare"] = job.until(RebalanceAborted).cause
+    job.until(RebalanceCommitted)
+
+    job.until_sent()
+    with balancer.quiesce():  # what is on its way is not committed inside
+        epoch = balancer.placement.epoch
+        job.step()
+        job.step()
+        said["quiet"] = balancer.placement.epoch == epoch
+    job.until(RebalanceCommitted)
+
+    job.until_sent()
+    state = balancer.state_dict()  # all ranks compare something while experts are on their way
+    said["state"] = state["placement"] == balancer.placement.to_json()
+    job.until_sent()
+    job.model.eval()
+    with torch.no_grad():  # an evaluation is a forward like others
+        ids = batch_of(rank, 3)
+        said["evaluated"] = float(job.model(input_ids=ids, labels=ids).loss)
+    job.model.train()
+    job.until_sent()
+    said["decided now"] = balancer.rebalance()
+    balancer.load_state_dict({key: value for key, value in balancer.state_dict().items()})
+    job.until(RebalanceCommitted)
+
+    said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
+    with at(job, 0, Phase.STAGED, lambda staged: balancer._groups.hang_up(balancer._groups.standing)):
+        said["lost"] = bool(job.until(BalancingPaused).cause)
+    job.until(BalancingResumed, most=2000)
+    job.until(RebalanceCommitted)
+
+    # A registered average is written where the user likes: then experts migrate between steps.
+    name = next(iter(balancer.layer_of_parameter))
+    average = torch.zeros_like(dict(job.model.named_parameters())[name])
+    balancer.register(name, "average", average)
+    job.until_sent()
+    while balancer._rebalancer._beside:
+        average.data.add_(1.0)  # leaves no version
+        job.step()
+    job.until(RebalanceCommitted)
+    said["written"] = job.background.under_way
+    said["average"] = sorted({float(value) for value in average.flatten()[:1]})
+
+    said |= {"losses": job.losses, "state": job.state(), "epoch": balancer.placement.epoch}
+    said["digest"] = balancer.placement.digest()
+    balancer.close()
+    return said
+
+
+def static(rank: int, steps: int) -> dict[str, Any]:
+    job = Job(rank, overlap=False)
+    for _ in range(steps):
+        job.step()
+    said = {"losses": job.losses, "state": job.state()}
+    job.balancer.close()
+    return said
+
+
+def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_way() -> None:
+    moved = run_ranks(RANKS, what_happens_on_the_way)
+    still = run_ranks(RANKS, static, len(moved[0]["losses"]))
+    for there, here in zip(moved, still, strict=True):
+        assert there["losses"] == here["losses"]
+        without_average = {name: t for name, t in there["state"].items() if "/average" not in name}
+        assert same(without_average, {n: t for n, t in here["state"].items() if "/average" not in n})
+    first = moved[0]
+    assert len({result["digest"] for result in moved}) == 1
+    assert first["prompt"] == 0
+    assert all(result["late bytes"] > 0 for result in moved) and first["after late"]
+    assert "rank 2" in first["one rank fails"] and "no memory" in first["one rank fails"]
+    assert "checksum" in first["flipped bit"]
+    assert "rank 1" in first["cannot prepare"] and "no memory" in first["cannot prepare"]
+    assert first["quiet"] and first["state"] and first["decided now"]
+    assert first["paused so far"] == 0 and first["lost"]
+    assert not first["written"]
+
+
+def with_copies(rank: int, overlap: bool, shared: bool) -> dict[str, Any]:
+    job = Job(rank, overlap, dtype=torch.float64, replica_slots=1, shared_between_layers=shared)
+    if not overlap:
+        job.balancer._plan_with(plan_shuffle)
+    for _ in range(16):
+        job.step()
+    said = {"losses": job.losses, "state": job.state(), "commits": len(job.balancer.events.of_type(RebalanceCommitted))}
+    job.balancer.close()
+    return said
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_copies_follow_a_layer_that_is_committed_during_a_step(shared: bool) -> None:
+    still = run_ranks(2, static_in_float64, 16)
+    for there, here in zip(run_ranks(2, with_copies, True, shared), still, strict=True):
+        assert there["commits"] >= 3
+        torch.testing.assert_close(there["losses"], here["losses"], rtol=1e-12, atol=1e-12)
+        for name, tensor in here["state"].items():
+            torch.testing.assert_close(there["state"][name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def static_in_float64(rank: int, steps: int) -> dict[str, Any]:
+    job = Job(rank, overlap=False, dtype=torch.float64)
+    for _ in range(steps):
+        job.step()
+    said = {"losses": job.losses, "state": job.state()}
+    job.balancer.close()
+    return said
+
+
+def damaged(rank: int, what: str) -> bool:
+    """The same job with one rule broken: whether its losses are those of training without."""
+    if what == "nobody looks whether experts were written":
+        BackgroundMigration._written = lambda self: ""
+    if what == "committed behind the layer's back":
+        commit = MigrationEngine.commit
+        MigrationEngine.commit = lambda self, posted, layer: None if layer == 1 else commit(self, posted, layer)
+    job = Job(rank, overlap=True)
+    for _ in range(14):
+        job.step()
+        with torch.no_grad():  # as a user's own weight decay does, between two steps
+            for name, parameter in job.model.named_parameters():
+                if "experts" in name:
+                    parameter.data.mul_(0.99)
+    said = job.losses
+    job.balancer.close()
+    return said
+
+
+def decayed(rank: int) -> list[float]:
+    job = Job(rank, overlap=False)
+    for _ in range(14):
+        job.step()
+        with torch.no_grad():
+            for name, parameter in job.model.named_parameters():
+                if "experts" in name:
+                    parameter.data.mul_(0.99)
+    job.balancer.close()
+    return job.losses
+
+
+def test_weights_that_a_user_writes_between_steps_and_controls_that_are_noticed() -> None:
+    right = run_ranks(2, decayed)
+    assert run_ranks(2, damaged, "") == right
+    assert run_ranks(2, damaged, "nobody looks whether experts were written") != right
+    assert run_ranks(2, damaged, "committed behind the layer's back") != right
