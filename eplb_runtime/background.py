@@ -20,7 +20,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .experts.registry import ExpertTensor, ExpertTensors
@@ -88,6 +90,8 @@ class Progress:
         placement: the one that stands now.
         committed_layers: since the last time.
         moved_experts, received_bytes: in them.
+        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, in them.
+        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
         pause_seconds: what the training thread has spent on it since the last time.
         ended: whether nothing is left to do.
         failure: why the rest of it is dropped; None: it is not.
@@ -98,6 +102,8 @@ class Progress:
     committed_layers: tuple[int, ...] = ()
     moved_experts: int = 0
     received_bytes: int = 0
+    transfers: NDArray[np.int64] | None = None
+    record_bytes: tuple[int, ...] = ()
     pause_seconds: float = 0.0
     ended: bool = False
     failure: Verdict | None = None
@@ -393,7 +399,8 @@ class BackgroundMigration:
 
     def _settled(self) -> Progress:
         """What has become of the last step's flights, all of which are over."""
-        placement = self.standing()
+        placement, migration = self.standing(), self._migration
+        assert migration is not None
         verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
         done = [flight for flight, verdict in verdicts if verdict.commit]
         failed: Verdict | None = None
@@ -418,6 +425,8 @@ class BackgroundMigration:
             committed_layers=tuple(sorted(flight.layer for flight in done)),
             moved_experts=sum(flight.round_.moved(slots) for flight in done),
             received_bytes=sum(flight.received_bytes for flight in done),
+            transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
+            record_bytes=migration.records.nbytes,
             ended=failed is not None or not self._open,
             failure=failed,
             left_layers=tuple(sorted(self._open)),

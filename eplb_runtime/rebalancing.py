@@ -527,6 +527,9 @@ class Rebalancer:
                 moved_experts=progress.moved_experts,
                 received_bytes=progress.received_bytes,
                 pause_seconds=pause,
+                placement=progress.placement,
+                transfers=progress.transfers,
+                expert_bytes=progress.record_bytes,
             )
         )
 

@@ -167,7 +167,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.model.train()
     job.until_sent()
     said["decided now"] = balancer.rebalance()
-    balancer.load_state_dict({key: value for key, value in balancer.state_dict().items()})
+    balancer.load_state_dict(balancer.state_dict())
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
