@@ -12,9 +12,9 @@ from .arguments import LOAD, InputError, add_command, adder, names, not_negative
 from .inputs import require_extra
 from .printing import print_json, print_table, spinner
 
-ON_RANKS = ("dispatch", "migrate", "train")
+ON_RANKS = ("dispatch", "migrate", "beside", "train")
 """Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
-WITH_MODELS = ("train",)
+WITH_MODELS = ("train", "beside")
 """Those of them that take a model from the library."""
 
 
@@ -66,10 +66,11 @@ def _add_split(benches: Any) -> None:
 
 
 def _add_on_ranks(benches: Any, what: str) -> None:
-    """A benchmark that needs ranks: ``dispatch``, ``migrate`` or ``train``."""
+    """A benchmark that needs ranks: ``dispatch``, ``migrate``, ``beside`` or ``train``."""
     summary, repeats, meaning = {
         "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", 20, "timings taken, the median counts"),
         "migrate": ("moving experts between ranks, beside plain messages", 10, "timings taken, the median counts"),
+        "beside": ("moving experts while training goes on, beside between steps", 6, "blocks of 24 steps that count"),
         "train": (
             "training steps, static, balanced and ideal; takes minutes",
             8,

@@ -1,0 +1,146 @@
+"""Measure migration beside training: what every expert's change of ranks costs, between two steps and during them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..attaching.description import AttachError
+from ..config import BalancerConfig
+from ..events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
+from ..hosts import attach
+from ..planner.shuffle import plan_shuffle
+from .train import MoEStack, Workload, choices
+
+INTERVAL = 24
+"""Steps of a block; in each, every expert moves once."""
+WORK = Workload(layers=12, experts=8, hidden=256, width=512, tokens=1024)
+
+
+class _Stack(nn.Module):
+    """As much dense computing ahead of each MoE layer as attention would be, and the layer."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.experts = MoEStack(work).layers
+        self.dense = nn.ModuleList(nn.Linear(work.hidden, work.hidden, bias=False) for _ in range(4 * work.layers))
+
+    def forward(self, hidden_TD: Tensor, topk_ids_LTK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        for layer, (experts, ids_TK) in enumerate(zip(self.experts, topk_ids_LTK, strict=True)):
+            for dense in self.dense[4 * layer : 4 * layer + 4]:
+                hidden_TD = hidden_TD + dense(hidden_TD)
+            hidden_TD = nn.functional.rms_norm(hidden_TD, hidden_TD.shape[-1:])
+            hidden_TD = hidden_TD + experts(hidden_TD, ids_TK, topk_weights_TK)
+        return hidden_TD.square().mean()
+
+
+class _Variant:
+    def __init__(self, name: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self._model = _Stack(WORK)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        config = BalancerConfig(interval=INTERVAL, window=INTERVAL, dense_gradients="allreduce", **options)
+        self.balancer = attach(self._model, self._optimizer, config=config)
+        self.balancer._wait_until_compiled()
+        self.balancer._plan_with(plan_shuffle)
+        self._model.train()
+        self._step = 0
+        self._weights_TK = torch.full((WORK.tokens, WORK.top_k), 1 / WORK.top_k)
+        self.block_seconds: list[float] = []
+
+    def block(self) -> None:
+        """In its second half experts move."""
+        batches = [self._batch(self._step + index) for index in range(INTERVAL)]
+        self._step += INTERVAL
+        dist.barrier()
+        began = time.perf_counter()
+        for hidden_TD, ids_LTK in batches:
+            self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        dist.barrier()
+        self.block_seconds.append(time.perf_counter() - began)
+
+    def half(self) -> None:
+        """Half a block more, so that decisions fall into the middle of blocks."""
+        for _ in range(INTERVAL // 2):
+            hidden_TD, ids_LTK = self._batch(self._step)
+            self._step += 1
+            self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
+        ids = [choices(WORK, 1.0, generator) for _ in range(WORK.layers)]
+        return torch.randn(WORK.tokens, WORK.hidden, generator=generator), torch.stack(ids)
+
+    def row(self, still: list[float], pause: float | None) -> dict[str, Any]:
+        """Of a migration on average, on the slowest rank.
+
+        Args:
+            still: seconds of the blocks in which nothing moves.
+            pause: seconds that training stands still for a migration between steps; None: this is that.
+        """
+        committed = [e for e in self.balancer.events if isinstance(e, RebalanceCommitted)]
+        planned = [e for e in self.balancer.events if isinstance(e, RebalancePlanned) and e.moves]
+        aborted = self.balancer.events.of_type(RebalanceAborted)
+        if aborted or not planned:
+            raise AttachError(f"a migration was dropped: {aborted}")
+        mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
+        late = self.balancer._rebalancer.background.late_bytes
+        most = torch.tensor([*mine, float(late), *self.block_seconds], dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        pauses, received, late_bytes, *blocks = most.tolist()
+        pauses /= len(planned)
+        extra = [block - other for block, other in zip(blocks, still, strict=True)]
+        return {
+            "migration": self.name,
+            "pause_ms": pauses * 1e3,
+            "share_of_pause": 1.0 if pause is None else pauses / pause,
+            "extra_ms": float(torch.tensor(extra).median()) * 1e3,
+            "step_ms": float(torch.tensor(still).median()) / INTERVAL * 1e3,
+            "steps": len(committed) / len(planned),
+            "received_mib": received / len(planned) / 2**20,
+            "late_mib": late_bytes / len(planned) / 2**20,
+        }
+
+
+def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
+    """Every expert of 12 layers changes its rank in each block of 24 steps, one thread a rank. Collective.
+
+    Args:
+        device: of this rank; the CPU.
+        repeats: blocks of each variant that count.
+
+    Returns:
+        JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, of one migration on
+        average: ``pause_ms`` that training stands still, at the end of steps and ahead of layers, and
+        ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which nothing moves (the median), which
+        has the processor's share in carrying and hashing; ``step_ms`` of such a block; ``steps`` in which experts were
+        committed; ``received_mib`` and, sent anew, ``late_mib``.
+    """
+    if device.type != "cpu":
+        raise ValueError("bench beside measures on CPUs")
+    torch.set_num_threads(1)
+    still = _Variant("none", policy="static")
+    variants = [_Variant("between steps"), _Variant("beside steps", overlap=True)]
+    for variant in (still, *variants):
+        variant.half()
+        variant.block()  # the first warms up
+        variant.block_seconds.clear()
+    for block in range(repeats):
+        for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
+            variant.block()
+    slowest = torch.tensor(still.block_seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    between = variants[0].row(slowest.tolist(), None)
+    rows = [between, variants[1].row(slowest.tolist(), between["pause_ms"] / 1e3)]
+    for variant in (still, *variants):
+        variant.balancer.close()
+    return {"ranks": dist.get_world_size(), "layers": WORK.layers, "beside": rows}
