@@ -215,7 +215,7 @@ def first_fit(
 
 @njit(nogil=True, cache=True)
 def follow_slots(
-    first_L: Ints, expert_M: Ints, round_M: Ints, home_LE: Ints, target_LE: Ints, slots_per_rank: int
+    first_L: Ints, expert_M: Ints, round_M: Ints, home_LE: Ints, target_LE: Ints, slots_per_rank: int, round_L: Ints
 ) -> Ints:
     """Where experts go, slot by slot, so that every round leaves a whole placement behind.
 
@@ -226,6 +226,7 @@ def follow_slots(
         first_L: int64 ``[L + 1]``, where each layer's moves begin; within a layer they are sorted by round.
         expert_M, round_M: the moves between ranks.
         home_LE, target_LE: home slots before and after.
+        round_L: of layers in which experts change slots within ranks alone.
 
     Returns:
         int64 ``[T, 5]``, rows ``(round, layer, expert, slot before that round, slot after it)``, also within a rank.
@@ -245,7 +246,7 @@ def follow_slots(
             who[at[expert]] = expert
         begin, end = first_L[layer], first_L[layer + 1]
         while True:
-            number = round_M[begin] if begin < end else 0
+            number = round_M[begin] if begin < end else round_L[layer]
             behind = begin
             before[:] = at
             while behind < end and round_M[behind] == number:

@@ -196,7 +196,8 @@ def make_schedule(
             break
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
-    rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, current.slots_per_rank)
+    slots = current.slots_per_rank
+    rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, slots, last_round)
     np.maximum.at(last_round, layer_M, round_M)
     return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
 

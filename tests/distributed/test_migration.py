@@ -294,12 +294,14 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
     after = Allocations()
     for round_ in migration.schedule.rounds:
         with before:
+            engine.restart()
             posted = engine.post(migration, round_)
             assert engine.settle(posted, cluster.get_ready).commit
         with after:
             for layer in round_.layers:
                 engine.commit(posted, layer)
             engine.finish(posted)
+        migration.standing = posted.after
     assert cluster.stands_by(migration.standing)
     return before.found, after.found
 
