@@ -83,7 +83,7 @@ class _Flight:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Brought:
     """What has become of a migration by the end of a step.
 
     Args:
@@ -190,7 +190,7 @@ class BackgroundMigration:
         pace = self._pace_so_far(link_seconds_per_byte).encode() * self._is_planner
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
-    def at_boundary(self, hold_back: bool) -> Progress:
+    def at_boundary(self, hold_back: bool) -> Brought:
         """A step is over: what it has brought; and what travels beside the next one is posted. On every rank.
 
         Args:
@@ -331,10 +331,10 @@ class BackgroundMigration:
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Progress:
+    def _opened(self) -> Brought:
         """Whether the migration is prepared; what it consists of."""
         if self._migration is not None:
-            return Progress(self._standing)
+            return Brought(self._standing)
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
             migration, pace, verdict = self._prepared.result()
         else:
@@ -344,12 +344,12 @@ class BackgroundMigration:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
             left = tuple(layers_that_differ(self._standing, self._target))
-            return Progress(self._standing, ended=True, failure=verdict, left_layers=left)
+            return Brought(self._standing, ended=True, failure=verdict, left_layers=left)
         self._migration, self._pace = migration, pace
         self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
-        return Progress(self._standing, ended=not self._open)
+        return Brought(self._standing, ended=not self._open)
 
     def _send_on(self) -> None:
         """Post what travels beside the next step."""
@@ -397,7 +397,7 @@ class BackgroundMigration:
                 problem = problem or f"the optimizer's state of layer {layer} lies elsewhere than when this began"
         return problem
 
-    def _settled(self) -> Progress:
+    def _settled(self) -> Brought:
         """What has become of the last step's flights, all of which are over."""
         placement, migration = self.standing(), self._migration
         assert migration is not None
@@ -420,7 +420,7 @@ class BackgroundMigration:
                 failed = verdict
         self._flights, self._as_sent = [], []
         slots = placement.slots_per_rank
-        return Progress(
+        return Brought(
             placement,
             committed_layers=tuple(sorted(flight.layer for flight in done)),
             moved_experts=sum(flight.round_.moved(slots) for flight in done),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from .background import WRITTEN, BackgroundMigration, Progress
+from .background import WRITTEN, BackgroundMigration, Brought
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import (
@@ -511,7 +511,7 @@ class Rebalancer:
             committed = tuple(sorted(self._committed_beside))
             self._drop("staged", failure.cause, failure.connections_broken, committed, progress.left_layers)
 
-    def _took_over(self, progress: Progress) -> None:
+    def _took_over(self, progress: Brought) -> None:
         self._clock.exclude(progress.pause_seconds)
         self._pause_beside += progress.pause_seconds
         if progress.placement is self._placement:
