@@ -126,7 +126,7 @@ class BackgroundMigration:
     Attributes:
         under_way: whether a migration is.
         agreement: as above; another when ranks have connected anew.
-        late_bytes: that this rank received in vain, so far.
+        late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
         waiting: entered while the training thread waits for other ranks.
     """
 
@@ -144,7 +144,7 @@ class BackgroundMigration:
     ) -> None:
         self.agreement = agreement
         self.under_way = False
-        self.late_bytes = 0
+        self.late_rounds = self.late_bytes = 0
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._engine = engine
         self._worker = worker
@@ -411,6 +411,7 @@ class BackgroundMigration:
                     del self._open[flight.layer]
             elif verdict.kind == LATE:
                 self._late[flight.layer] = self._late.get(flight.layer, 0) + 1
+                self.late_rounds += 1
                 self.late_bytes += flight.received_bytes
                 logger.info("%s; it is sent anew", verdict.cause)
                 if self._late[flight.layer] >= _TRIES and failed is None:
