@@ -15,13 +15,44 @@ from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..migration.agreement import Agreement
 from ..migration.engine import MigrationEngine
-from ..migration.transports.torch_p2p import TorchPointToPoint
+from ..migration.transports import TRANSPORTS
+from ..migration.transports.automatic import probe
+from ..migration.transports.base import Message, Pending, Transport
+from ..migration.transports.meeting import tell_all
+from ..migration.transports.neighbours import node_of_this_rank
 from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import Ranks
 
+CARRIERS = ("torch", "shm", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
+
+
+class _Weighed(Transport):
+    """A carrier whose messages to other ranks are added up."""
+
+    def __init__(self, carrier: Transport, rank: int) -> None:
+        self.device = carrier.device
+        self._carrier = carrier
+        self._rank = rank
+        self.nbytes = 0
+
+    def register(self, regions: Sequence[Tensor]) -> None:
+        self._carrier.register(regions)
+
+    def warm_up(self, deadline: float) -> None:
+        self._carrier.warm_up(deadline)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return self._carrier.empty(nbytes)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self.nbytes += sum(message.data.numel() for message in sends if message.peer != self._rank)
+        return self._carrier.post(sends, receives)
+
+    def close(self) -> None:
+        self._carrier.close()
 
 
 def run(
@@ -30,6 +61,7 @@ def run(
     shapes: tuple[tuple[int, int], ...] = SHAPES,
     experts_per_rank: int = 4,
     staging_bytes: int = 256 << 20,
+    carriers: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
 
@@ -37,12 +69,15 @@ def run(
         device: of this rank.
         repeats: engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
         staging_bytes: as in `BalancerConfig`.
+        carriers: names of transports; None: all that every rank can use.
 
     Returns:
-        JSON-able; ``"migrate"`` rows have ``hidden``, ``width``, ``expert_mib`` (with state), ``experts`` (that each
-        rank sends and receives), ``gb_per_second`` and ``plain_gb_per_second`` (received by a rank: the engine with its
-        packing, checksums, vote and commit; batched isend and irecv of one message an expert), ``ratio`` (1: as fast as
-        the bytes themselves) and ``pause_ms_per_expert``.
+        JSON-able; ``"migrate"`` rows have ``transport``, ``hidden``, ``width``, ``expert_mib`` (with state),
+        ``experts`` (that each rank sends and receives), ``gb_per_second``, ``transfer_gb_per_second`` and
+        ``plain_gb_per_second`` (received by a rank: the engine with its packing, checksums, vote and commit; of it what
+        posts, carries and checks; batched isend and irecv of one message an expert), ``ratio`` and ``transfer_ratio``
+        (1: as fast as the plain messages), ``wire_ratio`` (bytes sent over those of the experts) and
+        ``pause_ms_per_expert``.
 
     Raises:
         ValueError: there is one rank only.
@@ -51,16 +86,31 @@ def run(
         raise ValueError("bench migrate needs 2 ranks or more")
     groups = ProcessGroups(Ranks(), [1], device, 60.0)
     try:
-        rows = [_row(groups, device, repeats, *shape, experts_per_rank, staging_bytes) for shape in shapes]
+        if carriers is None:
+            carriers = _usable_everywhere(device, groups)
+        rows = [
+            _row(groups, device, repeats, carrier, *shape, experts_per_rank, staging_bytes)
+            for shape in shapes
+            for carrier in carriers
+        ]
     finally:
         groups.close()
     return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows}
+
+
+def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:
+    usable = {finding.name for finding in probe(device) if finding.usable}
+    votes = torch.tensor([name in usable for name in CARRIERS], dtype=torch.int64)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
+    one_node = len(set(tell_all(groups.control, torch.device("cpu"), node_of_this_rank().encode(), soon()))) == 1
+    return [name for name, vote in zip(CARRIERS, votes.tolist(), strict=True) if vote and (name != "shm" or one_node)]
 
 
 def _row(
     groups: ProcessGroups,
     device: torch.device,
     repeats: int,
+    carrier: str,
     hidden: int,
     width: int,
     homes: int,
@@ -68,19 +118,20 @@ def _row(
 ) -> dict[str, Any]:
     ranks = groups.job.ep_size
     registry = _experts(homes, hidden, width, device)
-    transport = TorchPointToPoint(groups.migration, groups.backend, device, 60.0)
-    engine = MigrationEngine(
-        registry, transport, Agreement(groups.control), homes, groups.job.ep_rank, staging_bytes, 60.0
-    )
+    transport = _Weighed(TRANSPORTS[carrier](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
+    transport.warm_up(soon())
+    agreement = Agreement(groups.control)
+    engine = MigrationEngine(registry, transport, agreement, homes, groups.job.ep_rank, staging_bytes, 60.0)
     placement = Placement.initial(1, homes * ranks, ranks, 0)
-    record_format = RecordFormat.of(registry.of_home(0))
-    payload = record_format.payload_bytes
+    payload = RecordFormat.of(registry.of_home(0)).payload_bytes
     messages = [torch.empty(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
-    seconds = torch.zeros(repeats, 2, dtype=torch.float64)
+    seconds = torch.zeros(repeats, 3, dtype=torch.float64)
     for repeat in range(-1, repeats):  # the first one warms up
         target = _next_rank(placement)
+        transport.nbytes = 0
         dist.barrier(group=groups.control)
-        outcome = engine.migrate(placement, target, f"bench/{hidden}x{width}/{repeat}", lambda *_: lambda: None)
+        key = f"bench/{carrier}/{hidden}x{width}/{repeat}"
+        outcome = engine.migrate(placement, target, key, lambda *_: lambda: None)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement
@@ -90,19 +141,29 @@ def _row(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if repeat >= 0:
-            seconds[repeat, 0], seconds[repeat, 1] = outcome.pause_seconds, time.perf_counter() - began
+            carried = sum(outcome.seconds.get(part, 0.0) for part in ("post", "transfer", "verify"))
+            seconds[repeat] = torch.tensor([outcome.pause_seconds, carried, time.perf_counter() - began])
+    engine.close()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
-    pause, plain_seconds = seconds.median(dim=0).values.tolist()
+    pause, carried, plain = seconds.median(dim=0).values.tolist()
     return {
+        "transport": carrier,
         "hidden": hidden,
         "width": width,
         "expert_mib": payload / 2**20,
         "experts": homes,
         "gb_per_second": homes * payload / pause / 1e9,
-        "plain_gb_per_second": homes * payload / plain_seconds / 1e9,
-        "ratio": plain_seconds / pause,
+        "transfer_gb_per_second": homes * payload / carried / 1e9,
+        "plain_gb_per_second": homes * payload / plain / 1e9,
+        "ratio": plain / pause,
+        "transfer_ratio": plain / carried,
+        "wire_ratio": transport.nbytes / (homes * payload),
         "pause_ms_per_expert": pause / homes * 1e3,
     }
+
+
+def soon() -> float:
+    return time.monotonic() + 60.0
 
 
 def _experts(homes: int, hidden: int, width: int, device: torch.device) -> ExpertTensors:

@@ -116,15 +116,20 @@ def migrate(rank: int) -> dict:
 
 def test_bench_migrate_has_the_documented_keys() -> None:
     result = json.loads(json.dumps(run_ranks(2, migrate)[0]))
-    (row,) = result["migrate"]
+    row, shared = result["migrate"][:2]
+    assert (row["transport"], shared["transport"]) == ("torch", "shm")
     assert set(row) == {
+        "transport",
         "hidden",
         "width",
         "expert_mib",
         "experts",
         "gb_per_second",
+        "transfer_gb_per_second",
         "plain_gb_per_second",
         "ratio",
+        "transfer_ratio",
+        "wire_ratio",
         "pause_ms_per_expert",
     }
     assert row["expert_mib"] == 3 * 3 * 32 * 64 * 4 / 2**20

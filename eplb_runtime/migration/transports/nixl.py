@@ -288,10 +288,13 @@ class Nixl(Transport):
         if self._problem:
             self._pending.clear()
             return
+        problem = ""
         try:
             work()
         except Exception as error:
-            self._give_up(f"nixl: {error}" if str(error) else f"nixl: {type(error).__name__}")
+            problem = f"nixl: {error}" if str(error) else f"nixl: {type(error).__name__}"
+        if problem:  # out here nothing keeps the frames alive that know the agent: it ends when it is let go
+            self._give_up(problem)
 
     def _step(self) -> None:
         self._listen()

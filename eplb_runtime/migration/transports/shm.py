@@ -142,24 +142,12 @@ class SharedMemory(Transport):
         self._closed = False
 
     def warm_up(self, deadline: float) -> None:
-        words = tell_all(self._group, self.device, introduce(self._inbox, self._card), deadline)
-        problem = ""
         try:
-            for peer in self._peers:
-                self._neighbours[peer] = meet(peer, words[peer])
-                self._traffic[peer] = _Traffic()
-        except TransportError as error:
-            problem = str(error)
-        # Who cannot open another's memory says so to all, or they would wait for it.
-        said = [word.decode() for word in tell_all(self._group, self.device, problem.encode(), deadline)]
-        for rank, text in enumerate(said):
-            if text:
-                raise TransportError(f"EP rank {rank}: {text}")
-        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
-        self.post(
-            [Message(peer, out) for peer in self._peers],
-            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
-        ).wait(deadline)
+            self._meet(deadline)
+            self._say_hello(deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def empty(self, nbytes: int) -> Tensor:
         if nbytes < SHARED_BYTES:
@@ -211,6 +199,30 @@ class SharedMemory(Transport):
                 self._give_up(reason)
                 if not self._closed:
                     os.eventfd_write(self._wake, 1)
+
+    # -- meeting -------------------------------------------------------------------------------------------------------
+
+    def _meet(self, deadline: float) -> None:
+        words = tell_all(self._group, self.device, introduce(self._inbox, self._card), deadline)
+        problem = ""
+        try:
+            for peer in self._peers:
+                self._neighbours[peer] = meet(peer, words[peer])
+                self._traffic[peer] = _Traffic()
+        except TransportError as error:
+            problem = str(error)
+        # Who cannot open another's memory says so to all, or they would wait for it.
+        said = [word.decode() for word in tell_all(self._group, self.device, problem.encode(), deadline)]
+        for rank, text in enumerate(said):
+            if text:
+                raise TransportError(f"EP rank {rank}: {text}")
+
+    def _say_hello(self, deadline: float) -> None:
+        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
+        self.post(
+            [Message(peer, out) for peer in self._peers],
+            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
+        ).wait(deadline)
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
