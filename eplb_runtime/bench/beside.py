@@ -16,9 +16,9 @@ from ..hosts import attach
 from ..planner.shuffle import plan_shuffle
 from .train import MoEStack, Workload, choices
 
-INTERVAL = 24
+INTERVAL = 16
 """Steps of a block; in each, every expert moves once."""
-WORK = Workload(layers=12, experts=8, hidden=256, width=512, tokens=1024)
+WORK = Workload(layers=12, experts=8, hidden=256, width=512, tokens=512)
 
 
 class _Stack(nn.Module):
@@ -112,7 +112,7 @@ class _Variant:
 
 
 def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
-    """Every expert of 12 layers changes its rank in each block of 24 steps, one thread a rank. Collective.
+    """Every expert of 12 layers changes its rank in each block of 16 steps, one thread a rank. Collective.
 
     Args:
         device: of this rank; the CPU.

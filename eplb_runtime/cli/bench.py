@@ -70,7 +70,7 @@ def _add_on_ranks(benches: Any, what: str) -> None:
     summary, repeats, meaning = {
         "dispatch": ("carrying tokens between ranks, beside plain all-to-alls", 20, "timings taken, the median counts"),
         "migrate": ("moving experts between ranks, beside plain messages", 10, "timings taken, the median counts"),
-        "beside": ("moving experts while training goes on, beside between steps", 6, "blocks of 24 steps that count"),
+        "beside": ("moving experts while training goes on, beside between steps", 6, "blocks of 16 steps that count"),
         "train": (
             "training steps, static, balanced and ideal; takes minutes",
             8,
