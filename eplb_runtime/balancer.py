@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from .experts.slices import is_sliced
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
+from .layer import HostDispatchedLayer
 from .load.clock import Progress
 from .load.counter import in_recompute
 from .load.declared import checked_declaration
@@ -54,6 +55,13 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
         balancer._rebalancer.leave()
         balancer._close_listeners()
         balancer._groups.store.close()
+
+
+class Removable(Protocol):
+    """As torch's handles of hooks."""
+
+    def remove(self) -> None:
+        """Take back what was done."""
 
 
 T = TypeVar("T")
@@ -83,7 +91,7 @@ class Balancer:
         self._watch = parts.watch
         self._structure = parts.structure
         self._come = parts.come
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[Any] = []
         self._dense = dict(parts.dense_parameters)
         self._training = False
         self._device = parts.device
@@ -94,7 +102,7 @@ class Balancer:
         self._in_step = False
         self._under_way = ""
         self._one_begins = Lock()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._listeners: list[Callable[[], None]] = []
         self._shown: Any = None
         self._gradients = Gradients(
@@ -239,7 +247,8 @@ class Balancer:
     def _refuse_inside_a_step(self, what: str) -> None:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
         self._refuse_under_way(what)
-        if self._in_step and any(parameter.grad is not None for parameter in self._registry.parameters()):
+        gradients = self._host_steps or any(parameter.grad is not None for parameter in self._registry.parameters())
+        if self._in_step and gradients:
             raise RuntimeError(
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
                 "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
@@ -308,7 +317,7 @@ class Balancer:
         if not began:
             self._guard.begin()
 
-    def _trained_by(self, optimizer: torch.optim.Optimizer, outside: Mapping[str, Tensor]) -> None:
+    def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
         """An optimizer is about to be hooked.
 
         Args:
@@ -366,11 +375,21 @@ class Balancer:
         Returns:
             The norm before clipping, a scalar, equal on every rank.
         """
+        if self._host_steps:
+            raise RuntimeError(
+                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
+                "expert once, wherever it stands)"
+            )
         rows_LH = self._logical_of_rows()
         self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
         self._guard.before_averaging()
         with self._watch.waiting(), phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
+
+    def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
+        """`Gradients.square_of_experts`."""
+        rows_LH = self._logical_of_rows()
+        return self._gradients.square_of_experts(rows_LH, self.placement.num_experts, gradient_of)
 
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
@@ -438,6 +457,16 @@ class Balancer:
         return self._device
 
     @property
+    def host_dispatches(self) -> bool:
+        """Whether the framework carries tokens itself, keeps each expert in tensors of its own, and saves them."""
+        return any(isinstance(layer, HostDispatchedLayer) for layer in self._layers)
+
+    @property
+    def _host_steps(self) -> bool:
+        """Whether gradients are where only the framework's own optimizer knows."""
+        return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
+
+    @property
     def gradient_group(self) -> dist.ProcessGroup:
         """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
         return self._groups.everyone
@@ -469,6 +498,8 @@ class Balancer:
         Raises:
             RuntimeError: on a device, or with copies that layers share: one set of rows cannot serve two at once.
         """
+        if self.host_dispatches:
+            raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
         if self._device.type != "cpu":
             raise RuntimeError(f"two batches at once run on CPUs so far, and the model is on {self._device}")
         if self.config.shared_between_layers:
@@ -627,7 +658,7 @@ class Balancer:
         self.reduce_gradients()
         self._guard.before_step()
 
-    def _end_with(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+    def _end_with(self, handle: Removable) -> None:
         """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -16,6 +17,13 @@ SAMPLES = 16
 """Tensors of each kind that one look compares."""
 _PROBLEM_BYTES = 384
 _HASHES_END = _PROBLEM_BYTES + 2 * SAMPLES * 8
+
+
+class Stepper(Protocol):
+    """What a guard asks of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Watched:
 
     dense: Mapping[str, Tensor]
     experts: Mapping[str, Tensor]
-    optimizers: Sequence[torch.optim.Optimizer]
+    optimizers: Sequence[Stepper]
     average_dense: bool
     counts: Callable[[], int]
     calls: Callable[[], int]

@@ -1,4 +1,5 @@
-"""One expert-parallel MoE layer: count, pick slots, dispatch, compute, combine - for experts of any framework."""
+"""One expert-parallel MoE layer: count, pick slots, dispatch, compute, combine - for experts of any framework; or count
+and pick slots alone, where the framework does the rest."""
 
 from __future__ import annotations
 
@@ -146,3 +147,60 @@ class ExpertParallelLayer:
             return self._table.slots(self.index, topk_ids_TK), None
         counts_RE = self._exchange_counts(self._splitter.counts(topk_ids_TK))
         return self._splitter.route(self.index, topk_ids_TK, counts_RE)
+
+
+class HostDispatchedLayer:
+    """One MoE layer whose host carries and computes tokens itself, each to the expert of its column.
+
+    The host believes that slot p holds expert p. So columns change places, from logical experts to slots, and nothing
+    else; there are no copies.
+
+    Args:
+        index, module, counter, table, meeting: as of `ExpertParallelLayer`.
+
+    Attributes:
+        calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, meeting: Meeting
+    ) -> None:
+        self.index = index
+        self._module = module
+        self._counter = counter
+        self._table = table
+        self._meeting = meeting
+        self.counts_in_evaluation = True
+        self.calls = self.uncounted = 0
+
+    @property
+    def logical_of_slots(self) -> Tensor:
+        """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
+        return self._table.logical_of_slots(self.index)
+
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Columns by logical expert -> columns by slot.
+
+        Args:
+            hidden_TD: what will travel.
+            chosen_TE: bool, which tokens go to which logical expert.
+            weights_TE: of the router.
+            real_T: bool, False for padding; None: every token counts.
+        """
+        epoch = self._table.epoch
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
+        if not in_recompute():
+            self.calls += torch.is_grad_enabled()
+            if self._module.training or self.counts_in_evaluation:
+                with phase("count", "F", self.index, epoch):
+                    self._counter.count_chosen(self.index, chosen_TE, real_T)
+            elif chosen_TE.shape[0]:
+                self.uncounted += torch.is_grad_enabled()
+            vectors = 4 if self._module.training else 2  # in dispatch and in combine, and back again in training
+            self._counter.token_bytes = vectors * hidden_TD.shape[-1] * hidden_TD.element_size()
+        with phase("route", "F", self.index, epoch):
+            order = self.logical_of_slots
+            return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)

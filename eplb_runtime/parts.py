@@ -11,8 +11,8 @@ from torch import Tensor
 from .config import BalancerConfig
 from .dispatch.lanes import Lanes
 from .experts.registry import ExpertTensors
-from .guard_looks import Watched
-from .layer import ExpertParallelLayer
+from .guard_looks import Stepper, Watched
+from .layer import ExpertParallelLayer, HostDispatchedLayer
 from .load.counter import LoadCounter
 from .maps import Maps
 from .migration.transports.base import Transport
@@ -58,14 +58,14 @@ class Parts:
     device: torch.device
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
-    layers: Sequence[ExpertParallelLayer]
+    layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
     lanes: Lanes
     watch: Watch
     structure: Structure
     come: Callable[[str], None]
 
 
-def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Watched:
+def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
     """What of them the guard looks at; parameters and optimizers that join later are in these very objects."""
     return Watched(
         dense=dense,

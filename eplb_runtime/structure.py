@@ -32,7 +32,7 @@ class Structure:
         parameters = [p for model in self._models.values() for p in model.parameters()]
         # FSDP2 puts other tensors into a module while it computes.
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        self._held = [] if self._sharded else [(m, key, m._parameters[key]) for _, m, keys in experts for key in keys]
+        self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
 
     def know(self, parameters: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ class Structure:
                 self._check_tree(prefix, model)
 
     def _raise_replaced(self, module: nn.Module, key: str) -> None:
-        name = next(name for name, other, _ in self._experts if other is module)
+        name = next(name for name, other, _ in self._experts if any(module is inner for inner in other.modules()))
         if isinstance(module._parameters.get(key), DTensor):
             raise StructureError(
                 f"{name}.{key} was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model) and "
@@ -79,3 +79,10 @@ class Structure:
                     "holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
                     "balancer.adopt(optimizer)"
                 )
+
+
+def _held(experts: nn.Module, key: str) -> tuple[nn.Module, str, nn.Parameter | None]:
+    """The module that has a parameter, the name it has there, and the parameter."""
+    inside, _, own_name = key.rpartition(".")
+    module = experts.get_submodule(inside)
+    return module, own_name, module._parameters[own_name]

@@ -25,7 +25,7 @@ from ..dispatch.lanes import Lane, Lanes
 from ..experts.compute import LocalExperts
 from ..experts.registry import ExpertTensors
 from ..experts.slices import DividedGradient, is_sliced
-from ..layer import ExpertParallelLayer
+from ..layer import ExpertParallelLayer, HostDispatchedLayer
 from ..load.counter import LoadCounter
 from ..maps import Maps
 from ..migration.bandwidth import measure
@@ -47,7 +47,7 @@ from ..structure import Structure
 from ..topology import Topology
 from ..watch import Meeting, Watch
 from .checks import check, raise_on_all
-from .description import AttachError, MoELayer, Stage, spread_of
+from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .meeting import meet
 from .meta import MetaError, make_buffers, make_parameters
 from .optimizers import Optimizers
@@ -60,7 +60,7 @@ logger = logging.getLogger("eplb_runtime")
 
 def attach_stages(
     stages: Sequence[Stage],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     *,
     config: BalancerConfig,
     ranks: Ranks,
@@ -94,7 +94,9 @@ def attach_stages(
         groups.close()
         raise
     attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device, container)
-    before = Before([stage.model for stage in stages], [*optimizers, *([container] if container is not None else [])])
+    before = Before(
+        [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
+    )
     try:
         for part in (attaching.cut, attaching.balance, attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
@@ -123,7 +125,7 @@ class _Attaching:
     """A balancer in the making: first the model is cut, then it is balanced."""
 
     stages: Sequence[Stage]
-    optimizers: Sequence[torch.optim.Optimizer]
+    optimizers: Sequence[AnyOptimizer]
     config: BalancerConfig
     groups: ProcessGroups
     topology: Topology
@@ -176,7 +178,7 @@ class _Attaching:
                     stage.prefix + name: parameter
                     for stage in self.stages
                     for name, parameter in stage.model.named_parameters()
-                    if id(parameter) not in experts
+                    if id(parameter) not in experts and stage.host.dense_is_equal
                 },
                 device=self.device,
                 layer_of_parameter=self.layer_of_parameter,
@@ -198,7 +200,8 @@ class _Attaching:
             _mark(stage, self.balancer, self.layer_of_parameter)
             stage.host.save_together(self._come)
         for index, name, layer in self._layers():
-            mark_state(layer.experts, name, partial(self.balancer._home_experts, index))
+            here = partial(self.balancer._home_experts, index)
+            mark_state(layer.experts, name, here, made_with=here() if layer.slots else None)
         _hook(self.balancer, self.stages, self.optimizers, self.container)
         self.groups.go_with([stage.model for stage in self.stages])
 
@@ -253,6 +256,9 @@ class _Attaching:
         replica_gradients = ReplicaPool(slots) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
+            if layer.slots:
+                self._register_as_they_are(index, name, layer)
+                continue
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
             homes = [
                 getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
@@ -262,10 +268,18 @@ class _Attaching:
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not getattr(layer.experts, own_name):
-                    install(layer.experts, own_name, parameter, None if spread else rows, self.optimizers)
+                    install(layer.experts, own_name, parameter, None if spread else rows, _of_torch(self.optimizers))
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index
                 self.parameters[f"{name}.{own_name}"] = parameter
+
+    def _register_as_they_are(self, index: int, name: str, layer: MoELayer) -> None:
+        """A layer whose host has made nothing but this rank's experts."""
+        for own_name, tensor in layer.tensors().items():
+            self.registry.add(index, own_name, tensor)
+        for own_name in layer.parameters:
+            self.layer_of_parameter[f"{name}.{own_name}"] = index
+            self.parameters[f"{name}.{own_name}"] = layer.parameter(own_name)
 
     def _maps(self) -> Maps:
         table = SlotTable(self.placement, self.device)
@@ -291,7 +305,7 @@ class _Attaching:
         _log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
         return Maps(table, splitter, replicas)
 
-    def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer]:
+    def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
         meeting = Meeting(self._job.ep_ranks, self.watch)
         dispatcher = DISPATCHERS[self.config.dispatch](
@@ -299,8 +313,14 @@ class _Attaching:
         )
         exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
-        made = []
+        made: list[ExpertParallelLayer | HostDispatchedLayer] = []
         for index, _, layer in self._layers():
+            if layer.compute is None:
+                made.append(
+                    HostDispatchedLayer(index, layer.experts, counter=counter, table=maps.table, meeting=meeting)
+                )
+                layer.install(made[-1])
+                continue
             parallel = ExpertParallelLayer(
                 index,
                 layer.experts,
@@ -319,6 +339,7 @@ class _Attaching:
         return made
 
     def _local_experts(self, index: int, layer: MoELayer, replicas: ReplicaSync | None) -> LocalExperts:
+        assert layer.compute is not None
         if replicas is None and layer.standing is not None:
             return LocalExperts(layer.compute, layer.standing)
         if replicas is None:
@@ -340,10 +361,14 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
     object.__setattr__(stage.model, "__reduce_ex__", balancer.__reduce_ex__)
 
 
+def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+
+
 def _hook(
     balancer: Balancer,
     stages: Sequence[Stage],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     container: torch.optim.Optimizer | None,
 ) -> None:
     """Let batches, forwards and optimizer steps reach the balancer."""
@@ -355,16 +380,16 @@ def _hook(
     if container is None:
         hooked.add(optimizers)
     else:
-        hooked.add_container(container, optimizers)
+        hooked.add_container(container, _of_torch(optimizers))
     balancer._adopt = hooked.adopt
 
 
 def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:
     """What stands in the module when it computes."""
-    sliced = any(is_sliced(getattr(layer.experts, name)) for name in layer.parameters)
+    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
 
     def parameters() -> Sequence[Tensor]:
-        now = [getattr(layer.experts, name) for name in layer.parameters]
+        now = [layer.parameter(name) for name in layer.parameters]
         return [DividedGradient.apply(parameter, divisor) for parameter in now] if sliced else now
 
     return parameters

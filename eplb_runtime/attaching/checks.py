@@ -20,7 +20,7 @@ from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
-from .description import AttachError, HostModel, MoELayer, Stage, spread_of
+from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Stage, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
 
@@ -30,10 +30,7 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     # An empty tensor knows the index of "cuda".
     given = torch.empty(0, device=wanted).device if wanted is not None else None
     devices = {
-        getattr(layer.experts, name).device
-        for stage in stages
-        for layer in stage.host.layers
-        for name in layer.parameters
+        layer.parameter(name).device for stage in stages for layer in stage.host.layers for name in layer.parameters
     }
     devices = devices or {parameter.device for stage in stages for parameter in stage.model.parameters()}
     if len(devices) > 1:
@@ -55,7 +52,7 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
 
 def check(
     stages: Sequence[Stage],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
@@ -86,7 +83,16 @@ def check(
     before = spread_of(layers[0].experts) if layers else None
     _same_everywhere(str(before is not None), "answer to whether shard_experts was called", groups, "call it on all")
     if before is not None:
-        if (before.placement, before.ep_ranks) != (placement.digest(), groups.job.ep_ranks):
+        stands = before.placement
+        if not stands:
+            job = groups.job
+            stands = Placement.initial(job.num_layers, num_experts, job.ep_size, config.replica_slots).digest()
+            if placement.digest() != stands:
+                raise AttachError(
+                    "the model was made with its experts in logical order: leave initial_placement out, and go to a "
+                    "placement by balancer.load_state_dict"
+                )
+        if (stands, before.ep_ranks) != (placement.digest(), groups.job.ep_ranks):
             raise AttachError(
                 "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
             )
@@ -107,7 +113,7 @@ def check(
 
 def _check_here(
     stages: Sequence[Stage],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
@@ -117,6 +123,10 @@ def _check_here(
     spread = {spread_of(layer.experts) for layer in layers}
     if len(spread) > 1:
         raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
+    for stage in stages:
+        refused = stage.host.refuses(config)
+        if refused:
+            raise AttachError(refused)
     for layer in layers:
         _check_tensors(layer, groups)
         if spread_of(layer.experts) is None or config.replica_slots:
@@ -150,9 +160,7 @@ def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig) ->
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded and config.dense_gradients == "allreduce":
         raise AttachError("fully_shard averages gradients itself: leave dense_gradients='host'")
-    sliced = any(
-        isinstance(getattr(layer.experts, name), DTensor) for layer in host.layers for name in layer.parameters
-    )
+    sliced = any(isinstance(layer.parameter(name), DTensor) for layer in host.layers for name in layer.parameters)
     if sliced and config.replica_slots:
         raise AttachError(
             "replica slots keep whole experts, and fully_shard slices them over EDP: leave the experts out of it "
@@ -163,7 +171,7 @@ def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig) ->
 def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
     """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
     for name in layer.parameters:
-        parameter = getattr(layer.experts, name)
+        parameter = layer.parameter(name)
         kind = type(parameter.data)
         if isinstance(parameter, DTensor):
             _check_slices(layer, f"{layer.name}.{name}", parameter, groups)
@@ -178,7 +186,7 @@ def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
 def _check_nothing_is_lost(layer: MoELayer) -> None:
     """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
     for name in layer.parameters:
-        parameter = getattr(layer.experts, name)
+        parameter = layer.parameter(name)
         if has_gradient_hooks(parameter):
             raise AttachError(
                 f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
@@ -194,7 +202,10 @@ def _check_nothing_is_lost(layer: MoELayer) -> None:
 def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
     """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
-        id(getattr(layer.experts, name)): (layer.experts, f"{layer.name}.{name}")
+        id(layer.parameter(name)): (
+            layer.experts.get_submodule(name.rpartition(".")[0]),
+            f"{layer.name}.{name}",
+        )
         for layer in layers
         for name in layer.parameters
     }
@@ -230,8 +241,11 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
         )
 
 
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], layers: Sequence[MoELayer]) -> None:
-    for optimizer in optimizers:
+def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:
+    stepping: list[torch.optim.Optimizer] = []
+    for one in optimizers:
+        stepping += [one] if isinstance(one, torch.optim.Optimizer) else one.inside
+    for optimizer in stepping:
         refuse_shared(optimizer)
         try:
             check_element_wise(optimizer)
@@ -251,7 +265,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], layers: Seque
         return
     for layer in layers:
         for name in layer.parameters:
-            parameter = getattr(layer.experts, name)
+            parameter = layer.parameter(name)
             times = held.count(id(parameter))
             if parameter.requires_grad and not times:
                 raise AttachError(

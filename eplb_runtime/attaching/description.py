@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..balancer import Removable
+from ..config import BalancerConfig
 from ..experts.compute import Compute
-from ..layer import ExpertParallelLayer
+from ..ranks import Ranks
 
 
 class AttachError(ValueError):
@@ -27,20 +30,67 @@ class MoELayer:
         experts: the module that holds the expert weights; its parameters are replaced by the local ones.
         num_experts: E.
         parameters: names (within ``experts``) of the tensors whose first dimension is E.
-        compute: runs rows through local slots with the module's own code.
+        compute: runs rows through local slots with the module's own code; None: the host carries and computes tokens
+            itself (`layer.HostDispatchedLayer`).
         install: puts the expert-parallel way in the place of the module's own forward.
         standing: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
             not that themselves; gradients reach the parameters through them as the host wants them. None: the
             parameters.
+        slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
+            order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts
+            spread already, in logical order.
     """
 
     name: str
     experts: nn.Module
     num_experts: int
     parameters: tuple[str, ...]
-    compute: Compute
-    install: Callable[[ExpertParallelLayer], None]
+    compute: Compute | None
+    install: Callable[[Any], None]
     standing: Callable[[], Sequence[Tensor]] | None = None
+    slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """One of ``parameters``, as it is now."""
+        return self.experts.get_parameter(name)
+
+    def tensors(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
+        """What moves with an expert, by name: ``[E/R, ...]``, or a tensor for each slot."""
+        if self.slots:
+            return {name: tuple(map(self.parameter, of_slots)) for name, of_slots in self.slots.items()}
+        return {name: self.parameter(name) for name in self.parameters}
+
+
+class HostOptimizer(Protocol):
+    """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The model's expert parameters that it steps."""
+
+    @property
+    def inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that step experts."""
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """As of `experts.optimizer_state.StateOwner`."""
+
+    def join(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        square_of_experts: Callable[[Callable[[Tensor], Tensor | None]], Tensor],
+        has_moved: Callable[[], bool],
+    ) -> Removable:
+        """Call ``before`` and ``after`` around each step from now on.
+
+        Args:
+            square_of_experts: the squared norm over all experts, to clip by, of what is the gradient of a parameter.
+            has_moved: whether experts stand elsewhere than where the host has put them.
+        """
+
+
+AnyOptimizer = torch.optim.Optimizer | HostOptimizer
 
 
 class PretrainedFolders(Protocol):
@@ -70,6 +120,10 @@ class HostModel:
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
+        ranks: who shares what, where the framework knows; None: ``attach`` is told.
+        optimizer: makes of an optimizer of the framework's own what attaching can use.
+        dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
+        refuses: what of a config does not go with the framework: one line, or empty.
     """
 
     layers: tuple[MoELayer, ...]
@@ -79,6 +133,10 @@ class HostModel:
     save_together: Callable[[Callable[[str], None]], None] = lambda come: None
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
+    ranks: Ranks | None = None
+    optimizer: Callable[[Any], AnyOptimizer] | None = None
+    dense_is_equal: bool = True
+    refuses: Callable[[BalancerConfig], str] = lambda config: ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +184,7 @@ class Spread:
 
     Args:
         rows: E/R, experts that are left here.
-        placement: digest of the placement they were cut by.
+        placement: digest of the placement they were cut by; empty: in logical order.
         ep_ranks: of the EP group they were cut for.
     """
 

@@ -17,7 +17,7 @@ class MetaError(ValueError):
 
 
 def has_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    return any(tensor.is_meta for tensor in [*model.parameters(), *(buffer for _, buffer in model.named_buffers())])
 
 
 def blank(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..balancer import Balancer
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
-from .description import AttachError
+from .description import AnyOptimizer, AttachError, HostOptimizer
 from .state_hooks import mark_optimizer
 
 
@@ -50,7 +50,7 @@ class Optimizers:
         self._parameters = parameters
         layers = balancer.layer_of_parameter
         self._experts = {number: name for number, name in self._names.items() if name in layers}
-        self._known: list[torch.optim.Optimizer] = []
+        self._known: list[AnyOptimizer] = []
         self._contained: list[torch.optim.Optimizer] = []
         self._held: list[int] = []
         self._done: set[int] = set()
@@ -78,13 +78,16 @@ class Optimizers:
             raise AttachError(str(error)) from None
         self.add([optimizer])
 
-    def add(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
         """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
         for optimizer in optimizers:
             number = len(self._known)
             self._known.append(optimizer)
             self._held.append(_count(optimizer))
             self._balancer._trained_by(optimizer, self._outside(number))
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                self._join(number, optimizer)
+                continue
             mark_optimizer(optimizer, self._experts, self._experts_here)
             optimizer.register_step_pre_hook(self._before_step)
             self._balancer._end_with(optimizer.register_step_post_hook(partial(self._after_step, number)))
@@ -100,6 +103,22 @@ class Optimizers:
         self._balancer._train_outside(self._outside(len(self._known) - 1))
         container.register_step_pre_hook(self._before_step)
         self._balancer._end_with(container.register_step_post_hook(partial(self._after_step, len(self._known) - 1)))
+
+    def _join(self, number: int, optimizer: HostOptimizer) -> None:
+        balancer = self._balancer
+
+        def before() -> None:
+            self._stepping = True
+            balancer._before_optimizer()
+
+        began = balancer.placement.digest()
+        undo = optimizer.join(
+            before,
+            partial(self._after_step, number),
+            balancer._square_of_experts,
+            lambda: balancer.placement.with_epoch(0).digest() != began,
+        )
+        balancer._end_with(undo)
 
     def _outside(self, number: int) -> dict[str, Tensor]:
         """What an optimizer holds besides the model."""
@@ -180,7 +199,7 @@ class Optimizers:
         self._strangers.add(optimizer)
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
+def _count(optimizer: AnyOptimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 

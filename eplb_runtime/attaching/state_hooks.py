@@ -17,12 +17,16 @@ KEY = "eplb_runtime_experts"
 optimizer's beside its ``state``."""
 
 
-def mark_state(experts: nn.Module, name: str, experts_here: Callable[[], list[int]]) -> None:
+def mark_state(
+    experts: nn.Module, name: str, experts_here: Callable[[], list[int]], *, made_with: list[int] | None = None
+) -> None:
     """Let the state of an experts module say which logical experts its rows are.
 
     Args:
         name: of the module, for messages.
         experts_here: the logical expert of each of this rank's rows, now.
+        made_with: where the host has made this rank's experts alone, each as tensors of its own: which they were, and
+            are in a state dict from before. None: rows of tensors, and all experts before.
     """
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -31,6 +35,12 @@ def mark_state(experts: nn.Module, name: str, experts_here: Callable[[], list[in
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         here = experts_here()
         own = [key for key, _ in module.named_parameters()]
+        if made_with is not None:
+            # Without a version the framework has put it together, from a checkpoint that names experts.
+            theirs = metadata.get(KEY, made_with if "version" in metadata else here)
+            if theirs != here and any(prefix + key in state for key in own):
+                raise RuntimeError(_refusal("state dict", name, theirs, here))
+            return
         rows = [state[prefix + key].shape[0] for key in own if hasattr(state.get(prefix + key), "shape")]
         theirs = metadata.get(KEY, list(range(len(here))))
         if rows and set(rows) == {len(here)} and theirs != here:

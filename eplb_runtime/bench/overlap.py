@@ -208,14 +208,15 @@ class _Measured:
     def __init__(self, balancer: Balancer, schedule: ScheduleDualPipeV, link: SlowLink, spans: Spans) -> None:
         self.way = IN_TURN
         together: Any = pipelining.overlap(schedule, balancer)
-        lanes, watch, dispatcher = balancer._lanes, balancer._watch, balancer._layers[0]._dispatcher
+        layer: Any = balancer._layers[0]
+        lanes, watch, dispatcher = balancer._lanes, balancer._watch, layer._dispatcher
         self._spans, self._at_once = spans, lanes.both
         for instance, name, value in (
             (together, "forward", spans.part("forward", together.forward)),
             (together, "backward", spans.part("backward", together.backward)),
             (together, "arrived", spans.pipeline(together.arrived)),
             (watch, "waiting", spans.watching(watch.waiting)),
-            (dispatcher, "_exchange", link.slowed(dispatcher._exchange)),  # type: ignore[attr-defined]
+            (dispatcher, "_exchange", link.slowed(dispatcher._exchange)),
             (lanes, "both", self._both),
         ):
             setattr(instance, name, value)

@@ -59,6 +59,11 @@ class LogicalView:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.balancer = _unwrapped(model)
+        if self.balancer is not None and self.balancer.host_dispatches:
+            raise CheckpointError(
+                "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
+                "checkpoints, and keep balancer.state_dict() with them"
+            )
         self.optimizer = optimizer
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:

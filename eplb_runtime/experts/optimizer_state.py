@@ -6,7 +6,8 @@ belong to the whole parameter and are equal on every rank. Anything else cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +17,52 @@ class OptimizerStateError(ValueError):
     """An optimizer, or its state, that cannot be split by expert."""
 
 
-def expert_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
+class StateOwner(Protocol):
+    """An optimizer of a framework's own, which may step other tensors than the model's."""
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What is kept for a parameter of the model, by key: the live memory, none of it the parameter's own."""
+
+
+def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
+    """What an optimizer keeps for a parameter; empty: nothing yet."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        return state
+    return optimizer.state_of(parameter)
+
+
+def state_of_each(
+    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
+) -> list[tuple[str, tuple[Tensor, ...]]]:
+    """The state of experts that are parameters of their own, one tensor for each of them, sorted by key.
+
+    Raises:
+        OptimizerStateError: they do not all have the same, or a part of it is no tensor and could not be moved.
+    """
+    of_each = [state_of(optimizer, parameter) for parameter in parameters]
+    for state in of_each:
+        if list(state) != list(of_each[0]):
+            raise OptimizerStateError(
+                f"an optimizer keeps {sorted(map(str, of_each[0]))} for one expert of a layer and "
+                f"{sorted(map(str, state))} for another: step all experts together"
+            )
+        odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
+        if odd:
+            raise OptimizerStateError(
+                f"an optimizer keeps {odd[0]!r} of each expert as a {type(state[odd[0]]).__name__}: only tensors move"
+            )
+    keys = [key for key in sorted(of_each[0], key=str) if isinstance(of_each[0][key], Tensor)]
+    return [(str(key), tuple(state[key] for state in of_each)) for key in keys]
+
+
+def expert_state(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> list[tuple[str, Tensor]]:
     """The state tensors of ``parameter`` whose rows are its experts, sorted by key.
 
     Raises:
         OptimizerStateError: a tensor has neither the parameter's leading dimension nor a single element.
     """
-    state = optimizer.state.get(parameter, {})
+    state = state_of(optimizer, parameter)
     found = []
     for key in sorted(state, key=str):
         value = state[key]

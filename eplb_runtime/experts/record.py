@@ -28,11 +28,11 @@ class RowField:
 
     def live_row(self, local_slot: int) -> Tensor:
         """The row itself, in the live tensor."""
-        return self.source.tensor[local_slot]
+        return self.source.row(local_slot)
 
     def in_bytes(self, raw: Tensor) -> Tensor:
         """``nbytes`` of uint8, in the row's dtype and shape."""
-        return raw.view(self.source.tensor.dtype).view(self.source.row_shape)
+        return raw.view(self.source.dtype).view(self.source.row_shape)
 
     def view_in(self, record: Tensor) -> Tensor:
         """The row's place in a uint8 record, in the row's dtype and shape."""
@@ -60,9 +60,7 @@ class RecordFormat:
 
     def digest(self) -> bytes:
         """Equal on two ranks when their records can be exchanged."""
-        words = [
-            f"{f.source.name} {f.source.kind} {f.source.tensor.dtype} {tuple(f.source.row_shape)}" for f in self.fields
-        ]
+        words = [f"{f.source.name} {f.source.kind} {f.source.dtype} {tuple(f.source.row_shape)}" for f in self.fields]
         return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .optimizer_state import expert_state
+from .optimizer_state import StateOwner, expert_state, state_of_each
 from .slices import local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
@@ -29,28 +29,46 @@ class ExpertTensor:
 
     Args:
         name: unique within its layer; qualifies the parameter it belongs to, such as ``"down_proj/exp_avg"``.
-        tensor: the live tensor; it is written in place and never replaced.
+        tensor: the live tensor, or one for each home slot where they are tensors of their own; written in place and
+            never replaced.
         kind: what it is to the training step.
     """
 
     name: str
-    tensor: Tensor
+    tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
+
+    def row(self, local_slot: int) -> Tensor:
+        """What stands in a slot, the live memory."""
+        return self.tensor[local_slot]
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The tensors that its rows lie in."""
+        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory[0].dtype
 
     @property
     def row_shape(self) -> torch.Size:
-        return self.tensor.shape[1:]
+        return self.tensor[0].shape if isinstance(self.tensor, tuple) else self.tensor.shape[1:]
 
     @property
     def row_bytes(self) -> int:
-        return self.row_shape.numel() * self.tensor.element_size()
+        return self.row_shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class _Registered:
     name: str
-    tensor: Tensor
+    tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
 
 
 class ExpertTensors:
@@ -67,7 +85,7 @@ class ExpertTensors:
         self,
         num_layers: int,
         homes_per_rank: int,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[torch.optim.Optimizer | StateOwner] = (),
         move_gradients: bool = False,
     ) -> None:
         self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
@@ -85,13 +103,19 @@ class ExpertTensors:
         """The layers of which this rank holds experts; with pipelines, those of its stages."""
         return [layer for layer, entries in enumerate(self._layers) if entries]
 
-    def add(self, layer: int, name: str, tensor: Tensor, kind: Kind = "parameter") -> None:
-        """Register a tensor ``[E/R, ...]`` of a layer.
+    def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
+        """Register a tensor ``[E/R, ...]`` of a layer, or one tensor for each of its E/R home slots.
 
         Raises:
-            RegistryError: wrong number of rows, or the name is taken.
+            RegistryError: wrong number of rows, unequal ones, or the name is taken.
         """
-        if tensor.ndim == 0 or local(tensor).shape[0] != self._homes_per_rank:
+        if isinstance(tensor, tuple):
+            if len(tensor) != self._homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
+                raise RegistryError(
+                    f"layer {layer}: {name} has tensors {[list(row.shape) for row in tensor]}; there must be equal "
+                    f"ones for the {self._homes_per_rank} experts of this rank"
+                )
+        elif tensor.ndim == 0 or local(tensor).shape[0] != self._homes_per_rank:
             raise RegistryError(
                 f"layer {layer}: {name} has shape {tuple(local(tensor).shape)}; its first dimension must be the "
                 f"{self._homes_per_rank} experts of this rank"
@@ -100,7 +124,7 @@ class ExpertTensors:
             raise RegistryError(f"layer {layer}: {name} is registered already")
         self._layers[layer].append(_Registered(name, tensor, kind))
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """The state of registered parameters lives in this optimizer, too."""
         if not any(optimizer is other for other in self._optimizers):
             self._optimizers.append(optimizer)
@@ -110,14 +134,25 @@ class ExpertTensors:
         if self._move_gradients:
             return
         for entry in self._layers[layer]:
-            if entry.kind == "parameter" and entry.tensor.grad is not None:
-                gradient = local(entry.tensor.grad)
-                for slot in local_slots:  # row by row: nothing is allocated during a commit
-                    gradient[slot].zero_()
+            if entry.kind != "parameter":
+                continue
+            for slot in local_slots:  # row by row: nothing is allocated during a commit
+                if isinstance(entry.tensor, tuple):
+                    of_slot = entry.tensor[slot].grad
+                else:
+                    of_slot = None if entry.tensor.grad is None else local(entry.tensor.grad)[slot]
+                if of_slot is not None:
+                    of_slot.zero_()
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
         layers = self._layers if layer is None else [self._layers[layer]]
-        return [entry.tensor for entries in layers for entry in entries if entry.kind == "parameter"]
+        return [
+            tensor for entries in layers for entry in entries if entry.kind == "parameter" for tensor in entry.memory
+        ]
+
+    def by_expert(self, layer: int) -> list[Tensor | tuple[Tensor, ...]]:
+        """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
+        return [entry.tensor for entry in self._layers[layer] if entry.kind == "parameter"]
 
     def largest_home_bytes(self) -> int:
         """Bytes of one expert with all that moves with it, in the layer where they are most; 0 without layers."""
@@ -130,6 +165,9 @@ class ExpertTensors:
         """
         tensors: list[ExpertTensor] = []
         for entry in self._layers[layer]:
+            if isinstance(entry.tensor, tuple):
+                tensors += self._of_separate(entry.name, entry.tensor, entry.kind)
+                continue
             tensors.append(ExpertTensor(entry.name, local(entry.tensor), entry.kind))
             if entry.kind != "parameter":
                 continue
@@ -138,4 +176,19 @@ class ExpertTensors:
             for optimizer in self._optimizers:
                 for key, state in expert_state(optimizer, entry.tensor):
                     tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
+        return tensors
+
+    def _of_separate(self, name: str, rows: tuple[Tensor, ...], kind: Kind) -> list[ExpertTensor]:
+        """All that moves with experts that are tensors of their own."""
+        tensors = [ExpertTensor(name, rows, kind)]
+        if kind != "parameter":
+            return tensors
+        gradients = tuple(row.grad for row in rows if row.grad is not None)
+        if self._move_gradients and gradients:
+            if len(gradients) != len(rows):
+                raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
+            tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
+        for optimizer in self._optimizers:
+            states = state_of_each(optimizer, rows)
+            tensors += [ExpertTensor(f"{name}/{key}", state, "optimizer_state") for key, state in states]
         return tensors

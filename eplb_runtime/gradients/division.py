@@ -68,4 +68,4 @@ class Division:
                 "scaled nor reduced; give the optimizer to attach, or one that is made later to "
                 "balancer.adopt(optimizer), on every rank"
             )
-        return torch.div(gradient, self._divisor)
+        return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)

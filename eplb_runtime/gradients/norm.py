@@ -16,7 +16,7 @@ from ..process_groups import ProcessGroups
 
 
 def squares_of_experts(
-    gradients: Sequence[tuple[int, Tensor]],
+    gradients: Sequence[tuple[int, Tensor | Sequence[Tensor | None]]],
     logical_of_rows_LH: Tensor,
     num_experts: int,
     group: dist.ProcessGroup,
@@ -25,8 +25,8 @@ def squares_of_experts(
     """Squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on every rank.
 
     Args:
-        gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them; on every rank of the
-            group for the same parameters.
+        gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them, or the gradient of
+            each slot (None: zeros); on every rank of the group for the same parameters.
         logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
         num_experts: E.
         group: the ranks that have each row once: one EP group, or more with divided rows.
@@ -35,13 +35,21 @@ def squares_of_experts(
     device = logical_of_rows_LH.device
     squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     for index, (layer, gradient) in enumerate(gradients):
-        per_row = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64)
+        per_row = _norms_of_rows(gradient, squares_NE)
         squares_NE[index, logical_of_rows_LH[layer]] = per_row.square()
     if slices is not None:
         dist.all_reduce(squares_NE, group=slices)
     # Every entry is zero on all ranks of the group but one: the sum is exact in any order.
     dist.all_reduce(squares_NE, group=group)
     return list(squares_NE.sum(dim=1))
+
+
+def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """float64 ``[E/R]``."""
+    if isinstance(gradient, Tensor):
+        return torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64)
+    norms = [like.new_zeros(()) if g is None else torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
+    return torch.stack(norms)
 
 
 def squares_of_dense(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -85,21 +85,45 @@ class Gradients:
             num_experts: E.
         """
         self.reduce()
-        experts = [
-            (layer, local(parameter.grad))
-            for layer in self._registry.layers
-            for parameter in self._registry.parameters(layer)
-            if parameter.grad is not None
-        ]
+        experts = [p.grad for p in self._registry.parameters() if p.grad is not None]
         dense = [p.grad for p in self._dense_parameters.values() if p.grad is not None]
-        slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
         squares = [
-            *squares_of_experts(experts, logical_of_rows_LH, num_experts, self._groups.rows, slices),
+            *self._squares_of_experts(logical_of_rows_LH, num_experts, lambda parameter: parameter.grad),
             *squares_of_dense(dense),
         ]
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
         norm = sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups).sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in [*(g for _, g in experts), *dense]:
+        for gradient in [*experts, *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
         return norm
+
+    @torch.no_grad()
+    def square_of_experts(
+        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> Tensor:
+        """The squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on
+        every rank and wherever experts stand. Collective.
+
+        Args:
+            logical_of_rows_LH, num_experts: as of `clip`.
+            gradient_of: what the host would take as the gradient of an expert parameter.
+        """
+        squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
+        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
+        return sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups)
+
+    def _squares_of_experts(
+        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> list[Tensor]:
+        gradients: list[tuple[int, Tensor | list[Tensor | None]]] = []
+        for layer in self._registry.layers:
+            for parameter in self._registry.by_expert(layer):
+                if isinstance(parameter, tuple):
+                    gradients.append((layer, [gradient_of(row) for row in parameter]))
+                    continue
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    gradients.append((layer, local(gradient)))
+        slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
+        return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups.rows, slices)

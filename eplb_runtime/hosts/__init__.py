@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
-from ..attaching.description import AttachError, HostModel, Stage, spread_of
+from ..attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
 from ..attaching.meeting import meet
 from ..attaching.sharding import shard_stage
 from ..balancer import Balancer
@@ -27,7 +28,7 @@ from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
-HOSTS = {"transformers": "transformers"}
+HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 """Room in here -> the extra that installs its framework; imported when a model is described."""
 
 
@@ -78,15 +79,12 @@ def attach(
     """
     config = config if config is not None else BalancerConfig()
     models = [model] if isinstance(model, nn.Module) else list(model)
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        optimizers = [] if optimizer is None else [optimizer]
-    else:
-        optimizers = list(optimizer)
+    given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
     given_twice = ranks is not None and ep_group is not None
     if ranks is None:
         ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
-    stages, problem = [], None
+    stages, optimizers, problem = [], [], None
     try:
         if given_twice:
             raise AttachError("give ep_group or ranks: ranks has the EP group, too")
@@ -95,6 +93,8 @@ def attach(
             Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
             for number, part, own in zip(numbers, models, _layers_of(models, layers), strict=False)
         ]
+        ranks = _ranks_of_hosts(ranks, stages)
+        optimizers = [_adapted(one, stages) for one in given if one is not None]
         on = device_of(stages, device)
     except Exception as error:
         problem = error
@@ -156,6 +156,28 @@ def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | 
     except GroupError as error:
         raise AttachError(str(error)) from None
     meet(everyone, what, config.timeout_seconds, problem, patient=True)
+
+
+def _ranks_of_hosts(ranks: Ranks, stages: Sequence[Stage]) -> Ranks:
+    """What ``attach`` was told, and what frameworks know that have spread their experts themselves."""
+    for known in (stage.host.ranks for stage in stages if stage.host.ranks is not None):
+        for what in ("ep", "gradient_divisor"):
+            said, is_so = getattr(ranks, what), getattr(known, what)
+            if said is not None and is_so is not None and said != is_so:
+                raise AttachError(f"attach was given {what}={said}, and the model was made with {is_so}: leave it out")
+        ranks = replace(
+            ranks, ep=ranks.ep or known.ep, gradient_divisor=ranks.gradient_divisor or known.gradient_divisor
+        )
+    return ranks
+
+
+def _adapted(optimizer: Any, stages: Sequence[Stage]) -> AnyOptimizer:
+    adapt = next((stage.host.optimizer for stage in stages if stage.host.optimizer is not None), None)
+    if adapt is not None:
+        return adapt(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
+    return optimizer
 
 
 def _layers_of(

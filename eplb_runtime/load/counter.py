@@ -67,6 +67,12 @@ class LoadCounter:
         ids = ids.reshape(-1)
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
 
+    def count_chosen(self, layer: int, chosen_TE: Tensor, real_T: Tensor | None = None) -> None:
+        """As `count`, of choices that are given as bool ``[T, E]``: whether a token goes to a logical expert."""
+        if real_T is not None:
+            chosen_TE = chosen_TE & real_T[:, None]
+        self.counts[layer].add_(chosen_TE.sum(dim=0))
+
     def advance(self) -> None:
         """Close a step: its counts go into the history."""
         if self._steps == self._buckets.shape[0] * self.steps_per_bucket:

@@ -103,7 +103,7 @@ class Exchanger:
             np.add.at(arriving, of_layer[comes, 0], record_format.nbytes)
             np.add.at(leaving, of_layer[goes, 0], packed_bytes(runs))
             aside = max(aside, *(part.nbytes for part in record_format.fields))
-            direct = [part.source.tensor for _, _, part in runs if part is not None]
+            direct = [tensor for _, _, part in runs if part is not None for tensor in part.source.memory]
             regions += [as_bytes(tensor) for tensor in direct if tensor.is_contiguous()]
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))

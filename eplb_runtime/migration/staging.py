@@ -55,8 +55,7 @@ def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
     runs: list[Run] = []
     packed_from = None
     for field in record_format.fields:
-        tensor = field.source.tensor
-        if field.nbytes >= DIRECT_BYTES and tensor.device == device and tensor[:1].is_contiguous():
+        if field.nbytes >= DIRECT_BYTES and _can_send_rows(field, device):
             if packed_from is not None:
                 runs.append((packed_from, field.offset, None))
                 packed_from = None
@@ -66,6 +65,12 @@ def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
     if packed_from is not None:
         runs.append((packed_from, record_format.nbytes, None))
     return runs
+
+
+def _can_send_rows(field: RowField, device: torch.device) -> bool:
+    """Whether each of its rows lies in one piece, where messages are."""
+    rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
+    return all(row.device == device and row.is_contiguous() for row in rows)
 
 
 def packed_bytes(runs: Sequence[Run]) -> int:

@@ -50,6 +50,10 @@ class SlotTable:
         """Physical slot of each choice, int64 ``[T, K]``."""
         return self._home_LE[layer][topk_ids_TK]
 
+    def logical_of_slots(self, layer: int) -> Tensor:
+        """int64 ``[E]``: the logical expert in each slot, in the order of the slots; the memory stays."""
+        return self._logical_LRH[layer].flatten()
+
     def logical_of_rows(self, rank: int) -> Tensor:
         """int64 ``[L, E/R]``: the logical expert in each home slot of an EP rank."""
         return self._logical_LRH[:, rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,16 @@ from examples import FOLDER
 
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
 PIPELINE = ["pipeline.py", "--steps", "8"]
+MEGATRON = pytest.param(
+    ["megatron_gpt.py", "--steps", "6"],
+    marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+)
 
 
 @pytest.mark.parametrize(
-    "command", [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER, PIPELINE], ids=str
+    "command",
+    [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER, PIPELINE, MEGATRON],
+    ids=str,
 )
 def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     name, *options = [part.format(folder=tmp_path) for part in command]

@@ -1,0 +1,171 @@
+"""Where a Megatron model has its experts, and what of its settings the balancer cannot follow."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
+from torch import nn
+
+from ...attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
+from ...config import BalancerConfig
+from ...ranks import Ranks
+from .layer import install, keeps_every_bit
+from .optimizers import adapt
+
+logger = logging.getLogger("eplb_runtime")
+
+_OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\d+)()"))
+"""``local_experts.3.linear_fc1.weight`` of SequentialMLP, ``linear_fc1.weight3`` of TEGroupedMLP."""
+
+
+def describe(model: nn.Module) -> HostModel:
+    """The MoE layers of a Megatron model: as ``get_model`` gives it, or bare.
+
+    Raises:
+        AttachError: it cannot be balanced.
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
+    for name, module in found:
+        _check_layer(name, module)
+    _warn_of_order([(name, module) for name, module in found if not keeps_every_bit(module)])
+    layers = tuple(_describe_layer(name, module) for name, module in found)
+    wrapped = _is_wrapped(model, layers)
+    if layers and wrapped and not hasattr(model, "ddp_config"):
+        raise AttachError(
+            f"the experts' gradients are in buffers of Megatron's DistributedDataParallel, and the model given is a "
+            f"{type(model).__name__} inside it: attach the DistributedDataParallel that get_model gives"
+        )
+    return HostModel(
+        layers,
+        lambda tokens: None,
+        lambda: model.register_forward_pre_hook(lambda *_: None),
+        lambda module: None,
+        ranks=_ranks(found, wrapped),
+        optimizer=partial(adapt, layers, wrapped),
+        dense_is_equal=_dense_is_equal(model),
+        refuses=partial(_refuses, layers, wrapped),
+    )
+
+
+def _is_wrapped(model: nn.Module, layers: Sequence[MoELayer]) -> bool:
+    """Whether gradients go to buffers of Megatron's own."""
+    found = {hasattr(layer.parameter(name), "main_grad") for layer in layers for name in layer.parameters}
+    if len(found) > 1:
+        raise AttachError(
+            f"some experts of {type(model).__name__} have gradient buffers (main_grad) and some have none"
+        )
+    return found == {True}
+
+
+def _dense_is_equal(model: nn.Module) -> bool:
+    """With tensor parallelism ranks hold parts; with overlap_param_gather parts come late, in the next forward."""
+    ddp = getattr(model, "ddp_config", None)
+    return parallel_state.get_tensor_model_parallel_world_size() == 1 and not getattr(
+        ddp, "overlap_param_gather", False
+    )
+
+
+def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
+    if not found:
+        return None
+    groups = {tuple(dist.get_process_group_ranks(module.ep_group)) for _, module in found}
+    if len(groups) > 1:
+        raise AttachError(f"the MoE layers have different expert-parallel groups: {sorted(map(list, groups))}")
+    return Ranks(ep=groups.pop(), gradient_divisor=1 if wrapped else None)
+
+
+def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
+    if config.replica_slots:
+        return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
+    if wrapped and config.dense_gradients == "allreduce":
+        return "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
+    if wrapped and config.move_gradients:
+        return "move_gradients=True with Megatron: gradients are in its buffers, which do not move; leave it False"
+    if not wrapped and parallel_state.get_tensor_model_parallel_world_size() > 1:
+        return (
+            "tensor parallelism needs Megatron's own reduction of gradients: wrap the model in its "
+            "DistributedDataParallel, and give attach its optimizer"
+        )
+    return ""
+
+
+def _check_layer(name: str, module: nn.Module) -> None:
+    """What is asked is whether columns can change places, and whether experts are whole on their rank."""
+    if not isinstance(module, MegatronLayer):
+        raise AttachError(f"{name} is a {type(module).__name__}, no MoELayer: how it routes tokens is not known")
+    config = module.config
+    refused = {
+        "CUDA graphs (cuda_graph_impl)": getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+        or getattr(config, "enable_cuda_graph", False)
+        or getattr(config, "external_cuda_graph", False),
+        "fp8 or fp4": bool(config.fp8 or config.fp4),
+        "pipeline stages (pipeline_model_parallel_size > 1)": config.pipeline_model_parallel_size > 1,
+        "expert tensor parallelism": (config.expert_tensor_parallel_size or 1) > 1,
+    }
+    for what, there in refused.items():
+        if there:
+            raise AttachError(f"{name}: Megatron with {what} is not supported yet")
+    if config.moe_pad_expert_input_to_capacity:
+        raise AttachError(
+            f"{name}: moe_pad_expert_input_to_capacity gives every expert equally many rows: nothing to balance"
+        )
+    first = module.ep_group.rank() * module.num_local_experts
+    if list(module.local_expert_indices) != list(range(first, first + module.num_local_experts)):
+        raise AttachError(f"{name} holds the experts {list(module.local_expert_indices)}, not {first} and following")
+
+
+def _warn_of_order(layers: Sequence[tuple[str, Any]]) -> None:
+    if layers and dist.get_rank() == 0:
+        name, module = layers[0]
+        logger.warning(
+            "%s and %d other layers: the %s dispatcher sums the results of a token's %d experts in an order that "
+            "depends on where they stand: with experts moved, training is equal to rounding, not to the bit",
+            name,
+            len(layers) - 1,
+            module.config.moe_token_dispatcher_type,
+            module.config.moe_router_topk,
+        )
+
+
+def _describe_layer(name: str, module: Any) -> MoELayer:
+    experts, count = module.experts, module.num_local_experts
+    slots = _slots(f"{name}.experts", experts, count)
+    mark_spread(experts, Spread(count, "", tuple(dist.get_process_group_ranks(module.ep_group))))
+    return MoELayer(
+        name=f"{name}.experts",
+        experts=experts,
+        num_experts=module.config.num_moe_experts,
+        parameters=tuple(own for of_slots in slots.values() for own in of_slots),
+        compute=None,
+        install=partial(install, module),
+        slots=slots,
+    )
+
+
+def _slots(name: str, experts: nn.Module, count: int) -> dict[str, tuple[str, ...]]:
+    """Names of the tensors of each slot, by what they are to an expert; every tensor must be one expert's."""
+    found: dict[str, dict[int, str]] = {}
+    for own, _ in experts.named_parameters():
+        matches = [match for pattern in _OF_A_SLOT if (match := pattern.fullmatch(own)) is not None]
+        if not matches:
+            found[own] = {}
+            continue
+        head, slot, tail = matches[0].groups()
+        found.setdefault(f"{head}*{tail}", {})[int(slot)] = own
+    buffers = [own for own, buffer in experts.named_buffers() if isinstance(buffer, torch.Tensor)]
+    odd = [what for what, of_slots in found.items() if sorted(of_slots) != list(range(count))] + buffers
+    if odd or not found:
+        raise AttachError(
+            f"{name} ({type(experts).__name__}) must hold one tensor of each kind for each of its {count} experts, as "
+            f"SequentialMLP and TEGroupedMLP do, and nothing else; it has {odd[0] if odd else 'none'}"
+        )
+    return {what: tuple(of_slots[slot] for slot in range(count)) for what, of_slots in found.items()}

@@ -1,0 +1,105 @@
+"""A Megatron MoE layer whose columns change places between its router and its dispatcher.
+
+Everything before is in logical ids: the router, its bias, its losses, its counters, the capacity of an expert.
+Everything after believes that slot p is expert p. Its distributed checkpoints are put right in `sharded_state.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layer import HostDispatchedLayer
+from .sharded_state import save_by_logical_expert
+
+EXACT_BY_ITSELF = 2
+"""Experts a token: the sum of two does not depend on their order."""
+
+
+def keeps_every_bit(module: Any) -> bool:
+    """Whether the layer gives the same bits wherever experts stand: a token's results are added in logical order."""
+    return module.config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(module)
+
+
+def _can_reorder(module: Any) -> bool:
+    config = module.config
+    return (
+        config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
+    )
+
+
+def install(module: Any, columns: HostDispatchedLayer) -> None:
+    """Let a layer route by where experts stand, and save by which they are.
+
+    Args:
+        module: Megatron's `MoELayer`.
+    """
+    in_order = _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and _can_reorder(module) else None
+    own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
+    num_experts = module.config.num_moe_experts
+    padding: list[Tensor | None] = [None]
+
+    def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+        padding[0] = padding_mask  # the router's: True is padding
+        return own_route(hidden_states, padding_mask)
+
+    def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
+            raise RuntimeError(
+                f"the router gives a map {list(routing_map.shape)} of {routing_map.dtype} and weights "
+                f"{list(probs.shape)}: bool [tokens, {num_experts}] and [tokens, {num_experts}] are expected"
+            )
+        mask, padding[0] = padding[0], None
+        real_T = None if mask is None else ~mask.reshape(-1)
+        chosen, weights = columns(hidden_states, routing_map, probs, real_T)
+        rows, permuted = own_preprocess(hidden_states, weights, chosen)
+        if in_order is not None:
+            rows = in_order.rows(hidden_states, routing_map, chosen, columns.logical_of_slots)
+        return rows, permuted
+
+    def postprocess(output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        if in_order is not None:
+            output = in_order.back(output, module.token_dispatcher)
+        result: Tensor = own_postprocess(output, shared_expert_output)
+        return result
+
+    module.route, module.preprocess, module.postprocess = route, preprocess, postprocess
+    save_by_logical_expert(module, lambda: columns.logical_of_slots)
+
+
+@dataclass
+class _LogicalOrder:
+    """Between the order of slots, in which rows travel, and that of logical experts, in which a token's are added.
+
+    Megatron's permutation would add them, and in the backward pass their gradients, in the order of slots.
+    """
+
+    tokens_N: Tensor | None = None
+    back_N: Tensor | None = None
+
+    def rows(self, hidden: Tensor, logical_TE: Tensor, slots_TP: Tensor, logical_of_slots: Tensor) -> Tensor:
+        """What travels, ``[N, D]``: the rows that Megatron has made, by way of the logical order.
+
+        Args:
+            hidden: ``[..., D]``, the tokens.
+            logical_TE, slots_TP: bool, by logical expert and by slot.
+        """
+        chosen_ET = logical_TE.T.contiguous()
+        tokens = torch.arange(chosen_ET.shape[1], device=chosen_ET.device)
+        self.tokens_N = tokens.expand_as(chosen_ET).masked_select(chosen_ET)
+        position_ET = chosen_ET.flatten().cumsum(0).sub_(1).view_as(chosen_ET)
+        there_N = position_ET.index_select(0, logical_of_slots).masked_select(slots_TP.T)
+        self.back_N = torch.empty_like(there_N)
+        self.back_N[there_N] = torch.arange(len(there_N), device=there_N.device)
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, self.tokens_N).index_select(0, there_N)
+
+    def back(self, output_ND: Tensor, dispatcher: Any) -> Tensor:
+        """What has come back, in logical order; the dispatcher is told whose rows these are."""
+        assert self.back_N is not None
+        dispatcher.reversed_local_input_permutation_mapping = self.tokens_N
+        output_ND = output_ND.index_select(0, self.back_N)
+        self.tokens_N = self.back_N = None
+        return output_ND

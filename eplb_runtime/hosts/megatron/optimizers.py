@@ -1,0 +1,243 @@
+"""Megatron's optimizers: where they keep what belongs to an expert, and how a step begins, clips and ends.
+
+A distributed optimizer keeps a range of a flat buffer on each rank. Where no other rank holds the same experts, that
+range has each expert whole, and its own accessor gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from torch import Tensor
+
+from ...attaching.description import AnyOptimizer, AttachError, MoELayer
+
+BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
+"""Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""
+
+Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
+
+
+def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptimizer:
+    """What attaching can use of an optimizer.
+
+    Args:
+        layers: of the model.
+        wrapped: whether gradients go to Megatron's own buffers.
+
+    Raises:
+        AttachError: it cannot be used.
+    """
+    experts = {
+        id(layer.parameter(name)): (f"{layer.name}.{name}", layer.parameter(name))
+        for layer in layers
+        for name in layer.parameters
+    }
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if wrapped and experts:
+            raise AttachError(
+                f"a {type(optimizer).__name__} of torch's sees no gradients of Megatron's DistributedDataParallel, "
+                "which keeps them in buffers: make the optimizer by get_megatron_optimizer"
+            )
+        return optimizer
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise AttachError(f"a {type(optimizer).__name__} is neither an optimizer of torch's nor of Megatron's")
+    if not wrapped and experts:
+        raise AttachError("Megatron's optimizers need its DistributedDataParallel around the model: wrap it first")
+    return StepByMegatron(optimizer, dict(experts.values()))
+
+
+class StepByMegatron:
+    """An `attaching.description.HostOptimizer`.
+
+    Args:
+        optimizer: as the training loop has it.
+        experts: the expert parameters of the model, by name.
+
+    Raises:
+        AttachError: it keeps state that cannot be reached in place.
+    """
+
+    def __init__(self, optimizer: Any, experts: Mapping[str, torch.nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._experts = dict(experts)
+        self._leaf_of: dict[int, Any] = {}
+        for leaf in _leaves(optimizer):
+            held = _held(leaf)
+            mine = {name: parameter for name, parameter in self._experts.items() if id(parameter) in held}
+            if mine:
+                _check_leaf(leaf, mine)
+            self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
+        for name, parameter in self._experts.items():
+            if parameter.requires_grad and id(parameter) not in self._leaf_of:
+                raise AttachError(_elsewhere(name, 0, parameter))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": [p for p in self._experts.values() if id(p) in self._leaf_of]}]
+
+    @property
+    def inside(self) -> list[torch.optim.Optimizer]:
+        return [leaf.optimizer for leaf in self._leaves_of_experts()]
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
+        leaf = self._leaf_of.get(id(parameter))
+        if leaf is None:
+            return {}
+        if isinstance(leaf, DistributedOptimizer):
+            kept = dict(leaf._get_main_param_and_optimizer_states(parameter))
+        else:
+            main = _main_of(leaf, parameter)
+            kept = {"param": main, **leaf.optimizer.state.get(main, {})}
+        if kept["param"].data_ptr() == parameter.data_ptr():
+            del kept["param"]
+        return kept
+
+    def join(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        square_of_experts: Square,
+        has_moved: Callable[[], bool],
+    ) -> Joined:
+        optimizer = self._optimizer
+        step, leaves = optimizer.step, list(_leaves(optimizer))
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = step(*args, **kwargs)
+            after()
+            return result
+
+        joined = Joined()
+        joined.put(optimizer, "step", stepped)
+        of_experts = self._leaves_of_experts()
+        if self._are_apart(of_experts) and isinstance(optimizer, ChainedOptimizer):
+
+            def norm() -> float:
+                others = [leaf.get_grad_norm() for leaf in leaves if all(leaf is not one for one in of_experts)]
+                square = float(square_of_experts(self._gradient_of))
+                return math.sqrt(square + sum(float(one) ** 2 for one in others if one))
+
+            joined.put(optimizer, "get_grad_norm", norm)
+        for leaf in of_experts:
+            if isinstance(leaf, DistributedOptimizer):
+                joined.put(leaf, "sharded_state_dict", _refusing_buckets(leaf.sharded_state_dict, has_moved))
+        return joined
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        leaf = self._leaf_of.get(id(parameter))
+        if leaf is None:
+            return None
+        if isinstance(leaf, DistributedOptimizer):
+            main = leaf._get_main_param_and_optimizer_states(parameter)["param"]
+        else:
+            main = _main_of(leaf, parameter)
+        gradient: Tensor | None = main.grad
+        return gradient
+
+    def _leaves_of_experts(self) -> list[Any]:
+        return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
+
+    def _are_apart(self, leaves: Sequence[Any]) -> bool:
+        """Whether these step experts and nothing else."""
+        held = set().union(*(_held(leaf) for leaf in leaves)) if leaves else set()
+        return held == set(self._leaf_of)
+
+
+class Joined:
+    """What stands in the place of methods, until it is removed."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[Any, str]] = []
+
+    def put(self, thing: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(thing, name, method)
+        self._put.append((thing, name))
+
+    def remove(self) -> None:
+        for thing, name in self._put:
+            vars(thing).pop(name, None)
+        self._put.clear()
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    if isinstance(optimizer, ChainedOptimizer):
+        for one in optimizer.chained_optimizers:
+            yield from _leaves(one)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
+
+
+def _held(leaf: Any) -> set[int]:
+    """Ids of the model's parameters that an optimizer steps here."""
+    if isinstance(leaf, DistributedOptimizer):
+        return {id(parameter) for parameter in leaf.model_param_group_index_map}
+    if isinstance(leaf, Float16OptimizerWithFloat16Params):
+        groups = [*leaf.float16_groups, *leaf.fp32_from_fp32_groups]
+        return {id(parameter) for group in groups for parameter in group}
+    if isinstance(leaf, FP32Optimizer):
+        return {id(parameter) for group in leaf.optimizer.param_groups for parameter in group["params"]}
+    raise AttachError(
+        f"Megatron's {type(leaf).__name__} is not supported: what it keeps for an expert cannot be reached; use "
+        "optimizer='adam' or 'sgd', distributed or not"
+    )
+
+
+def _main_of(leaf: Any, parameter: Tensor) -> Tensor:
+    """What a not distributed optimizer steps in the place of a parameter."""
+    main: Tensor = getattr(parameter, "main_param", parameter)
+    return main if isinstance(leaf, Float16OptimizerWithFloat16Params) else parameter
+
+
+def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
+    config = leaf.config
+    if getattr(config, "use_precision_aware_optimizer", False) or getattr(config, "optimizer_cpu_offload", False):
+        raise AttachError(
+            "use_precision_aware_optimizer and optimizer_cpu_offload keep expert state where it cannot be moved in "
+            "place: leave them out"
+        )
+    for name, parameter in experts.items():
+        if isinstance(leaf, DistributedOptimizer):
+            main = leaf._get_main_param_and_optimizer_states(parameter)["param"]
+        else:
+            main = _main_of(leaf, parameter)
+        if main.numel() != parameter.numel():
+            raise AttachError(_elsewhere(name, main.numel(), parameter))
+
+
+def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
+    return (
+        f"the optimizer keeps {here} of the {parameter.numel()} numbers of {name} on this rank: a distributed one "
+        "splits experts over ranks that hold the same; use_distributed_optimizer=False, or spread the experts over all "
+        "data-parallel ranks"
+    )
+
+
+def _refusing_buckets(own: Callable[..., Any], has_moved: Callable[[], bool]) -> Callable[..., Any]:
+    def sharded_state_dict(
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
+        if way in BUCKETS and has_moved():
+            raise RuntimeError(
+                f"the distributed optimizer's state would be saved by place ({way}), and experts have moved: save it "
+                "by parameter (distrib_optim_sharding_type 'fully_reshardable')"
+            )
+        return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
+
+    return sharded_state_dict

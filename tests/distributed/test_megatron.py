@@ -1,0 +1,339 @@
+"""Megatron-Core's own code - GPT, MoE layers, DistributedDataParallel, optimizers, checkpoints - with moving experts.
+
+On a CPU, by the answers of ``launch/examples/megatron_cpu.py`` to what it asks of CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from examples import FOLDER, load_example
+from ranks import run_ranks
+from torch import Tensor
+
+import eplb_runtime as eplb
+from eplb_runtime.hosts import AttachError
+from eplb_runtime.layer import HostDispatchedLayer
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+)
+STEPS, LENGTH = 4, 16
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+WAYS: dict[str, dict[str, Any]] = {
+    "torch, three experts a token": {"wrap": None, "bf16": False, "moe_router_topk": 3},
+    "distributed optimizer, all-gather": {
+        "wrap": {"overlap": True},
+        "moe_token_dispatcher_type": "allgather",
+        **BIASED,
+        **LOSSES,
+    },
+    "optimizer of float16, shared experts": {
+        "wrap": {"distributed": False},
+        "moe_router_topk": 3,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "grouped experts": {"wrap": {}, "grouped": True},
+}
+
+
+def example() -> ModuleType:
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    ours = load_example("megatron_gpt")
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    return ours
+
+
+class GroupedLinear(torch.nn.Module):
+    """In the place of TransformerEngine's, which needs CUDA: its parameters, and one product for each expert."""
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.zeros(output_size, input_size, dtype=config.params_dtype))
+            weight.allreduce = False
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        pairs = zip(rows.split(counts), self.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(mine, weight) for mine, weight in pairs]), None
+
+
+def grouped_spec() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False, normalization="LayerNorm")
+    linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+    return spec
+
+
+def config(move: bool) -> eplb.BalancerConfig:
+    return eplb.BalancerConfig(interval=1, lag=0, gate="always", policy="incremental" if move else "static")
+
+
+def make(
+    wrap: dict[str, bool] | None, move: bool, grouped: bool = False, **options: Any
+) -> tuple[Any, Any, eplb.Balancer]:
+    ours = example()
+    model = ours.model_of(spec=grouped_spec() if grouped else None, **options)
+    if wrap is not None:
+        ddp, optimizer = ours.wrapped(model, **wrap)
+        balancer = eplb.attach([ddp], optimizer, config=config(move))
+    else:
+        ddp, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = eplb.BalancerConfig(**{**vars(config(move)), "dense_gradients": "allreduce"})
+        balancer = eplb.attach(model, optimizer, config=settings)
+    if move:
+        balancer._wait_until_compiled()
+        balancer._plan_with(plan_shuffle)
+    return ddp, optimizer, balancer
+
+
+def train(model: Any, optimizer: Any, balancer: eplb.Balancer, steps: range) -> list[Any]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return example().train(model, optimizer, steps)
+    seen = []
+    for step in steps:
+        loss = example().loss_of(model, step)
+        loss.backward()
+        norm = balancer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), norm.item()))
+    return seen
+
+
+def state_of(balancer: eplb.Balancer, model: Any) -> dict[Any, Tensor]:
+    """Weights, masters and optimizer state of this rank's experts by logical number, and all other weights."""
+    of_experts = {
+        (layer, kept.name, expert): kept.row(slot).detach().clone()
+        for layer in balancer._registry.layers
+        for kept in balancer._registry.of_home(layer)
+        for slot, expert in enumerate(balancer._home_experts(layer))
+    }
+    others = {
+        name: tensor.detach().clone()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if ".experts." not in name and torch.is_tensor(tensor)
+    }
+    return {**of_experts, **others}
+
+
+def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambda _: None) -> tuple[Any, ...]:
+    """Losses and norms, state, how many experts moved, and what was counted in each step."""
+    model, optimizer, balancer = make(move=move, **WAYS[way])
+    spoil(balancer)
+    counted, advance = [], balancer._counter.advance
+
+    def close_step() -> None:
+        counted.append(balancer._counted.tolist())
+        advance()
+
+    balancer._counter.advance = close_step
+    seen = train(model, optimizer, balancer, range(STEPS))
+    moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
+    state = state_of(balancer, model)
+    balancer.close()
+    return seen, state, moved, counted
+
+
+def forget_state(balancer: eplb.Balancer) -> None:
+    """Experts leave what their optimizer keeps behind."""
+    balancer._registry._optimizers.clear()
+
+
+def forget_columns(balancer: eplb.Balancer) -> None:
+    """Tokens go where experts once stood."""
+    for layer in balancer._layers:
+        assert isinstance(layer, HostDispatchedLayer)
+        layer._table = type("", (), {"logical_of_slots": lambda *_: torch.arange(example().EXPERTS), "epoch": 0})()
+
+
+def everything(rank: int, folder: str) -> dict[str, Any]:
+    example()
+    results: dict[str, Any] = {}
+    for way in WAYS:
+        results[f"{way}, static"] = trained(way, move=False)
+        results[f"{way}, moving"] = trained(way, move=True)
+    first, second, *_ = WAYS
+    results["control: state"] = trained(second, True, forget_state)
+    results["control: columns"] = trained(first, True, forget_columns)
+    results["refused"] = refusals()
+    results["saved"] = saved_and_loaded(Path(folder))
+    return results
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    ours = example()
+
+    def expect(what: str, call: Callable[[], Any], kind: type[Exception]) -> None:
+        try:
+            call()
+            said[what] = ""
+        except kind as error:
+            said[what] = str(error)
+
+    def attach(**options: Any) -> None:
+        wrap = options.pop("wrap", None)
+        settings = options.pop("settings", {})
+        model = ours.model_of(**options)
+        if wrap is None:
+            optimizer: Any = torch.optim.AdamW(model.parameters())
+        else:
+            model, optimizer = ours.wrapped(model, **wrap)
+        eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings))
+
+    expect("copies", lambda: attach(settings={"replica_slots": 1}), AttachError)
+    expect("padded", lambda: attach(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True), AttachError)
+    expect("averaged twice", lambda: attach(wrap={}, settings={"dense_gradients": "allreduce"}), AttachError)
+    model, optimizer = ours.wrapped(ours.model_of())
+    expect("torch's optimizer", lambda: eplb.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)), AttachError)
+    expect("inside", lambda: eplb.attach(model.module, optimizer), AttachError)
+    balancer = eplb.attach([model], optimizer, config=config(True))
+    expect("clip", lambda: balancer.clip_grad_norm_(1.0), RuntimeError)
+    expect("two at once", lambda: balancer.at_once(lambda: 1, lambda: 2), RuntimeError)
+    expect("logical_state_dict", lambda: eplb.logical_state_dict(model), ValueError)
+    ours.loss_of(model, 0).backward()
+    expect("rebalance", balancer.rebalance, RuntimeError)
+    balancer.close()
+    return said
+
+
+def saved_and_loaded(folder: Path) -> dict[str, Any]:
+    """Saved while balanced, in the middle; loaded by a model without us, and by one whose experts stand elsewhere."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    def save(state: dict[str, Any], to: Path) -> None:
+        """Megatron writes by processes of its own, which ranks of these tests may not start otherwise."""
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        dist_checkpointing.save(state, str(to))
+        if filesystem_async._results_queue is not None:
+            filesystem_async._results_queue._manager.shutdown()
+
+    # With the distributed optimizer 0.16.1 loads only what TransformerEngine's or Apex's Adam keeps, also without us.
+    way = WAYS["optimizer of float16, shared experts"]
+
+    def sharded(model: Any, optimizer: Any, loading: bool, **metadata: Any) -> dict[str, Any]:
+        metadata.setdefault("singleton_local_shards", False)
+        of_model = model.module.sharded_state_dict(metadata=metadata)
+        of_optimizer = optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=metadata)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    def load(model: Any, optimizer: Any) -> None:
+        state = dist_checkpointing.load(sharded(model, optimizer, True), str(folder))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    model, optimizer, balancer = make(move=True, **way)
+    train(model, optimizer, balancer, range(2))
+    save(sharded(model, optimizer, False), folder)
+    plain = model.state_dict()
+    balancer.close()
+    options = {key: value for key, value in way.items() if key != "wrap"}
+    model, optimizer = example().wrapped(example().model_of(**options), **way["wrap"])
+    example().train(model, optimizer, range(1))  # Megatron loads what has stepped; all of it is overwritten
+    load(model, optimizer)
+    alone = example().train(model, optimizer, range(2, STEPS))
+    model, optimizer, balancer = make(move=True, **way)
+    train(model, optimizer, balancer, range(1))
+    there = balancer.placement.physical_to_logical.tolist()
+    of_another = ""
+    try:
+        model.load_state_dict(plain)
+    except RuntimeError as error:
+        of_another = str(error)
+    load(model, optimizer)
+    elsewhere = example().train(model, optimizer, range(2, STEPS))
+    balancer.close()
+    model, optimizer, balancer = make(move=True, wrap={})
+    train(model, optimizer, balancer, range(1))
+    by_place = ""
+    sharded(model, optimizer, False, distrib_optim_sharding_type="fully_reshardable")
+    try:
+        sharded(model, optimizer, False, distrib_optim_sharding_type="dp_reshardable")
+    except RuntimeError as error:
+        by_place = str(error)
+    balancer.close()
+    dist.barrier()
+    return {"alone": alone, "elsewhere": elsewhere, "there": there, "by place": by_place, "plain": of_another}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, everything, str(tmp_path_factory.mktemp("megatron")))
+
+
+def whole(results: list[dict[str, Any]], key: str) -> dict[Any, Tensor]:
+    return {**results[0][key][1], **results[1][key][1]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_moving_experts_changes_no_bit(results: list[dict[str, Any]], way: str) -> None:
+    for of_rank in results:
+        static, moving = of_rank[f"{way}, static"], of_rank[f"{way}, moving"]
+        assert static[2] == 0 < moving[2]
+        assert moving[0] == static[0]
+    static, moving = whole(results, f"{way}, static"), whole(results, f"{way}, moving")
+    assert static.keys() == moving.keys()
+    assert any("exp_avg_sq" in str(key) for key in static) and len({key[2] for key in static if len(key) == 3}) == 8
+    assert [key for key in static if not torch.equal(static[key], moving[key])] == []
+
+
+@pytest.mark.parametrize("control", ["state", "columns"])
+def test_control_what_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
+    first, second, *_ = WAYS
+    way = second if control == "state" else first
+    assert results[0][f"control: {control}"][0] != results[0][f"{way}, static"][0]
+
+
+def test_choices_are_counted_by_logical_expert(results: list[dict[str, Any]]) -> None:
+    for way, settings in WAYS.items():
+        counted = results[0][f"{way}, moving"][3]
+        assert counted == results[0][f"{way}, static"][3]
+        of_a_layer = 2 * LENGTH * settings.get("moe_router_topk", 2)
+        assert torch.tensor(counted).sum(dim=-1).tolist() == [[of_a_layer] * 2] * STEPS
+
+
+def test_checkpoints_are_in_logical_order(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        static, saved = of_rank["optimizer of float16, shared experts, static"][0], of_rank["saved"]
+        # Without us the norm is Megatron's own, of one sum in float32.
+        assert saved["alone"][0][0] == static[2][0]
+        for alone, balanced in zip(saved["alone"], static[2:], strict=True):
+            assert alone == pytest.approx(balanced, rel=1e-3)
+        assert saved["elsewhere"] == static[2:]
+        assert saved["there"] != [sorted(row) for row in saved["there"]]
+        assert "dp_reshardable" in saved["by place"] and "state dict" in saved["plain"]
+
+
+def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -> None:
+    said = results[0]["refused"]
+    assert "replica_slots" in said["copies"] and "nothing to balance" in said["padded"]
+    assert (
+        "averages gradients itself" in said["averaged twice"] and "get_megatron_optimizer" in said["torch's optimizer"]
+    )
+    assert "attach the DistributedDataParallel" in said["inside"]
+    assert "optimizer" in said["clip"] and "carries tokens itself" in said["two at once"]
+    assert "its own checkpoints" in said["logical_state_dict"] and "optimizer's step" in said["rebalance"]

@@ -1,0 +1,54 @@
+"""Megatron-Core as it is meant to run: on GPUs, with its distributed optimizer; one rank a GPU, two that share one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+from device import NCCL, device_of, use
+from examples import FOLDER, load_example
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+    ),
+]
+
+
+def trained(rank: int, move: bool, top_k: int) -> tuple[list[Any], int]:
+    use(device_of(rank))
+    sys.path.insert(0, str(FOLDER))
+    ours = load_example("megatron_gpt")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(0)
+    model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=top_k).cuda(), overlap=True)
+    policy = "incremental" if move else "static"
+    balancer = eplb.attach(
+        [model], optimizer, config=eplb.BalancerConfig(interval=1, lag=0, gate="always", policy=policy)
+    )
+    if move:
+        balancer._wait_until_compiled()
+        balancer._plan_with(plan_shuffle)
+    seen = ours.train(model, optimizer, range(4))
+    moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
+    balancer.close()
+    torch.cuda.synchronize()
+    return seen, moved
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_moving_experts_changes_no_bit(top_k: int) -> None:
+    static, moving = (run_ranks(2, trained, move, top_k, backend=NCCL, start_method="spawn") for move in (False, True))
+    for (losses, none), (same, moved) in zip(static, moving, strict=True):
+        assert none == 0 < moved and losses == same

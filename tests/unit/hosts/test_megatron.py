@@ -1,0 +1,129 @@
+"""What the Megatron host reads of Megatron's modules, optimizers and sharded state; one process, no groups."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from eplb_runtime.attaching.description import AttachError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+)
+
+
+class Experts(nn.Module):
+    """Parameters by any names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            inside = self
+            *path, own = name.split(".")
+            for part in path:
+                if part not in inside._modules:
+                    inside.add_module(part, nn.Module())
+                inside = inside._modules[part]
+            inside.register_parameter(own, nn.Parameter(torch.zeros(2)))
+
+
+def slots(*names: str) -> dict[str, tuple[str, ...]]:
+    from eplb_runtime.hosts.megatron.describe import _slots
+
+    return _slots("layer.experts", Experts(*names), 2)
+
+
+def test_each_slot_has_one_tensor_of_each_kind() -> None:
+    one_by_one = [f"local_experts.{slot}.linear_fc{n}.weight" for slot in (1, 0) for n in (1, 2)]
+    assert slots(*one_by_one) == {
+        f"local_experts.*.linear_fc{n}.weight": tuple(f"local_experts.{slot}.linear_fc{n}.weight" for slot in (0, 1))
+        for n in (1, 2)
+    }
+    grouped = [f"linear_fc1.{kind}{slot}" for slot in (0, 1) for kind in ("weight", "bias")]
+    assert slots(*grouped) == {
+        f"linear_fc1.{kind}*": (f"linear_fc1.{kind}0", f"linear_fc1.{kind}1") for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("weight1", "weight2"), ("linear.weight0",), ("linear.weight0", "linear.weight1", "scale"), ()],
+    ids=["GroupedMLP", "one is missing", "one for all", "none"],
+)
+def test_experts_that_are_kept_otherwise_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(AttachError, match="SequentialMLP and TEGroupedMLP"):
+        slots(*names)
+
+
+def part(key: str, slot: int, of: int = 4) -> Any:
+    """A tensor ``[layers 3, experts, 2]`` of the layer 1, as Megatron makes it."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 1, 3), (1, slot, of), prepend_axis_num=2)
+
+
+def test_parts_of_tensors_are_renumbered_also_those_that_a_factory_makes_later() -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+    from eplb_runtime.hosts.megatron.sharded_state import _placed
+
+    logical = {2: 0, 3: 2}
+    assert _placed(part("experts.weight", 3), 1, logical).global_offset == (1, 2, 0)
+    extra = ShardedObject("experts._extra_state", None, (3, 4), (1, 2))
+    assert _placed(extra, 1, logical).global_offset == (1, 0)
+    made = ShardedTensorFactory(
+        "weight", torch.zeros(4), lambda key, *_: [part(f"{key}_w", 2), part(key, 3)], torch.cat
+    )
+    built = _placed(made, 1, logical).build_fn("exp_avg.weight", torch.zeros(4), 0, None)
+    assert [(one.key, one.global_offset[1]) for one in built] == [("exp_avg.weight_w", 0), ("exp_avg.weight", 2)]
+    with pytest.raises(RuntimeError, match="no expert of this rank"):
+        _placed(part("experts.weight", 1), 1, logical)
+
+
+def test_keys_with_numbers_are_renamed_and_others_refused() -> None:
+    from eplb_runtime.hosts.megatron.sharded_state import _named
+
+    entry = part("mlp.experts.experts.3.linear_fc1.weight", 0, of=1)
+    renamed = _named(entry, "mlp.experts.experts.", {2: 0, 3: 12})
+    assert renamed.key == "mlp.experts.experts.12.linear_fc1.weight" and renamed.data is entry.data
+    with pytest.raises(RuntimeError, match="no expert of this rank"):
+        _named(part("mlp.experts.experts.linear_fc1.weight", 0), "mlp.experts.experts.", {3: 1})
+
+
+def test_megatron_still_has_what_the_host_takes_the_place_of() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def arguments(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)[1:]
+
+    assert arguments(MoELayer.route) == ["hidden_states", "padding_mask"]
+    assert arguments(MoELayer.preprocess) == ["hidden_states", "probs", "routing_map"]
+    assert arguments(MoELayer.postprocess) == ["output", "shared_expert_output"]
+    for experts in (SequentialMLP, TEGroupedMLP):
+        assert arguments(experts.sharded_state_dict) == ["prefix", "sharded_offsets", "metadata"]
+    assert arguments(DistributedOptimizer._get_main_param_and_optimizer_states) == ["model_param"]
+    names = ["model_sharded_state_dict", "is_loading", "sharding_type", "metadata"]
+    assert arguments(DistributedOptimizer.sharded_state_dict) == names
+    assert arguments(ChainedOptimizer.step) == arguments(ChainedOptimizer.get_grad_norm) == []
+
+
+def test_a_routers_map_of_another_kind_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from eplb_runtime.hosts.megatron.layer import install
+
+    config = SimpleNamespace(moe_router_topk=2, num_moe_experts=4, moe_token_dispatcher_type="alltoall")
+    experts = SimpleNamespace(sharded_state_dict=None)
+    own = {name: lambda *_: None for name in ("route", "preprocess", "postprocess")}
+    layer = SimpleNamespace(config=config, experts=experts, local_expert_indices=[0, 1], **own)
+    install(layer, None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"bool \[tokens, 4\]"):
+        layer.preprocess(torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64))
