@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .experts.registry import ExpertTensor, ExpertTensors
+from .experts.registry import ExpertTensors
 from .maps import Maps
 from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
@@ -170,7 +170,7 @@ class BackgroundMigration:
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
         self._flights: list[_Flight] = []
-        self._as_sent: list[tuple[ExpertTensor, int, Tensor | None]] = []
+        self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._gate = threading.Event()
         self._batches = 0
         self._pause = 0.0
@@ -291,10 +291,9 @@ class BackgroundMigration:
 
     def _written(self) -> str:
         """The first of the tensors on their way that somebody has written since they were sent; empty: none."""
-        for expert_tensor, version, sample in self._as_sent:
-            tensor = expert_tensor.tensor
+        for name, tensor, version, sample in self._as_sent:
             if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
-                return expert_tensor.name
+                return name
         return ""
 
     def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
@@ -366,10 +365,11 @@ class BackgroundMigration:
             self._flights.append(_Flight(round_, key, here, patience, problem))
         flights = self._flights
         self._as_sent = [
-            (tensor, tensor.tensor._version, _sample(tensor.tensor) if self._device.type == "cpu" else None)
+            (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
             for flight in flights
             if flight.here
-            for tensor in self._registry.of_home(flight.layer)
+            for of_home in self._registry.of_home(flight.layer)
+            for tensor in of_home.memory
         ]
         gate = self._gate = threading.Event()
         if not self._as_sent:
@@ -390,7 +390,10 @@ class BackgroundMigration:
         for layer, found in now.items():
             agreed = self._migration.records.formats[layer]
             places = [
-                [(field.source.name, field.source.tensor.data_ptr(), field.nbytes) for field in record.fields]
+                [
+                    (field.source.name, [t.data_ptr() for t in field.source.memory], field.nbytes)
+                    for field in record.fields
+                ]
                 for record in (found, agreed)
             ]
             if places[0] != places[1]:

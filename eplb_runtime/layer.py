@@ -159,7 +159,7 @@ class HostDispatchedLayer:
         index, module, counter, table, meeting: as of `ExpertParallelLayer`.
 
     Attributes:
-        calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
+        before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class HostDispatchedLayer:
         self._meeting = meeting
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
+        self.before: Callable[[int], None] = lambda index: None
 
     @property
     def logical_of_slots(self) -> Tensor:
@@ -193,6 +194,7 @@ class HostDispatchedLayer:
         epoch = self._table.epoch
         self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
         if not in_recompute():
+            self.before(self.index)
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
                 with phase("count", "F", self.index, epoch):

@@ -86,6 +86,8 @@ def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
         return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
+    if config.overlap:
+        return "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":
         return "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
     if wrapped and config.move_gradients:
