@@ -153,7 +153,9 @@ class Rebalancer:
             timeout_seconds=config.timeout_seconds,
             max_pause_seconds=config.max_pause_seconds,
         )
-        self._beside = config.overlap and not any(is_sliced(p) for p in registry.parameters())
+        # Experts that a host keeps in slices, or elsewhere than they compute, are gathered before their layer's forward.
+        gathered = groups.job.divided_rows or any(is_sliced(p) for p in registry.parameters())
+        self._beside = config.overlap and not gathered
         self._link_seconds_per_byte = 1.0 / max(min(topology.intra_node_bandwidth, topology.inter_node_bandwidth), 1.0)
         self._reconnection = Reconnection(groups, self._standing, self._carrier, partial(use_device, device))
         self._compiler = Worker("eplb_runtime compile")
