@@ -153,7 +153,7 @@ class Rebalancer:
             timeout_seconds=config.timeout_seconds,
             max_pause_seconds=config.max_pause_seconds,
         )
-        # Experts that a host keeps in slices, or elsewhere than they compute, are gathered before their layer's forward.
+        # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
         gathered = groups.job.divided_rows or any(is_sliced(p) for p in registry.parameters())
         self._beside = config.overlap and not gathered
         self._link_seconds_per_byte = 1.0 / max(min(topology.intra_node_bandwidth, topology.inter_node_bandwidth), 1.0)

@@ -24,6 +24,7 @@ from .planner import CostModel, Plan, PlanError, plan
 from .planner.cost import crossing_seconds
 from .planner.evaluate import predicted_imbalance
 from .planner.policies import LAYOUTS
+from .planner.terms import Gate
 from .planner.traffic import checked_sources, received
 from .topology import Topology
 
@@ -177,85 +178,94 @@ class PolicyRun:
         }
 
 
+@dataclass(frozen=True)
+class Series:
+    """A series of loads, and when it is planned for.
+
+    Args:
+        load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
+            planned on, the others are judged.
+        every: windows between plans.
+        history: how many windows of the past a plan sees; None: ``4 * every``.
+        steps_per_window: training steps that a window stands for.
+    """
+
+    load: FloatArray
+    every: int
+    history: int | None = None
+    steps_per_window: int = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every plan is asked for.
+
+    Args:
+        groups, max_moves, gate, options: as in ``planner.plan``; the payoff gate takes seconds from the step model and
+            a horizon of ``10 * every`` windows.
+        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
+            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
+    """
+
+    groups: int = 1
+    max_moves: int | None = None
+    gate: Gate = "always"
+    options: Mapping[str, Any] | None = None
+    sources: FloatArray | None = None
+
+
 def simulate(
-    load: FloatArray,
+    series: Series,
     topology: Topology,
     *,
     slots_per_rank: int,
-    every: int,
     policies: Sequence[str],
-    history: int | None = None,
-    groups: int = 1,
-    max_moves: int | None = None,
-    gate: str = "always",
-    options: Mapping[str, Any] | None = None,
-    steps_per_window: int = 1,
+    asked: Asked | None = None,
     step_model: StepModel | None = None,
-    sources: FloatArray | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> list[PolicyRun]:
     """Run each policy over the series.
 
     Args:
-        load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
-            planned on, the others are judged.
         topology: ranks and nodes.
         slots_per_rank: S.
-        every: windows between plans.
         policies: names of ``planner.policies.POLICIES``, each in its own layout.
-        history: how many windows of the past a plan sees; None: ``4 * every``.
-        groups, max_moves, gate, options: as in ``planner.plan``; the payoff gate takes seconds from ``step_model`` and
-            a horizon of ``10 * every`` windows.
-        steps_per_window: training steps that a window stands for.
-        step_model: None: the defaults of :class:`StepModel`.
-        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
-            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
+        asked, step_model: None: the defaults of :class:`Asked` and :class:`StepModel`.
         on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
 
     Raises:
         PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
     """
+    load, every, asked, model = series.load, series.every, asked or Asked(), step_model or StepModel()
     if not 0 < every < len(load):
         raise PlanError(
             f"a series of {len(load)} windows cannot be replanned every {every}: give --every between 1 and "
             f"{len(load) - 1}, or a longer series"
         )
-    model = step_model or StepModel()
-    mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / steps_per_window
-    step_seconds = model.seconds(mean_tokens, topology)
-    starts = [
-        start_placement(policy, load.shape[1], load.shape[2], topology.num_ranks, slots_per_rank) for policy in policies
-    ]
+    _, layers, experts = load.shape
+    mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / series.steps_per_window
+    crossing, share_LNE = 0.0, None
+    if asked.sources is not None:
+        crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
+        share_LNE = checked_sources(asked.sources, layers, experts, topology)
+    starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
+    game = _Game(series, topology, model, share_LNE)
     runs = []
     for policy, current in zip(policies, starts, strict=True):
         cost = CostModel(
             home_bytes=model.home_bytes,
             replica_bytes=model.slot_bytes(current),
-            step_seconds=step_seconds,
+            step_seconds=model.seconds(mean_tokens, topology),
             moe_share=1.0,
-            horizon_steps=10 * every * steps_per_window,
+            horizon_steps=10 * every * series.steps_per_window,
             stall_seconds=model.stall_seconds,
-            crossing_seconds=0.0 if sources is None else crossing_seconds(mean_tokens, model.token_bytes, topology),
+            crossing_seconds=crossing,
         )
-        ask = _asking(
-            policy,
-            topology,
-            cost,
-            groups=groups,
-            max_moves=max_moves,
-            gate=gate,
-            options=dict(options or {}),
-            sources=sources,
-        )
-        share_LNE = None if sources is None else checked_sources(sources, load.shape[1], load.shape[2], topology)
-        game = _Game(load, topology, every, history or 4 * every, steps_per_window, model, share_LNE)
-        runs.append(game.play(policy, current, cost, ask, on_progress))
+        runs.append(game.play(policy, current, cost, _asking(policy, topology, cost, asked), on_progress))
     return runs
 
 
-def _asking(
-    policy: str, topology: Topology, cost: CostModel, **settings: Any
-) -> Callable[[FloatArray, Placement], Plan]:
+def _asking(policy: str, topology: Topology, cost: CostModel, asked: Asked) -> Callable[[FloatArray, Placement], Plan]:
     """The policy as a function of the past and the placement that stands; its refusals name it."""
 
     def ask(past: FloatArray, current: Placement) -> Plan:
@@ -268,7 +278,11 @@ def _asking(
                 policy=policy,
                 layout=current.layout,
                 cost=cost,
-                **settings,
+                groups=asked.groups,
+                max_moves=asked.max_moves,
+                gate=asked.gate,
+                options=dict(asked.options or {}),
+                sources=asked.sources,
             )
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
@@ -280,11 +294,8 @@ def _asking(
 class _Game:
     """A series, and what is asked of everyone who plays through it."""
 
-    load: FloatArray
+    series: Series
     topology: Topology
-    every: int
-    history: int
-    steps_per_window: int
     model: StepModel
     share_LNE: FloatArray | None
 
@@ -297,34 +308,37 @@ class _Game:
         on_progress: Callable[[], None],
     ) -> PolicyRun:
         """Replan every few windows on what is over; judge on what comes until the next replan."""
-        ask(self.load[:1], current)  # compiles, so that no measured plan does
+        load, every = self.series.load, self.series.every
+        history = self.series.history or 4 * every
+        ask(load[:1], current)  # compiles, so that no measured plan does
         imbalance: list[FloatArray] = []
         windows: list[WindowResult] = []
-        for start in range(self.every, len(self.load), self.every):
-            planned = ask(self.load[max(0, start - self.history) : start], current)
+        for start in range(every, len(load), every):
+            planned = ask(load[max(0, start - history) : start], current)
             moves, slots = planned.moves, current.slots_per_rank
             migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
             current = planned.placement
-            for window in range(start, min(start + self.every, len(self.load))):
-                judged = predicted_imbalance(self.load[window], current)
+            for window in range(start, min(start + every, len(load))):
+                judged = predicted_imbalance(load[window], current)
                 imbalance.append(judged)
                 result = self._result(policy, window, judged, current)
                 windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
             on_progress()
-        slots, steps = current.num_slots, self.steps_per_window
+        slots, steps = current.num_slots, self.series.steps_per_window
         return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
 
     def _result(self, policy: str, window: int, judged: FloatArray, placement: Placement) -> WindowResult:
-        received_LR2 = received(self.load[window], placement, self.topology, self.share_LNE)
-        mean_tokens = self.load[window].sum(axis=1) / self.topology.num_ranks / self.steps_per_window
+        load_LE, steps = self.series.load[window], self.series.steps_per_window
+        received_LR2 = received(load_LE, placement, self.topology, self.share_LNE)
+        mean_tokens = load_LE.sum(axis=1) / self.topology.num_ranks / steps
         return WindowResult(
             policy=policy,
             window=window,
             balancedness_mean=float((1 / judged).mean()),
             imbalance_mean=float(judged.mean()),
             imbalance_max=float(judged.max()),
-            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / self.steps_per_window),
-            crossing_share=float(received_LR2[:, :, 1].sum() / max(self.load[window].sum(), 1e-300)),
+            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / steps),
+            crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
         )
 
 

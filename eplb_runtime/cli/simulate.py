@@ -61,6 +61,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..simulate import (
         PLOT_ENDINGS,
         WINDOW_ENDINGS,
+        Asked,
+        Series,
         StepModel,
         merge_windows,
         num_replans,
@@ -79,17 +81,11 @@ def _run(arguments: argparse.Namespace) -> None:
     total = len(arguments.policies) * num_replans(len(load), arguments.every)
     with progress("plans", total) as advance:
         runs = simulate(
-            load,
+            Series(load, arguments.every, arguments.history, arguments.steps_per_window),
             topology,
             slots_per_rank=arguments.slots_per_rank,
-            every=arguments.every,
             policies=arguments.policies,
-            history=arguments.history,
-            groups=arguments.groups,
-            max_moves=arguments.max_moves,
-            gate=arguments.gate,
-            options=policy_options(arguments),
-            steps_per_window=arguments.steps_per_window,
+            asked=Asked(arguments.groups, arguments.max_moves, arguments.gate, policy_options(arguments)),
             step_model=StepModel(
                 hidden_size=arguments.hidden_size,
                 expert_hidden_size=arguments.expert_hidden_size,

@@ -215,7 +215,8 @@ def test_an_unknown_policy_is_noticed_before_the_others_have_run(monkeypatch: py
 
     monkeypatch.setattr(simulate_room, "plan", lambda *arguments, **options: pytest.fail("a plan was made"))
     with pytest.raises(PlanError, match="policy 'best' is unknown"):
-        simulate_room.simulate(LOAD * 1.0, Topology(2, 2), slots_per_rank=2, every=2, policies=["static", "best"])
+        series = simulate_room.Series(LOAD * 1.0, every=2)
+        simulate_room.simulate(series, Topology(2, 2), slots_per_rank=2, policies=["static", "best"])
 
 
 # -- 61 layers meet 58 ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from eplb_runtime.formats.loads import write_load
 from eplb_runtime.formats.own import Own
 from eplb_runtime.formats.sglang import SGLang
 from eplb_runtime.placement import Placement, PlacementError
-from eplb_runtime.simulate import plot, simulate, write_windows
+from eplb_runtime.simulate import Series, plot, simulate, write_windows
 from eplb_runtime.topology import Topology
 
 PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
@@ -24,7 +24,7 @@ LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
 
 
 def runs() -> list:
-    return simulate(LOAD, Topology(2, 2), slots_per_rank=2, every=1, policies=["static"])
+    return simulate(Series(LOAD, every=1), Topology(2, 2), slots_per_rank=2, policies=["static"])
 
 
 def to_engine(name: str) -> Callable[[Path], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from eplb_runtime import simulate as room
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import PlanError
-from eplb_runtime.simulate import StepModel, merge_windows, num_replans, plot, simulate, write_windows
+from eplb_runtime.simulate import Asked, Series, StepModel, merge_windows, num_replans, plot, simulate, write_windows
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(4, 2)
@@ -31,8 +32,13 @@ def skewed(windows: int = 12) -> np.ndarray:
 
 
 def run(load: np.ndarray, policies: list[str], **options: Any) -> dict[str, room.PolicyRun]:
+    """Options as the fields of `Series` and `Asked`, or as arguments of ``simulate``."""
     options = {"slots_per_rank": 2, "every": 3, **options}
-    return {done.policy: done for done in simulate(load, TOPOLOGY, policies=policies, **options)}
+    series, asked = (
+        kind(*given, **{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
+        for kind, given in ((Series, (load,)), (Asked, ()))
+    )
+    return {done.policy: done for done in simulate(series, TOPOLOGY, policies=policies, asked=asked, **options)}
 
 
 def test_plans_see_only_windows_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +183,7 @@ def test_the_past_helps_on_a_real_drifting_series(shared_data: Path) -> None:
     from eplb_runtime.formats.loads import read_load
 
     load = merge_windows(read_load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz"), 5)
-    runs = simulate(load, Topology(8, 8), slots_per_rank=5, every=1, policies=["static", "incremental"])
+    runs = simulate(Series(load, every=1), Topology(8, 8), slots_per_rank=5, policies=["static", "incremental"])
     static, incremental = (done.summary()["balancedness"]["mean"] for done in runs)
     assert static == pytest.approx(0.653, abs=0.001)
     assert incremental > 0.75

@@ -11,7 +11,7 @@ from eplb_runtime.bench.next_windows import judge, plain_graph
 from eplb_runtime.bench.workloads import normal
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.simulate import merge_windows, simulate
+from eplb_runtime.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 
 pytest.importorskip("scipy")
@@ -58,7 +58,7 @@ def test_a_lasting_skew_is_met_by_copies_of_the_hottest() -> None:
 
 def test_over_changing_domains_few_moves_keep_the_balance(shared_data: Path) -> None:
     load = np.load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz")["load"].astype(float)
-    done = simulate(merge_windows(load, 5), Topology(8, 8), slots_per_rank=5, every=1, policies=["incremental"])
+    done = simulate(Series(merge_windows(load, 5), every=1), Topology(8, 8), slots_per_rank=5, policies=["incremental"])
     summary = done[0].summary()
     assert summary["balancedness"]["mean"] >= 0.93
     assert summary["moved_slots_share"] <= 0.05, "the first plan among them"

@@ -11,7 +11,7 @@ from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.traffic import checked_sources, crossing_share, received
 from eplb_runtime.routing import sources
 from eplb_runtime.routing.tables import SplitTables
-from eplb_runtime.simulate import StepModel, simulate
+from eplb_runtime.simulate import Asked, Series, StepModel, simulate
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(8, 4)
@@ -105,7 +105,11 @@ def test_the_step_model_counts_tokens_that_travel() -> None:
     assert model.seconds(busiest, TOPOLOGY, alike) == pytest.approx(model.seconds(busiest, TOPOLOGY))
     runs = {
         told: simulate(
-            load, TOPOLOGY, slots_per_rank=9, every=2, policies=["incremental"], sources=by_node if told else None
+            Series(load, every=2),
+            TOPOLOGY,
+            slots_per_rank=9,
+            policies=["incremental"],
+            asked=Asked(sources=by_node if told else None),
         )[0].summary()
         for told in (False, True)
     }
