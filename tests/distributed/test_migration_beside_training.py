@@ -92,6 +92,8 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
     def impatient(self: BackgroundMigration, flight: Any, patience: float, kind: str, cause: str) -> None:
         if self is job.background and flight.layer == layer and job.rank == 1 and flight.verdict is None:
             self._refuse(flight, background.Verdict(False, cause, kind=background.LATE))
+            if flight.verdict.commit:  # all had voted for it before
+                self._commit(flight)
         else:
             resolve(self, flight, patience, kind, cause)
 
