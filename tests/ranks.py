@@ -79,7 +79,6 @@ def run_ranks(
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
-        results = []
         results, errors = [], []
         for rank in range(world_size):
             path = Path(folder) / f"{rank}.pt"

@@ -36,6 +36,7 @@ class Cluster:
         ep_ranks: of this rank's EP group.
         layers: that this rank holds.
         odd: whether this rank's tensors of layer 1 have another shape.
+        timeout: seconds that ranks wait for each other.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Cluster:
         ep_ranks: Sequence[int] = range(RANKS),
         layers: Sequence[int] = range(LAYERS),
         odd: bool = False,
+        timeout: float = TIMEOUT,
     ) -> None:
         size = len(ep_ranks)
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, RANKS, size)]
-        self.groups = [groups[rank // size], dist.new_group(timeout=timedelta(seconds=TIMEOUT))]
+        self.groups = [groups[rank // size], dist.new_group(timeout=timedelta(seconds=timeout))]
         self.ep_rank = list(ep_ranks).index(rank)
         self.registry = ExpertTensors(placement.num_layers, placement.homes_per_rank)
         self.tensors: dict[int, list[torch.Tensor]] = {}
@@ -65,12 +67,12 @@ class Cluster:
         self.fill()
         self.engine = MigrationEngine(
             self.registry,
-            TorchPointToPoint(self.groups[0], "gloo", CPU, TIMEOUT),
+            TorchPointToPoint(self.groups[0], "gloo", CPU, timeout),
             Agreement(self.groups[1]),
             placement.slots_per_rank,
             self.ep_rank,
             staging_bytes,
-            TIMEOUT,
+            timeout,
         )
         self.table = SlotTable(placement, CPU)
         self.epochs: list[int] = []
@@ -221,7 +223,7 @@ def test_what_fails_before_the_vote_leaves_what_was_committed_and_the_next_try_w
 
 def fail_after_the_vote(rank: int, phase: str, committed: int) -> tuple[list[str], str, int]:
     """What rank 2 says at three calls; the others go on."""
-    cluster = Cluster(rank, Placement.initial(LAYERS, EXPERTS, RANKS))
+    cluster = Cluster(rank, Placement.initial(LAYERS, EXPERTS, RANKS), timeout=5.0)
     said = []
     if rank == 2:
         if phase == "take over":
