@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from moe_models import FAMILIES, make_model
@@ -10,6 +12,16 @@ from torch.overrides import TorchFunctionMode
 from eplb_runtime.experts.compute import SlotCounts, weigh_gradients
 from eplb_runtime.hosts.transformers import compute as room
 from eplb_runtime.hosts.transformers.describe import describe
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several would add up a row's gradients in any order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 COUNTS = (0, 5, 1, 17, 0, 64, 3, 8)
 WIDTH = 32
