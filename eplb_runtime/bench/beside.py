@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attaching.description import AttachError
 from ..config import BalancerConfig
 from ..events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from ..hosts import attach
@@ -55,8 +54,12 @@ class _Variant:
 
     def block(self) -> None:
         """In its second half experts move."""
-        batches = [self._batch(self._step + index) for index in range(INTERVAL)]
-        self._step += INTERVAL
+        self.block_seconds.append(self.steps(INTERVAL))
+
+    def steps(self, count: int) -> float:
+        """Seconds that this rank took; batches are made before the clock starts."""
+        batches = [self._batch(self._step + index) for index in range(count)]
+        self._step += count
         dist.barrier()
         began = time.perf_counter()
         for hidden_TD, ids_LTK in batches:
@@ -64,16 +67,7 @@ class _Variant:
             self._optimizer.step()
             self._optimizer.zero_grad()
         dist.barrier()
-        self.block_seconds.append(time.perf_counter() - began)
-
-    def half(self) -> None:
-        """Half a block more, so that decisions fall into the middle of blocks."""
-        for _ in range(INTERVAL // 2):
-            hidden_TD, ids_LTK = self._batch(self._step)
-            self._step += 1
-            self._model(hidden_TD, ids_LTK, self._weights_TK).backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        return time.perf_counter() - began
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step * 1009 + dist.get_rank())
@@ -91,7 +85,7 @@ class _Variant:
         planned = [e for e in self.balancer.events if isinstance(e, RebalancePlanned) and e.moves]
         aborted = self.balancer.events.of_type(RebalanceAborted)
         if aborted or not planned:
-            raise AttachError(f"a migration was dropped: {aborted}")
+            raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
         late = self.balancer._rebalancer.background.late_bytes
         most = torch.tensor([*mine, float(late), *self.block_seconds], dtype=torch.float64)
@@ -131,9 +125,8 @@ def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
     still = _Variant("none", policy="static")
     variants = [_Variant("between steps"), _Variant("beside steps", overlap=True)]
     for variant in (still, *variants):
-        variant.half()
-        variant.block()  # the first warms up
-        variant.block_seconds.clear()
+        # Half a block more: decisions fall into the middle of blocks.
+        variant.steps(INTERVAL + INTERVAL // 2)
     for block in range(repeats):
         for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
             variant.block()
