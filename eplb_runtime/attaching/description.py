@@ -146,7 +146,8 @@ class WatchedLayer:
     Args:
         name: of the experts module within the model.
         num_experts: E.
-        hook: lets another see int64 ``[T, K]``, the experts chosen in each forward from now on; returns how to end it.
+        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``;
+            returns how to end it.
     """
 
     name: str

@@ -6,7 +6,8 @@ knows a framework.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -28,8 +29,9 @@ from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
-HOSTS = {"transformers": "transformers", "megatron": "megatron"}
-"""Room in here -> the extra that installs its framework; imported when a model is described."""
+HOSTS = {"transformers": "transformers", "megatron": "megatron.core"}
+"""Room in here -> the framework's module. A room is imported only where that is: what nobody has imported has made no
+model."""
 
 
 def attach(
@@ -197,6 +199,13 @@ def _layers_of(
     return of_each
 
 
+def rooms() -> Iterator[Any]:
+    """The rooms of frameworks that a model can be of."""
+    for room, framework in HOSTS.items():
+        if framework in sys.modules:
+            yield import_module(f".{room}", __name__)
+
+
 def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool = False) -> HostModel:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise AttachError("the model is wrapped in DistributedDataParallel: attach first, then wrap")
@@ -206,20 +215,14 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
         if not layers and not may_be_dense:
             raise AttachError("layers=[] names no MoE layer: nothing to balance")
         return module.describe(model, layers)
-    missing = []
-    for room, extra in HOSTS.items():
-        try:
-            host: HostModel = import_module(f".{room}", __name__).describe(model)
-        except ImportError:
-            missing.append(extra)
-            continue
-        if host.layers or may_be_dense:
+    dense: HostModel | None = None
+    for room in rooms():
+        host: HostModel = room.describe(model)
+        if host.layers:
             return host
-    if len(missing) == len(HOSTS):
-        raise AttachError(
-            f"no supported framework is installed: pip install 'eplb-runtime[{missing[0]}]', or name the layers of a "
-            "model of your own by attach(..., layers=[eplb.MoE(...)])"
-        )
+        dense = dense or host
+    if may_be_dense:
+        return dense or module.describe(model, [])
     raise AttachError(
         f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
         "of a model of your own by attach(..., layers=[eplb.MoE(...)])"

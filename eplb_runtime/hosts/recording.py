@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from ..files import FileError
 from ..job_store import name_of_job
 from ..observe.recorder import Recorder
 from ..observe.recording import Recording
-from . import HOSTS, module
+from . import module, rooms
 from .module import MoE
 
 WAITING_SECONDS = 30.0
@@ -43,8 +42,8 @@ def record(
             train(model, optimizer)
 
     Args:
-        model: a Hugging Face Transformers (>= 5.18) model with MoE layers, or any module with ``layers``; perhaps in
-            DistributedDataParallel. Attached models record by ``BalancerConfig(run=...)``.
+        model: a Hugging Face Transformers (>= 5.18) or Megatron-Core 0.16 model with MoE layers, or any module with
+            ``layers``; perhaps in DistributedDataParallel. Attached models record by ``BalancerConfig(run=...)``.
         run: folder; its ``load/`` gets the series, added to what an earlier start has left.
         optimizer: its steps are the steps; None: call ``step()`` of what is returned.
         layers: as for ``attach``; lists of experts need not be stacked.
@@ -65,6 +64,8 @@ def record(
     try:
         if interval < 1:
             raise AttachError(f"interval={interval}: give at least 1")
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer: leave it out and call step()")
         found = _watched(model, layers)
         sizes = {layer.num_experts for layer in found.layers}
         if len(sizes) != 1:
@@ -116,11 +117,8 @@ def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
         if not layers:
             raise AttachError("layers=[] names no MoE layer: nothing to record")
         return module.watched(model, layers)
-    for room in HOSTS:
-        try:
-            found: WatchedModel = import_module(f".{room}", __package__).watched(model)
-        except ImportError:
-            continue
+    for room in rooms():
+        found: WatchedModel = room.watched(model)
         if found.layers:
             return found
     raise AttachError(

@@ -19,8 +19,8 @@ from .recorder import Recorder
 logger = logging.getLogger("eplb_runtime")
 
 CLOSING_SECONDS = 30.0
-SeeIds = Callable[[Tensor], None]
-"""Called with int64 ``[T, K]``, the experts that a forward of a layer has chosen."""
+SeeChoices = Callable[[Tensor], None]
+"""Called with the experts that a forward of a layer has chosen: int64 ``[T, K]``, or bool ``[T, E]``."""
 
 
 class Recording:
@@ -40,7 +40,7 @@ class Recording:
     def __init__(
         self,
         model: nn.Module,
-        watch: Sequence[Callable[[SeeIds], Callable[[], None]]],
+        watch: Sequence[Callable[[SeeChoices], Callable[[], None]]],
         num_experts: int,
         *,
         interval: int,
@@ -98,11 +98,11 @@ class Recording:
         self.close()
 
     @torch.compiler.disable
-    def _see(self, layer: int, ids_TK: Tensor) -> None:
+    def _see(self, layer: int, chosen: Tensor) -> None:
         if self._closed or in_recompute() or (self._in_training_only and not self._model.training):
             return
-        ids_TK = ids_TK.detach()
-        self._counter.count(layer, ids_TK, self._real_tokens(ids_TK.shape[0]))
+        count = self._counter.count_chosen if chosen.dtype is torch.bool else self._counter.count
+        count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
 
     def _flush(self) -> None:
         copy = HostCopy(self._counter.take())

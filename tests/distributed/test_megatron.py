@@ -20,6 +20,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.formats.loads import read_load
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.layer import HostDispatchedLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -177,8 +178,26 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     results["control: state"] = trained(second, True, forget_state)
     results["control: columns"] = trained(first, True, forget_columns)
     results["refused"] = refusals()
+    results["recorded"] = recorded(Path(folder) / "recorded")
     results["saved"] = saved_and_loaded(Path(folder))
     return results
+
+
+def recorded(run: Path) -> tuple[list[Any], list[Any]]:
+    """What is written of the job that the first way trains, without a balancer, and its losses."""
+    import torch.distributed as dist
+
+    model = example().model_of(
+        **{key: value for key, value in WAYS["torch, three experts a token"].items() if key != "wrap"}
+    )
+    losses = []
+    with eplb.record(model, run, interval=1) as recording:
+        for step in range(STEPS):
+            losses.append(example().loss_of(model, step).item())
+            recording.step()
+    assert all("route" not in vars(layer.mlp) for layer in model.decoder.layers)
+    dist.barrier()
+    return losses, read_load(run / "load").tolist()
 
 
 def refusals() -> dict[str, str]:
@@ -207,6 +226,7 @@ def refusals() -> dict[str, str]:
     expect("averaged twice", lambda: attach(wrap={}, settings={"dense_gradients": "allreduce"}), AttachError)
     model, optimizer = ours.wrapped(ours.model_of())
     expect("torch's optimizer", lambda: eplb.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)), AttachError)
+    expect("recorded", lambda: eplb.record(model, "", optimizer), AttachError)
     expect("inside", lambda: eplb.attach(model.module, optimizer), AttachError)
     balancer = eplb.attach([model], optimizer, config=config(True))
     expect("clip", lambda: balancer.clip_grad_norm_(1.0), RuntimeError)
@@ -316,6 +336,15 @@ def test_choices_are_counted_by_logical_expert(results: list[dict[str, Any]]) ->
         assert torch.tensor(counted).sum(dim=-1).tolist() == [[of_a_layer] * 2] * STEPS
 
 
+def test_a_model_without_a_balancer_is_recorded(results: list[dict[str, Any]]) -> None:
+    way = "torch, three experts a token, static"
+    for of_rank in results:
+        assert of_rank["recorded"][0][0] == of_rank[way][0][0][0]
+    load = results[0]["recorded"][1]
+    assert load[0] == sum(torch.tensor(of_rank[way][3][0]) for of_rank in results).tolist(), "nobody has trained yet"
+    assert torch.tensor(load).sum(dim=-1).tolist() == [[2 * 2 * LENGTH * 3] * 2] * STEPS
+
+
 def test_checkpoints_are_in_logical_order(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         static, saved = of_rank["optimizer of float16, shared experts, static"][0], of_rank["saved"]
@@ -334,6 +363,6 @@ def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -
     assert (
         "averages gradients itself" in said["averaged twice"] and "get_megatron_optimizer" in said["torch's optimizer"]
     )
-    assert "attach the DistributedDataParallel" in said["inside"]
+    assert "attach the DistributedDataParallel" in said["inside"] and "call step()" in said["recorded"]
     assert "optimizer" in said["clip"] and "carries tokens itself" in said["two at once"]
     assert "its own checkpoints" in said["logical_state_dict"] and "optimizer's step" in said["rebalance"]

@@ -3,6 +3,6 @@
 Megatron carries tokens and computes experts itself; columns of its routing map change places (`layer.py` in this room).
 """
 
-from .describe import describe
+from .describe import describe, watched
 
-__all__ = ["describe"]
+__all__ = ["describe", "watched"]

@@ -15,10 +15,18 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
 
-from ...attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
+from ...attaching.description import (
+    AttachError,
+    HostModel,
+    MoELayer,
+    Spread,
+    WatchedLayer,
+    WatchedModel,
+    mark_spread,
+)
 from ...config import BalancerConfig
 from ...ranks import Ranks
-from .layer import install, keeps_every_bit
+from .layer import install, keeps_every_bit, watch
 from .optimizers import adapt
 
 logger = logging.getLogger("eplb_runtime")
@@ -51,8 +59,21 @@ def describe(model: nn.Module) -> HostModel:
         lambda module: None,
         ranks=_ranks(found, wrapped),
         optimizer=partial(adapt, layers, wrapped),
-        dense_is_equal=_dense_is_equal(model),
+        dense_is_equal=not layers or _dense_is_equal(model),
         refuses=partial(_refuses, layers, wrapped),
+    )
+
+
+def watched(model: nn.Module) -> WatchedModel:
+    """The MoE layers of ``model``, also of one that could not be balanced."""
+    return WatchedModel(
+        tuple(
+            WatchedLayer(f"{name}.experts", module.config.num_moe_experts, partial(watch, module))
+            for name, module in model.named_modules()
+            if isinstance(module, MegatronLayer)
+        ),
+        lambda tokens: None,
+        lambda: model.register_forward_pre_hook(lambda *_: None),
     )
 
 

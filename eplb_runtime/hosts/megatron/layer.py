@@ -6,6 +6,7 @@ Everything after believes that slot p is expert p. Its distributed checkpoints a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,19 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
 
     module.route, module.preprocess, module.postprocess = route, preprocess, postprocess
     save_by_logical_expert(module, lambda: columns.logical_of_slots)
+
+
+def watch(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
+    own_route = module.route
+
+    def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+        probs, chosen = own_route(hidden_states, padding_mask)
+        see(chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1))
+        return probs, chosen
+
+    module.route = route
+    return lambda: delattr(module, "route")
 
 
 @dataclass
