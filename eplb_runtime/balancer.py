@@ -1,12 +1,12 @@
 """The runtime that each rank has, as its user sees it: measures, rebalances at the step boundary, reduces gradients.
 
-How a placement changes stands in `rebalancing.py`; here are the calls that a training loop makes, and what is saved.
+How a placement changes stands in `rebalancing.py`, what is saved in `resuming.py`; here are the calls that a training
+loop makes.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -33,13 +32,13 @@ from .layer import HostDispatchedLayer
 from .load.clock import Progress
 from .load.counter import in_recompute
 from .load.declared import checked_declaration
-from .load.saved import saved_windows
 from .parts import Parts, watched
 from .phases import phase
-from .placement import Placement, PlacementError
+from .placement import Placement
 from .planner import Plan
 from .ranks import Job
 from .rebalancing import Rebalancer
+from .resuming import Resuming
 from .telling import RebalanceLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
@@ -128,6 +127,7 @@ class Balancer:
             device=parts.device,
             guard=self._guard,
         )
+        self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
         self._guard.run = self._rebalancer.run
         background = self._rebalancer.background
         background.waiting = parts.watch.waiting
@@ -576,7 +576,7 @@ class Balancer:
         if self._closed:
             return state
         self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
-        return {**state, "load": self._rebalancer.measured()}
+        return {**state, "load": self._resuming.measured()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
@@ -591,47 +591,10 @@ class Balancer:
                 anew; the old placement stands. Or the balancer is closed.
         """
         self._refuse_if_closed("load_state_dict()")
-        problem: PlacementError | None = None
-        target: Placement | NDArray[np.int64] = self.placement
-        step, digest = self._rebalancer.step, bytes(16)
-        try:
-            target, step = self._saved_target(state), int(state["step"])
-            load = json.dumps(state.get("load"), sort_keys=True)
-            known = target.digest() if isinstance(target, Placement) else "anew"
-            digest = xxhash.xxh3_128(f"{step} {known} {load}".encode()).digest()
-        except PlacementError as error:
-            problem = error
-        except (KeyError, TypeError, ValueError) as error:
-            problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
-        self._come("load_state_dict()")
-        try:
-            self._rebalancer.restore(target, step, digest)
-        except PlacementError as error:
-            problem = error
-        try:
-            self._rebalancer.resume_measured(state.get("load") or {}, agreed=problem is None)
-        except (AttributeError, ValueError) as error:
-            logger.warning("%s; forecasts begin anew", error)
-        if problem is not None:
-            raise problem
+        self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
         self._refresh_copies()
-
-    def _saved_target(self, state: Mapping[str, Any]) -> Placement | NDArray[np.int64]:
-        """The saved placement; where it is for other ranks or slots, the load to make one for, int64 ``[T, L, E]``."""
-        saved, here = Placement.from_json(state["placement"]), self.placement
-        same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
-        same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
-        if same_model and not same_sizes and self.config.policy != "static":
-            try:
-                load = saved_windows(state.get("load"), here.num_layers, here.num_experts)
-            except ValueError:
-                load = None  # said when forecasts are to go on from it
-            if load is not None:
-                return load
-        saved.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
-        return saved
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from . import announcing
 from .background import WRITTEN, BackgroundMigration, Brought
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
@@ -28,18 +29,14 @@ from .events import (
     BalancingPaused,
     BalancingResumed,
     EventLog,
-    LoadMeasured,
     RebalanceAborted,
-    RebalanceCommitted,
-    RebalancePlanned,
 )
 from .experts.registry import ExpertTensors
 from .experts.slices import is_sliced
 from .guard import Guard
-from .load.aggregate import HostCopy, aggregate
+from .load.aggregate import HostCopy
 from .load.clock import Progress, StepClock
 from .load.counter import LoadCounter
-from .load.saved import resume_load, saved_load
 from .maps import Maps
 from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
@@ -57,8 +54,6 @@ logger = logging.getLogger("eplb_runtime")
 
 COMPILED_SOON_SECONDS = 2.0
 """Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
-COMPILED_AT_LAST_SECONDS = 300.0
-"""A job that resumes on other ranks waits so long for compiled code: its experts are best placed before it trains."""
 A_LITTLE_SECONDS = 1.0
 """"A timeout plus a little": what is waited for after the timeout, because it may be almost done."""
 
@@ -236,80 +231,51 @@ class Rebalancer:
         self._act_on_pending(beside=False)
         return self.placement is not before
 
-    def measured(self) -> dict[str, Any]:
-        """The load that the next decisions look at, as `load.saved` keeps it; equal on every rank. Collective."""
+    def wait_for_decision(self) -> None:
+        """One that is on its way is made, or will never be."""
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds)
-        control = self._groups.control
-        return saved_load(
-            self.decisions.history,
-            self._counter,
-            lambda buckets: self.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
-        )
 
-    def resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
-        """Go on from what `measured` gave, on any number of ranks.
-
-        Args:
-            agreed: whether all ranks know that they were given the same.
-
-        Raises:
-            ValueError: it is for another model or broken; nothing is changed then.
-        """
-        share = int(self._groups.job.is_planner) if agreed else None
-        resume_load(state, self.decisions.history, self._counter, share)
+    def load_begins_here(self) -> None:
+        """What was counted before is not this job's, or stood under other placements than those known here."""
         self._earlier.clear()
 
-    def restore(self, target: Placement | NDArray[np.int64], step: int, agreed_on: bytes) -> None:
-        """Go to a saved placement. Collective; between steps.
+    def compare(self, digest: bytes, what: str, said: str) -> Verdict:
+        """Whether all ranks were given the same; what is under way is over then. Collective, between steps.
 
         Args:
-            target: of these sizes; or the load, ``[T, L, E]``, for which one is made.
-            agreed_on: 16 bytes over step, placement and load, compared over all ranks first; zeros: this rank has none.
-
-        Raises:
-            PlacementError: none could be made for the load; the old placement stands.
-            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
+            digest: 16 bytes; zeros: this rank has none.
+            what: the call that needs it; refused while the ranks connect anew.
+            said: what is compared, in words.
         """
-        self._refuse_alone("load_state_dict()")
+        self._refuse_alone(what)
         self.forget_pending()
-        agreed = self._agreement.same_on_all(agreed_on, "usable saved state")
+        agreed = self._agreement.same_on_all(digest, said)
         if agreed.connections_broken:
             self._pause(agreed.cause)
-        if agreed_on == bytes(16):
-            return
-        if not agreed.commit:
-            raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
+        return agreed
+
+    def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> Outcome:
+        """Stand at another step, and migrate to a placement or to one that is made then. Collective, between steps."""
         self.step = step
         self._restores += 1
         self._attempts = 0
-        outcome = self._migrate(target if isinstance(target, Placement) else self._placed_anew(target))
-        if outcome.failed_phase is not None:
-            raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+        return self._migrate(target if isinstance(target, Placement) else target())
 
-    def _placed_anew(self, load: NDArray[np.int64]) -> Placement:
-        """A placement of these sizes for a load that was seen elsewhere. Collective.
+    def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, Mapping[str, Any]]:
+        """A placement of these sizes for a load as if nothing stood, and what rank 0 says of it. Collective.
 
         Raises:
             PlacementError: rank 0 could not plan.
             RuntimeError: the ranks have lost each other.
         """
         control, agreement, here = self._groups.control, self._agreement, self.placement
-        a_while = self._config.timeout_seconds / 4
-        for _ in range(max(1, round(COMPILED_AT_LAST_SECONDS / a_while))):
-            self.wait_until_compiled(a_while)  # in short waits: who is ready must not wait for the others in vain
-            if not self.run(lambda: self.decisions.compiling(control)):
-                break
         decision = self.run(lambda: self.decisions.place_anew(load, here, control, agreement))
         if decision.connections_broken:
             self._pause(decision.failure)
         if decision.target is None:
             raise PlacementError(f"no placement could be made for the saved load: {decision.failure}")
-        logger.info(
-            "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
-            (decision.summary or {})["imbalance_after"],
-        )
-        return decision.target
+        return decision.target, decision.summary or {}
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something on the control group, when the decision under way has left it, and wait for it.
@@ -380,37 +346,11 @@ class Rebalancer:
         decision, self._pending = self._outcome_of(self._pending), None
         self._guard.report(decision.finding)
         if decision.imbalance is not None:
-            buckets = tuple(tuple(bucket) for bucket in decision.imbalance.tolist())
-            self.events.emit(
-                LoadMeasured(
-                    self.step,
-                    len(buckets) * self._counter.steps_per_bucket,
-                    buckets,
-                    decision.step_seconds,
-                    load=decision.load,
-                    placements=decision.placements,
-                )
-            )
+            self.events.emit(announcing.measured(self.step, decision, self._counter.steps_per_bucket))
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return
-        summary = decision.summary or {}
-        self.events.emit(
-            RebalancePlanned(
-                self.step,
-                epoch=summary["epoch"],
-                moves=summary["moves"],
-                decision=summary["decision"],
-                reason=summary["reason"],
-                imbalance_before=summary["imbalance_before"],
-                imbalance_after=summary["imbalance_after"],
-                plan_seconds=summary["plan_seconds"],
-                imbalance_bound=summary.get("imbalance_bound", 1.0),
-                seconds_saved=summary.get("seconds_saved"),
-                seconds_spent=summary.get("seconds_spent"),
-                by_layer=_by_layer(summary),
-            )
-        )
+        self.events.emit(announcing.planned(self.step, decision.summary or {}))
         if decision.target is None:
             return
         if beside:
@@ -447,20 +387,8 @@ class Rebalancer:
         if outcome.rounds and outcome.failed_phase is None:
             self._clock.stalled(outcome.stall_seconds)
         if self.placement is not before:
-            self.events.emit(
-                RebalanceCommitted(
-                    self.step,
-                    epoch=self.placement.epoch,
-                    digest=self.placement.digest(),
-                    moved_experts=outcome.moved_experts,
-                    received_bytes=outcome.received_bytes,
-                    pause_seconds=outcome.pause_seconds,
-                    phase_seconds=dict(outcome.seconds),
-                    placement=self.placement,
-                    transfers=outcome.transfers,
-                    expert_bytes=outcome.record_bytes,
-                )
-            )
+            seconds = outcome.pause_seconds
+            self.events.emit(announcing.committed(self.step, self.placement, outcome, seconds, dict(outcome.seconds)))
         if outcome.failed_phase is not None:
             committed, left = outcome.committed_layers, outcome.left_layers
             self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, committed, left)
@@ -521,19 +449,7 @@ class Rebalancer:
         self._committed_beside.update(progress.committed_layers)
         self._stands(progress.placement)
         pause, self._pause_beside = self._pause_beside, 0.0
-        self.events.emit(
-            RebalanceCommitted(
-                self.step,
-                epoch=progress.placement.epoch,
-                digest=progress.placement.digest(),
-                moved_experts=progress.moved_experts,
-                received_bytes=progress.received_bytes,
-                pause_seconds=pause,
-                placement=progress.placement,
-                transfers=progress.transfers,
-                expert_bytes=progress.record_bytes,
-            )
-        )
+        self.events.emit(announcing.committed(self.step, progress.placement, progress, pause))
 
     def end_beside(self) -> None:
         """Nothing travels beside training any more: what is not committed yet is left where it is. On every rank."""
@@ -599,12 +515,6 @@ class Rebalancer:
         transport = new_transport(self._config, connections.migration, self._groups.backend, self._device)
         transport.warm_up(time.monotonic() + self._config.timeout_seconds)
         return transport
-
-
-def _by_layer(summary: Mapping[str, Any]) -> NDArray[np.float64] | None:
-    """float64 ``[3, L]``, as rank 0 sent it; None: nobody has planned."""
-    rows = summary.get("by_layer")
-    return None if rows is None else np.array(rows, dtype=np.float64)
 
 
 def new_transport(

@@ -18,13 +18,36 @@ from .train import MoEStack, Workload, choices
 INTERVAL = 16
 """Steps of a block; in each, every expert moves once."""
 WORK = Workload(layers=12, experts=8, hidden=256, width=512, tokens=512)
+ELSEWHERE_SECONDS = 0.015
+"""Of a layer's forward on a device, as it were."""
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Computing that is done on a device, as the processor sees it: the thread waits, in the backward pass twice as
+    long."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
 
 
 class _Stack(nn.Module):
-    """As much dense computing ahead of each MoE layer as attention would be, and the layer."""
+    """As much dense computing ahead of each MoE layer as attention would be, and the layer.
 
-    def __init__(self, work: Workload) -> None:
+    Args:
+        elsewhere: seconds of each layer's forward that are computed on a device, as it were.
+    """
+
+    def __init__(self, work: Workload, elsewhere: float) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self.experts = MoEStack(work).layers
         self.dense = nn.ModuleList(nn.Linear(work.hidden, work.hidden, bias=False) for _ in range(4 * work.layers))
 
@@ -32,16 +55,18 @@ class _Stack(nn.Module):
         for layer, (experts, ids_TK) in enumerate(zip(self.experts, topk_ids_LTK, strict=True)):
             for dense in self.dense[4 * layer : 4 * layer + 4]:
                 hidden_TD = hidden_TD + dense(hidden_TD)
+            if self._elsewhere:
+                hidden_TD = _Elsewhere.apply(hidden_TD, self._elsewhere)
             hidden_TD = nn.functional.rms_norm(hidden_TD, hidden_TD.shape[-1:])
             hidden_TD = hidden_TD + experts(hidden_TD, ids_TK, topk_weights_TK)
         return hidden_TD.square().mean()
 
 
 class _Variant:
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, elsewhere: float, **options: Any) -> None:
         torch.manual_seed(0)
         self.name = name
-        self._model = _Stack(WORK)
+        self._model = _Stack(WORK, elsewhere)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         config = BalancerConfig(interval=INTERVAL, window=INTERVAL, dense_gradients="allreduce", **options)
         self.balancer = attach(self._model, self._optimizer, config=config)
@@ -113,17 +138,23 @@ def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
         repeats: blocks of each variant that count.
 
     Returns:
-        JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, of one migration on
-        average: ``pause_ms`` that training stands still, at the end of steps and ahead of layers, and
-        ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which nothing moves (the median), which
-        has the processor's share in carrying and hashing; ``step_ms`` of such a block; ``steps`` in which experts were
-        committed; ``received_mib`` and, sent anew, ``late_mib``.
+        JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, and both again where most
+        of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all that
+        a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of steps
+        and ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which nothing
+        moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a block;
+        ``steps`` in which experts were committed; ``received_mib`` and, sent anew, ``late_mib``.
     """
     if device.type != "cpu":
         raise ValueError("bench beside measures on CPUs")
     torch.set_num_threads(1)
-    still = _Variant("none", policy="static")
-    variants = [_Variant("between steps"), _Variant("beside steps", overlap=True)]
+    rows = _measured("here", 0.0, repeats) + _measured("elsewhere", ELSEWHERE_SECONDS, repeats)
+    return {"ranks": dist.get_world_size(), "layers": WORK.layers, "beside": rows}
+
+
+def _measured(computing: str, elsewhere: float, repeats: int) -> list[dict[str, Any]]:
+    still = _Variant("none", elsewhere, policy="static")
+    variants = [_Variant("between steps", elsewhere), _Variant("beside steps", elsewhere, overlap=True)]
     for variant in (still, *variants):
         # Half a block more: decisions fall into the middle of blocks.
         variant.steps(INTERVAL + INTERVAL // 2)
@@ -136,4 +167,4 @@ def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
     rows = [between, variants[1].row(slowest.tolist(), between["pause_ms"] / 1e3)]
     for variant in (still, *variants):
         variant.balancer.close()
-    return {"ranks": dist.get_world_size(), "layers": WORK.layers, "beside": rows}
+    return [{"computing": computing, **row} for row in rows]

@@ -42,7 +42,7 @@ STOREYS: tuple[set[str], ...] = (
     {"replicas"},
     {"gradients", "dispatch", "migration"},
     {"layer", "guard", "guard_looks", "structure", "parts", "maps"}
-    | {"background", "compiling", "decision", "reconnecting", "rebalancing", "balancer"},
+    | {"background", "compiling", "decision", "reconnecting", "announcing", "rebalancing", "resuming", "balancer"},
     {"observe"},
     {"attaching"},
     {"checkpoint"},
