@@ -87,6 +87,15 @@ class BalancerConfig:
 
     Raises:
         ConfigError: a value is out of range or a name is unknown.
+
+    Example:
+        >>> config = BalancerConfig(interval=100, replica_slots=1)
+        >>> config.window_steps, config.horizon, config.gate
+        (400, 1000, 'payoff')
+        >>> BalancerConfig(interval=0)
+        Traceback (most recent call last):
+            ...
+        eplb_runtime.config.ConfigError: interval=0: give at least 1
     """
 
     interval: int = 50

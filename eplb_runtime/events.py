@@ -52,7 +52,8 @@ class LoadMeasured(Event):
     """The load that the last decision was made on, summed over all ranks and reported when it is acted on.
 
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
-    load under the placement that stood then, ``[T][L]``. ``step_seconds``: of a training step, measured and smoothed.
+    load under the placement that stood then, ``[T][L]``; in the log an old event has one row, the mean of them.
+    ``step_seconds``: of a training step, measured and smoothed.
 
     For listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows
     stood under, each with the row that it ends before.
@@ -65,6 +66,11 @@ class LoadMeasured(Event):
     placements: tuple[tuple[int, Placement], ...] | None = field(
         default=None, compare=False, repr=False, metadata=_SEEN
     )
+
+    def in_one_row(self) -> LoadMeasured:
+        """With the mean of ``imbalance`` over its rows in their place."""
+        rows = len(self.imbalance)
+        return replace(self, imbalance=(tuple(sum(values) / rows for values in zip(*self.imbalance, strict=True)),))
 
 
 @dataclass(frozen=True)
@@ -190,11 +196,31 @@ SHOWN = 30
 """Events of a table, the newest."""
 
 
-class EventLog:
-    """Keeps the last ``capacity`` events and calls every listener with each new one."""
+MOST_DETAIL = 1 << 18
+"""Imbalances, one a row and layer, that the log keeps of the newest events: 8 MiB of Python's numbers."""
 
-    def __init__(self, capacity: int = 10_000) -> None:
+
+class EventLog:
+    """Keeps the last ``capacity`` events and calls every listener with each new one.
+
+    A large model's `LoadMeasured` is long: beyond ``most_detail`` imbalances the oldest keep one row, so that a job of
+    any length and size holds a few tens of MiB.
+
+    Example:
+        >>> log = EventLog()
+        >>> log.subscribe(lambda event: print(event.name, event.step))
+        >>> log.emit(BalancingPaused(7, "rank 2 has not answered for 30 s"))
+        BalancingPaused 7
+        >>> len(log.of_type(BalancingPaused)), len(log.of_type(RebalanceCommitted))
+        (1, 0)
+    """
+
+    def __init__(self, capacity: int = 10_000, most_detail: int = MOST_DETAIL) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
+        self._most_detail = most_detail
+        self._detail = 0
+        self._detailed: deque[tuple[int, int]] = deque()
+        self._emitted = 0
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
@@ -202,11 +228,27 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
+        self._emitted += 1
+        if isinstance(event, LoadMeasured) and len(event.imbalance) > 1:
+            self._bound_detail(len(event.imbalance) * len(event.imbalance[0]))
         for listener in self._listeners:
             try:
                 listener(event)
             except Exception:
                 logger.exception("an event listener failed on %s; the job goes on", event.name)
+
+    def _bound_detail(self, added: int) -> None:
+        """The newest event has so many imbalances: the oldest events give theirs up until all fit."""
+        self._detailed.append((self._emitted, added))
+        self._detail += added
+        while self._detail > self._most_detail:
+            number, values = self._detailed.popleft()
+            self._detail -= values
+            place = number - 1 - (self._emitted - len(self._events))
+            if place >= 0:  # or it has left the log
+                event = self._events[place]
+                assert isinstance(event, LoadMeasured)
+                self._events[place] = event.in_one_row()
 
     def of_type(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]

@@ -50,6 +50,13 @@ class Placement:
 
     Raises:
         PlacementError: a rule is broken; the message names layer, rank and expert.
+
+    Example:
+        Four experts on two ranks of three slots; slot 2, for a copy, is empty, and slot 5 holds a copy of expert 0:
+
+        >>> placement = Placement([[0, 1, -1, 2, 3, 0]], num_experts=4, num_ranks=2, home=[[0, 1, 3, 4]])
+        >>> placement.copy_count.tolist(), placement.home_rank.tolist()
+        ([[2, 1, 1, 1]], [[0, 0, 1, 1]])
     """
 
     physical_to_logical: IntArray

@@ -29,6 +29,11 @@ class Topology:
 
     Raises:
         ValueError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.
+
+    Example:
+        >>> topology = Topology(8, ranks_per_node=4)
+        >>> topology.num_nodes, topology.node_of(5), topology.bandwidth(3, 4)  # another node: bytes/s of one NIC
+        (2, 1, 50000000000.0)
     """
 
     num_ranks: int

@@ -168,8 +168,7 @@ def run(
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
     variants = [
-        _Variant("static", work, work.skew, _config(work, policy="static")),
-        _Variant("homes", work, work.skew, _config(work, policy="incremental")),
+        *_pair(work),
         _Variant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
         _Variant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
         _Variant("attached", work, 1.0, _config(work, policy="incremental")),
@@ -198,6 +197,58 @@ def run(
             variant.profiled(profile / variant.name)
         variant.balancer.close()
     return result
+
+
+def run_brief(
+    device: torch.device,
+    blocks: int = 3,
+    work: Workload | None = None,
+    *,
+    width: int = Workload.width,
+    on_progress: Callable[[str], None] = lambda said: None,
+) -> dict[str, Any]:
+    """Train experts fixed and homes moved alone, and say how much faster a step has become. Collective.
+
+    Args:
+        device, on_progress: as of `run`.
+        blocks: of ten steps, timed, of each variant.
+        work: None: the usual one, of ``blocks`` and ``width``.
+
+    Returns:
+        JSON-able: ``ranks``; ``"train"``, a row for ``static`` and ``homes`` with ``step_ms``, ``imbalance`` and
+        ``homes_moved`` as in `run`; ``speed_up``, steps in the time of a static one, the median over blocks that stood
+        side by side.
+    """
+    work = work or Workload(blocks=blocks, width=width, settle_blocks=3)
+    if device.type != "cpu":
+        raise ValueError("bench train measures on CPUs")
+    torch.set_num_threads(1)
+    variants = _pair(work)
+    _take_turns(variants, on_progress)
+    static, homes = (_over_ranks(variant.block_seconds) for variant in variants)
+    result = {
+        "ranks": dist.get_world_size(),
+        "train": [
+            {
+                "variant": variant.name,
+                "step_ms": _step_ms(seconds, work),
+                "imbalance": _imbalance(variant),
+                "homes_moved": _moved(variant),
+            }
+            for variant, seconds in zip(variants, (static, homes), strict=True)
+        ],
+        "speed_up": _median([a / b for a, b in zip(static, homes, strict=True)]),
+    }
+    for variant in variants:
+        variant.balancer.close()
+    return result
+
+
+def _pair(work: Workload) -> list[_Variant]:
+    return [
+        _Variant("static", work, work.skew, _config(work, policy="static")),
+        _Variant("homes", work, work.skew, _config(work, policy="incremental")),
+    ]
 
 
 def _row(variant: _Variant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:

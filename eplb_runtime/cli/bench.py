@@ -99,6 +99,7 @@ def _add_on_ranks(benches: Any, what: str) -> None:
             "of an expert's hidden layer: more of it, more of a step is computing",
             default=1024,
         )
+        command.add_argument("--brief", action="store_true", help="only experts fixed and experts moved: a minute")
         add("--profile", "DIR", Path, "write a profiler trace of each variant and rank there, for `trace compare`")
 
 
@@ -249,17 +250,23 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
 
     from ..launching import is_first, launched, process_group, start_ranks
 
+    brief = "brief" in arguments and arguments.brief
+    if brief and arguments.profile:
+        raise InputError("--profile goes without --brief")
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
+        options += ["--brief"] if brief else []
         if "width" in arguments:
             options += ["--width", str(arguments.width)]
             options += ["--profile", str(arguments.profile)] if arguments.profile else []
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
-    sizes = {"width": arguments.width, "profile": arguments.profile} if "width" in arguments else {}
+    sizes = {"width": arguments.width} if "width" in arguments else {}
+    sizes |= {"profile": arguments.profile} if sizes and not brief else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and arguments.what == "train":
             sizes["on_progress"] = shown.update
-        result = import_module(f"..bench.{arguments.what}", __package__).run(device, arguments.repeats, **sizes)
+        bench = import_module(f"..bench.{arguments.what}", __package__)
+        result = (bench.run_brief if brief else bench.run)(device, arguments.repeats, **sizes)
     if is_first():
         _print(result, arguments.json)
     return 0

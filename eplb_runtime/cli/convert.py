@@ -20,6 +20,7 @@ def add(commands: Any) -> None:
   eplb-runtime convert placement.json eplb.yaml --dense-layers 3                 # for TensorRT-LLM's load_balancer
   eplb-runtime convert sglang.json placement.json --ranks 32 --dense-layers 3
   eplb-runtime convert expert_distribution_recorder_1.pt load.npz --dense-layers 3
+  eplb-runtime convert sample load.safetensors                                   # the series that comes along
 """,
     )
     command.add_argument("source", metavar="IN", help="a placement or a load; known by its content")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from .arguments import add_command, adder, positive_float
+from .inputs import require_output
 from .printing import COLUMNS, print_json
 
 
@@ -21,10 +23,12 @@ def add(commands: Any) -> None:
   eplb-runtime top runs/first                     # the folder of BalancerConfig(run=...)
   eplb-runtime top http://127.0.0.1:8265          # the live page of BalancerConfig(listen=...)
   eplb-runtime top runs/first --once
+  eplb-runtime top runs/first -o top.svg          # a picture of it
 """,
     )
     command.add_argument("job", metavar="URL|RUN", help="a run's folder, or the address of its page")
     command.add_argument("--once", action="store_true", help="show it once, as where there is no terminal")
+    command.add_argument("-o", "--output", metavar="FILE", help="show it once, and draw what was shown: .svg")
     add = adder(command)
     add("--every", "S", positive_float, "seconds between two looks (default: 2)", default=2.0)
     add("--token", "T", str, "that the page wants")
@@ -33,9 +37,11 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from ..files import write_file
     from ..observe.looking import source_of
-    from ..observe.terminal import screen
+    from ..observe.terminal import picture, screen
 
+    require_output(arguments.output, (".svg",))
     source = source_of(arguments.job, arguments.token)
     view = source.look()
     if arguments.json:
@@ -45,7 +51,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if not console.is_terminal:
         console = Console(width=COLUMNS)
     shown = screen(view, time.time())
-    if arguments.once or not console.is_terminal or not sys.stdin:
+    if arguments.output is not None:
+        write_file(Path(arguments.output), picture(shown, COLUMNS))
+    if arguments.once or arguments.output is not None or not console.is_terminal or not sys.stdin:
         console.print(shown)
         return
     _follow(console, source, shown, arguments.every)

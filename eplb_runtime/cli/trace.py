@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,18 +201,19 @@ def _compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(found.to_dict())
         return
-    title = f"A {found.a} ({len(of_a)} traces), B {found.b} ({len(of_b)}); us a {found.per}, of a rank"
-    print_table(title, [_change(row) for row in found.summary])
+    print_lines(f"A {found.a} ({len(of_a)} traces)", f"B {found.b} ({len(of_b)} traces)")
+    print_table(f"us a {found.per}, of a rank", [_change(row) for row in found.summary])
     print_table("phases, us on the thread that runs them", [_change(row) for row in found.phases])
     print_table("kinds of work, us", [_change(row) for row in found.kinds])
-    print_table("largest changes, us", [_change(row) for row in found.kernels[: arguments.kernels]])
+    kernels = [replace(row, what=_shortened(row.what)) for row in found.kernels[: arguments.kernels]]
+    print_table("largest changes, us", [_change(row) for row in kernels])
 
 
 def _change(row: Change) -> dict[str, Any]:
     few = max(row.a, row.b) < 10  # a share or a ratio
     a, b = (f"{value:.3f}" if few else _us(value) for value in (row.a, row.b))
     change = "" if row.change is None else f"{row.change:+.1%}"
-    return {"": _shortened(row.what), "A": a, "B": b, "change": change}
+    return {"": row.what, "A": a, "B": b, "change": change}
 
 
 def _read(paths: Sequence[Path]) -> list[Analysis]:

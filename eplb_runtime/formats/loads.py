@@ -46,9 +46,7 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
     Raises:
         LoadFileError: missing, of another format, or with values that are no token counts.
     """
-    path = Path(path)
-    if path == Path(SAMPLE) and not path.exists():
-        path = Path(__file__).with_name("sample.npz")
+    path = meant(path)
     try:
         content = open_content(path)
         found = find_load(content)
@@ -59,6 +57,12 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
         raise LoadFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except FileError as error:
         raise LoadFileError(f"{path}: {error}") from None
+
+
+def meant(path: str | Path) -> Path:
+    """The file that is meant: ``sample`` comes along, where nothing has this name."""
+    path = Path(path)
+    return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path
 
 
 def write_load(path: str | Path, load: ArrayLike) -> None:

@@ -78,6 +78,28 @@ def attach(
         AttachError: there is nothing to balance, or it cannot be done; on all ranks alike, and models and optimizers
             are as they were.
         RuntimeError: a rank did not come within ``timeout_seconds``; likewise.
+
+    Example:
+        One rank, to show the calls; a job that torchrun starts leaves out the store, rank and size:
+
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(vocab_size=64, pad_token_id=0, num_hidden_layers=1, num_experts=4,
+        ...                                      num_experts_per_tok=2, **sizes))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> balancer = attach(model, optimizer, config=BalancerConfig(dense_gradients="allreduce"))
+        >>> _ = model.train()
+        >>> ids = torch.arange(32).view(2, 16)
+        >>> for step in range(2):
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+        ...     norm = balancer.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> balancer.placement.home_rank.tolist(), balancer.layer_of_parameter["model.layers.0.mlp.experts.down_proj"]
+        ([[0, 0, 0, 0]], 0)
+        >>> balancer.close()
+        >>> dist.destroy_process_group()
     """
     config = config if config is not None else BalancerConfig()
     models = [model] if isinstance(model, nn.Module) else list(model)

@@ -27,6 +27,7 @@ logger = logging.getLogger("eplb_runtime")
 MOST_CONNECTIONS = 16
 REQUEST_SECONDS = 10.0
 COOKIE = "eplb_runtime_token"
+CLOSING_SECONDS = 5.0
 _LEAST_COMPRESSED = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -86,7 +87,10 @@ class PageServer:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/"
 
     def close(self) -> None:
-        self._server.shutdown()
+        """Nothing listens any more. A thread that does not end is left behind: it dies with the process."""
+        closing = threading.Thread(target=self._server.shutdown, name="eplb_runtime page closes", daemon=True)
+        closing.start()
+        closing.join(CLOSING_SECONDS)
         self._server.server_close()
 
 

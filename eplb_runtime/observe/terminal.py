@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +38,14 @@ def screen(view: View, now: float) -> RenderableType:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise LookError(f"what it says cannot be shown: {type(error).__name__}: {error}") from None
     return Group(*parts)
+
+
+def picture(shown: RenderableType, columns: int) -> str:
+    """What a terminal shows, as SVG that fetches nothing: any font of equal widths will do."""
+    console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(shown)
+    drawn = console.export_svg(title="eplb-runtime top")
+    return re.sub(r"@font-face\s*{.*?}", "", drawn, flags=re.DOTALL).replace("Fira Code", "monospace")
 
 
 def _head(view: View, now: float) -> RenderableType:

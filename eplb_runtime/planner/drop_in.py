@@ -55,6 +55,15 @@ def rebalance_experts(
     Raises:
         PlanError: sizes that do not fit, a load that is not usable, or a policy of another layout.
         PlacementError: ``current`` is no placement of these sizes.
+
+    Example:
+        The four experts of a layer on two GPUs of three slots; the two that get most have a copy:
+
+        >>> import torch
+        >>> load = torch.tensor([[90, 30, 20, 100]])
+        >>> physical_to_logical, logical_to_physical, copy_count = rebalance_experts(load, 6, 1, 1, 2)
+        >>> copy_count.tolist()
+        [[2, 1, 1, 2]]
     """
     import torch
 

@@ -69,6 +69,15 @@ def plan(
 
     Raises:
         PlanError: the input is not usable; one line that says what is wrong and how to mend it.
+
+    Example:
+        >>> from eplb_runtime import Placement, Topology
+        >>> load = [[90, 80, 20, 10, 30, 40, 60, 70]]  # one layer of eight experts; two on each of four ranks
+        >>> made = plan(load, Topology(4), slots_per_rank=2, current=Placement.initial(1, 8, 4))
+        >>> made.imbalance_before.round(3).tolist(), made.imbalance_after.round(3).tolist(), made.moved_homes
+        ([1.7], [1.0], 4)
+        >>> made.placement.home_rank.tolist()
+        [[0, 1, 1, 0, 2, 3, 3, 2]]
     """
     began = time.perf_counter()
     settled = Settled(**terms)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from scraping import prometheus_of, scraped
 
 import eplb_runtime as eplb
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
 from eplb_runtime.observe.event_log import read_events
 from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.server import MOST_CONNECTIONS
 from eplb_runtime.observe.start import Shown
 
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
 
 def train(rank: int, run: str) -> dict[str, object]:
-    """A job on changing batches, and what it did, looked at from inside."""
+    """A job on changing batches, and what it did, looked at from inside; browsers hang on its page meanwhile."""
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = eplb.BalancerConfig(interval=INTERVAL, gate="always", dense_gradients="allreduce", run=run, listen=0)
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
+    hanging = [] if balancer._shown is None else browsers_that_hang(balancer._shown)
     chosen, placements = [], []
     for step in range(STEPS):
         ids = batch_of(rank, step // 4)
@@ -38,7 +46,10 @@ def train(rank: int, run: str) -> dict[str, object]:
         optimizer.zero_grad()
     shown = balancer._shown
     seen = None if shown is None else looked_at(shown)
+    dist.barrier()
     balancer.close()
+    for browser in hanging:
+        browser.close()
     return {
         "seen": seen,
         "events": [event.to_dict() for event in balancer.events],
@@ -50,13 +61,37 @@ def train(rank: int, run: str) -> dict[str, object]:
     }
 
 
+def browsers_that_hang(shown: Shown) -> list[socket.socket]:
+    """Half of the connections that the server has, each with half a request."""
+    assert shown.server is not None
+    made = [socket.create_connection(("127.0.0.1", shown.server.port)) for _ in range(MOST_CONNECTIONS // 2)]
+    for browser in made:
+        browser.sendall(b"GET /state HTTP/1.1\r\n")
+    return made
+
+
 def looked_at(shown: Shown) -> dict[str, object]:
     """What rank 0's server gives when all has been heard."""
     shown._observer._worker.submit(lambda: None).result(60)
     with urlopen(f"{shown.server.url}state", timeout=60) as answer:
         state = json.load(answer)
     samples = {f"{m.name} {' '.join(labels.values())}".strip(): x for m in shown.metrics() for labels, x in m.samples}
-    return {"state": state, "samples": samples}
+    return {"state": state, "samples": samples, "scraped": seen_by_prometheus(shown)}
+
+
+def seen_by_prometheus(shown: Shown) -> dict[str, float] | None:
+    """None: there is no Prometheus here."""
+    if shutil.which("prometheus") is None or find_spec("prometheus_client") is None:
+        return None
+    assert shown.server is not None
+    found = {}
+    with TemporaryDirectory() as folder, prometheus_of(shown.server.port, Path(folder)) as address:
+        for metric in shown.metrics():
+            told = scraped(address, metric.name + ("_total" if metric.kind == "counter" else ""))
+            for labels, _ in metric.samples:
+                value = told[tuple(sorted(labels.items()))]
+                found[f"{metric.name} {' '.join(labels.values())}".strip()] = value
+    return found
 
 
 def held(events: EventLog) -> int:
@@ -147,6 +182,17 @@ def test_metrics_and_page_of_a_running_job_are_what_it_did(results: list[dict], 
     at_start = (static.max(axis=2) / static.mean(axis=2)).mean(axis=0)
     assert samples["eplb_imbalance start mean"] == pytest.approx(at_start.mean(), abs=1e-5)
     assert samples["eplb_imbalance start max"] == pytest.approx(at_start.max(), abs=1e-5)
+
+
+def test_a_real_prometheus_scrapes_a_running_job(results: list[dict]) -> None:
+    scraped, samples = results[0]["seen"]["scraped"], results[0]["seen"]["samples"]
+    if scraped is None:
+        pytest.skip("prometheus is not installed (Debian's package), or prometheus_client")
+    moving = {name for name in samples if "timestamp" in name}
+    assert {name: scraped[name] for name in scraped.keys() - moving} == pytest.approx(
+        {name: samples[name] for name in samples.keys() - moving}
+    )
+    assert scraped["eplb_steps"] == STEPS and scraped["eplb_rebalances"] > 0
 
 
 def test_a_run_ends_with_its_summary(results: list[dict], folder: Path) -> None:

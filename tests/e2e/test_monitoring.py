@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
-from urllib.request import urlopen
 
 import pytest
 from observed import RANKS, TOPOLOGY, records, start
+from scraping import MONITORING, ask, prometheus_of, scraped, wait_until
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe.start import Shown
 
-MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
 TOKEN = "a-token-for-prometheus"
 
 
@@ -44,50 +39,9 @@ def shown() -> Iterator[Shown]:
 def prometheus(shown: Shown, tmp_path: Path) -> Iterator[str]:
     """Its address. It scrapes the job by the rules and the token of ours."""
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    (tmp_path / "token").write_text(TOKEN)
-    settings = (MONITORING / "prometheus.yaml").read_text()
-    settings = settings.replace("15s", "1s").replace("127.0.0.1:8080", f"127.0.0.1:{shown.server.port}")
-    settings = settings.replace("    #   authorization: {credentials_file: /run/secrets/eplb_runtime_token}", "")
-    settings += f"    authorization: {{credentials_file: {tmp_path / 'token'}}}\n"
-    (tmp_path / "prometheus.yaml").write_text(settings)
-    shutil.copy(MONITORING / "alerts.yaml", tmp_path)
-    with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen(
-            ["prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
-             f"--web.listen-address={address}"], stdout=log, stderr=log,
-        )  # fmt: skip
-    try:
-        wait_until(lambda: ask(address, "eplb_steps"), tmp_path / "log")
+    assert shown.server is not None
+    with prometheus_of(shown.server.port, tmp_path, TOKEN) as address:
         yield address
-    finally:
-        server.terminate()
-        server.wait(30)
-
-
-def ask(address: str, expression: str) -> list[dict[str, Any]]:
-    with urlopen(f"http://{address}/api/v1/query?query={quote(expression)}", timeout=30) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-    return found
-
-
-def labels_of(metric: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """Ours, without those that Prometheus adds."""
-    return tuple(sorted((name, text) for name, text in metric.items() if name not in ("__name__", "job", "instance")))
-
-
-def wait_until(true: Any, log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        try:
-            if true():
-                return
-        except OSError:
-            pass
-        time.sleep(0.2)
-    pytest.fail(log.read_text()[-3000:])
 
 
 def expressions() -> list[str]:
@@ -129,5 +83,6 @@ def test_a_real_prometheus_scrapes_all_that_the_dashboard_shows(prometheus: str,
         name = metric.name + ("_total" if metric.kind == "counter" else "")
         if "timestamp" in name:
             continue
-        got = {labels_of(row["metric"]): float(row["value"][1]) for row in ask(prometheus, name)}
-        assert got == {tuple(sorted(labels.items())): pytest.approx(value) for labels, value in metric.samples}
+        assert scraped(prometheus, name) == {
+            tuple(sorted(labels.items())): pytest.approx(value) for labels, value in metric.samples
+        }

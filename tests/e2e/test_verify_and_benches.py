@@ -137,7 +137,8 @@ def test_bench_migrate_has_the_documented_keys() -> None:
 
 def train(rank: int, traces: Path) -> dict:
     work = Workload(layers=2, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
-    return bench_train.run(torch.device("cpu"), work=work, profile=traces)
+    brief = bench_train.run_brief(torch.device("cpu"), work=work)
+    return bench_train.run(torch.device("cpu"), work=work, profile=traces) | {"brief": brief}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_traces_of_bench_train_name_the_phases_of_every_layer_and_compare(traine
 
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys(trained: tuple[dict, Path]) -> None:
     result = trained[0]
-    assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead"]
+    assert list(result) == ["ranks", "train", "ideal_step_ms", "static_imbalance", "overhead", "brief"]
     static, *_, even = result["train"]
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
     for row in result["train"]:
@@ -182,6 +183,11 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
         and 0 <= even["share_of_even_gain"] <= 1  # a block of it may be slower than one beside it on a busy machine
         and result["static_imbalance"] > 1.2
     )
+    brief = result["brief"]
+    assert list(brief) == ["ranks", "train", "speed_up"] and brief["speed_up"] > 0
+    assert [row["variant"] for row in brief["train"]] == ["static", "homes"]
+    fixed, moved = brief["train"]
+    assert fixed["homes_moved"] == 0 < moved["homes_moved"] and moved["imbalance"] < fixed["imbalance"]
     keys = {"static_step_ms", "attached_step_ms", "guard_ms", "overhead", "homes_moved"}
     assert set(result["overhead"][0]) == keys
 

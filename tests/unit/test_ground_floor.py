@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eplb_runtime.config import BalancerConfig, ConfigError
-from eplb_runtime.events import EventLog, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.placement import Placement
 from eplb_runtime.topology import Topology
 
@@ -91,3 +91,26 @@ def test_the_log_keeps_the_last_events_by_type() -> None:
     assert [event.step for event in log.of_type(RebalanceAborted)] == [3, 4]
     assert [event.name for event in log][-1] == "RebalanceCommitted"
     assert log.of_type(RebalanceCommitted)[0].to_dict()["event"] == "RebalanceCommitted"
+
+
+def test_old_measurements_keep_one_row_in_the_log() -> None:
+    """So a long job of many layers does not grow; what listeners get is whole."""
+    log, heard = EventLog(capacity=8, most_detail=12), []
+    log.subscribe(heard.append)
+    for step in range(12):
+        log.emit(LoadMeasured(step, 2, ((1.0 + step, 2.0), (3.0 + step, 4.0))))
+        log.emit(RebalanceAborted(step, epoch=1, phase="staged", cause="checksum"))
+    assert [(event.step, event.imbalance) for event in log.of_type(LoadMeasured)] == [
+        (8, ((10.0, 3.0),)),
+        (9, ((10.0, 2.0), (12.0, 4.0))),
+        (10, ((11.0, 2.0), (13.0, 4.0))),
+        (11, ((12.0, 2.0), (14.0, 4.0))),
+    ]
+    assert len(log.of_type(RebalanceAborted)) == 4
+    assert [event.imbalance[1][0] for event in heard[::2]] == [3.0 + step for step in range(12)]
+
+
+def test_a_measurement_that_is_larger_than_the_log_keeps_one_row() -> None:
+    log = EventLog(capacity=2, most_detail=3)
+    log.emit(LoadMeasured(1, 2, ((1.0, 2.0), (3.0, 4.0))))
+    assert [event.imbalance for event in log.of_type(LoadMeasured)] == [((2.0, 3.0),)]

@@ -99,10 +99,10 @@ def merge(paths: Sequence[Path], output: Path, on_progress: OnProgress = lambda 
         for source in sorted(sources, key=lambda source: source.rank):
             events = chain(_metadata(source, threads), _rewritten(source, threads, on_progress))
             while several := list(islice(events, _AT_ONCE)):
-                lines = [json.dumps(event) for event in several if event is not None]
-                file.write((",\n" if written and lines else "") + ",\n".join(lines))
-                written += len(lines)
-                dropped += len(several) - len(lines)
+                kept = [event for event in several if event is not None]
+                file.write((",\n" if written and kept else "") + json.dumps(kept)[1:-1])
+                written += len(kept)
+                dropped += len(several) - len(kept)
         file.write("\n]}\n")
     return Merged(
         tuple(ranks),

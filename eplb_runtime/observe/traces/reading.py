@@ -8,6 +8,7 @@ import codecs
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ MOST_BYTES = 64 * 1024 * MIB
 LONGEST_VALUE = 16 * MIB
 """Characters of one event, or of one other value of a trace."""
 _CHUNK = 4 * MIB
+_MOST_US = 2.0**62
 _SPACE = " \t\r\n"
+_COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 OnProgress = Callable[[int], None]
@@ -91,6 +94,7 @@ def _events(text: _Text, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _list(text: _Text) -> Iterator[dict[str, Any]]:
     text.expect("[")
     while text.peek() != "]":
+        yield from text.whole_objects()
         event = text.value()
         if not isinstance(event, dict):
             raise TraceError(f"{text.path}: an event is {_short(event)}, not an object")
@@ -150,6 +154,24 @@ class _Text:
             if len(self._buffer) - self._at > LONGEST_VALUE or not self._more():
                 raise self.broken()
 
+    def whole_objects(self) -> Iterator[dict[str, Any]]:
+        """The objects of a list that begin here, one after the other, as far as this piece goes and all is as usual.
+
+        What it stops at is left to the slower way, which reads on and says what is wrong. Empty where it is not at an
+        object.
+        """
+        buffer, at = self._buffer, self._at
+        while buffer.startswith("{", at):
+            try:
+                value, end = _DECODER.raw_decode(buffer, at)
+            except ValueError:  # broken off here, or broken
+                return
+            comma = _COMMA.match(buffer, end)
+            if comma is None or comma.end() == len(buffer):
+                return
+            self._at = at = comma.end()
+            yield value
+
     def broken(self) -> TraceError:
         around = self._buffer[self._at : self._at + 30]
         return TraceError(f"{self.path}: not a JSON trace, or one that is broken off, at {_short(around)}")
@@ -181,6 +203,8 @@ def number(path: Path, event: dict[str, Any], key: str) -> float:
         TraceError: it is missing or no finite number.
     """
     value = event.get(key)
+    if type(value) is float and -_MOST_US < value < _MOST_US:
+        return value
     if isinstance(value, str):  # some writers quote them
         try:
             value = float(value)
@@ -189,7 +213,7 @@ def number(path: Path, event: dict[str, Any], key: str) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or abs(value) > 2.0**62
+        or abs(value) > _MOST_US
         or not math.isfinite(value)
     ):
         raise TraceError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,10 +23,12 @@ from eplb_runtime.config import ConfigError
 from eplb_runtime.events import BalancingEnded, EventLog
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import server as server_module
+from eplb_runtime.observe.observer import MOST_WAITING
 from eplb_runtime.observe.server import PageServer
 from eplb_runtime.observe.start import Shown
 
 TOKEN = "abcdefgh-01234567"
+DIES = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def shown(listen: int | str | None = 0, token: str | None = None, run: Path | None = None) -> tuple[Shown, EventLog]:
@@ -234,6 +238,60 @@ def test_browsers_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     for connection in hanging:
         connection.close()
     assert made.state.rebalances == 1
+
+
+def dies(thread: threading.Thread | None) -> None:
+    assert thread is not None
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@DIES
+def test_a_server_thread_that_was_killed_costs_the_page_alone(tmp_path: Path) -> None:
+    made, log = shown(run=tmp_path)
+    assert made.server is not None
+    thread = made.server._thread
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)) == 1
+    dies(thread)
+    heard = [event for events in decisions(3) for event in events]
+    for event in heard:
+        log.emit(event)
+    made.close()
+    assert len(made.state.decisions) == 3 and json.loads((tmp_path / "summary.json").read_text())["decisions"] == 3
+    assert len(log) == len(heard)
+
+
+@DIES
+def test_a_listening_thread_that_was_killed_costs_what_it_shows() -> None:
+    """Who emits waits for nobody and holds no more than the queue's length."""
+    made, log = shown()
+    heard = [event for events in decisions(1) for event in events]
+    log.emit(heard[0])
+    observer = made._observer
+    observer._worker._tasks.put(None)  # it ends, and the worker does not know
+    dies(observer._worker._thread)
+    for _ in range(400):
+        log.emit(heard[0])
+    assert len(log) == 401 and made.left_out >= 400 - MOST_WAITING
+    made.close()
+
+
+def test_a_server_thread_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CLOSING_SECONDS", 0.1)
+    go_on, hangs = threading.Event(), threading.Event()
+
+    def hang(*request: object) -> None:
+        hangs.set()
+        go_on.wait(120)
+
+    made, _ = shown()
+    assert made.server is not None
+    monkeypatch.setattr(made.server._server, "process_request", hang)
+    with socket.create_connection(("127.0.0.1", made.server.port), timeout=30):
+        assert hangs.wait(60)
+        made.close()
+        assert made.server._thread.is_alive()
+    go_on.set()
 
 
 def test_an_address_that_is_taken_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,17 @@ def test_a_run_is_shown_in_eighty_columns(run: Path, capsys: pytest.CaptureFixtu
     assert f"{told['totals']['rebalances']} rebalances in {told['totals']['decisions']} decisions" in said
     measured = unpacked(told["measured"]["imbalance"])
     assert measured is not None and f"imbalance {measured.mean():.3f} mean, {measured.max():.3f} worst layer" in said
+
+
+def test_a_picture_shows_what_the_terminal_shows_and_fetches_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", str(run), "-o", str(tmp_path / "top.svg")]) == 0
+    drawn = (tmp_path / "top.svg").read_text()
+    texts = html.unescape(re.sub(r"<[^>]*>", " ", drawn)).replace("\xa0", " ").split()
+    assert set(capsys.readouterr().out.split()) <= set(texts)
+    assert not re.search(r"url\((?!#)|href|@font-face|<script", drawn) and len(drawn) < 300_000
+    assert main(["top", str(run), "-o", str(tmp_path / "top.txt")]) == 2
 
 
 def test_the_ranks_shown_are_those_that_were_measured() -> None:

@@ -86,7 +86,8 @@ def test_compare_says_what_changed(said: Any, tmp_path: Path) -> None:
     assert summary["computing, max / mean over ranks"] == (1.5, 1.0)
     assert summary["communication, exposed"] == (200, 100)
     assert summary["step, median"] == (500, 400)
-    assert "computing, busiest rank" in said("trace", "compare", a, b)
+    shown = said("trace", "compare", a, b)
+    assert "computing, busiest rank" in shown and "compute(F)" in shown
 
 
 def test_a_job_beside_itself_has_not_changed(said: Any, tmp_path: Path) -> None:
