@@ -157,11 +157,11 @@ def _rank_load(
     """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
-        rows = load_TLE[first:end].astype(np.float64)
+        rows = load_TLE[first:end]
         if not _is_split_by_batch(placement):  # then loads add up
             rows = rows.sum(axis=0, keepdims=True)
         for load in rows:
-            total += _rank_load_of(load, placement, speed_R)
+            total += _rank_load_of(load.astype(np.float64), placement, speed_R)
         first = end
     return total
 
@@ -184,8 +184,11 @@ def _imbalance(
     load = load_TLE.astype(np.float64)
     if _has_copies(placement) or placement.home is None or not len(load):
         return predicted_imbalance(load, placement, speed_R)
-    by_rank = np.take_along_axis(load, placement.homes_LRH.reshape(1, len(placement.homes_LRH), -1), axis=2)
-    return imbalance(by_rank.reshape(*load.shape[:2], placement.num_ranks, -1).sum(axis=3), speed_R)
+    experts_LE = placement.homes_LRH.reshape(len(placement.homes_LRH), -1)
+    if (experts_LE != np.arange(experts_LE.shape[1])).any():
+        load = np.take_along_axis(load, experts_LE[None], axis=2)
+    by_home = load.reshape(*load.shape[:2], placement.num_ranks, -1)
+    return imbalance(by_home @ np.ones(by_home.shape[3]), speed_R)  # sums of whole numbers, in any order
 
 
 def _is_split_by_batch(placement: Placement) -> bool:
