@@ -5,6 +5,7 @@
 # launch/train_moe.py (--help).
 #   RANKS=2 bash launch/demo.sh --steps 80
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project test
 say "training on ${RANKS:=4} ranks: experts fixed, then rebalanced while the job runs, then with replica slots"

@@ -1,8 +1,9 @@
+# shellcheck shell=bash
 # Sourced by demo.sh and test.sh: makes .venv at the project's root and installs what is missing. Safe to run twice.
 #   PYTHON=python3.12   takes that interpreter for a new venv
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$root"
+cd "$root" || exit
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several ranks share the cores
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
@@ -32,6 +33,7 @@ make_venv() {
     say "making .venv with $("$python" --version)${options:+ (with the CUDA build of torch that is there)}"
     if ! "$python" -m venv "${options[@]}" .venv 2>/dev/null; then
         rm -rf .venv
+        # shellcheck disable=SC2015 # whichever of the two fails, it is said
         debian_package python3-venv "python's venv module" && "$python" -m venv "${options[@]}" .venv ||
             die "$python cannot make a venv: install python3-venv"
     fi

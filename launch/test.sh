@@ -2,6 +2,7 @@
 # All tests: style and types first, then pytest. Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
+# shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project dev
 if [ $# = 0 ]; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,42 @@ def run(script: str, arguments: list[str], **settings: str) -> subprocess.Comple
 def option(line: str, name: str) -> str:
     words = line.split()
     return words[words.index(name) + 1]
+
+
+def linter(name: str) -> str:
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        pytest.skip(f"{name} is not installed: pip install '.[dev]'")
+    return str(path)
+
+
+def test_linters_find_nothing(tmp_path: Path) -> None:
+    """Unquoted words, unchecked failures and the like in scripts; unpinned bases, users and shells of images."""
+    shellcheck, hadolint = linter("shellcheck"), linter("hadolint")
+    images = sorted(ROOT.glob("docker/*Dockerfile"))
+    assert len(images) == 2
+    subprocess.run([shellcheck, "-x", *SCRIPTS], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([hadolint, *images], check=True, timeout=60)
+    careless = executable(tmp_path / "careless.sh", "rm -r $1/*")
+    assert subprocess.run([shellcheck, careless], capture_output=True, timeout=60).returncode
+    (tmp_path / "Dockerfile").write_text("FROM debian\nUSER root\n")
+    assert subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, timeout=60).returncode
+
+
+def test_images_take_what_there_is_and_run_as_nobody_special() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for image in ROOT.glob("docker/*Dockerfile"):
+        text = image.read_text()
+        copied = {word for line in text.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}
+        copied = {word for word in copied if not word.startswith("--")}
+        assert copied <= kept and all((ROOT / name).exists() for name in copied)
+        last = [line for line in text.splitlines() if line.startswith("USER ")][-1]
+        assert (
+            last == "USER 1000"
+            and "HEALTHCHECK" in text
+            and "chmod" not in text
+            and "/tmp" not in text.split("FROM")[-1]
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -126,3 +163,22 @@ def test_the_kubernetes_manifest_agrees_with_itself() -> None:
     assert set(environment) <= {*OURS, "WAIT_SECONDS"}
     for argument in (container["command"][1], container["args"][0]):
         assert (ROOT / argument).is_file()
+
+
+def test_kubernetes_takes_the_manifest() -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for resource in yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text()):
+        schemas.validate(resource, "1.30", strict=True)
+        resource["spec"]["colour"] = "blue"
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(resource, "1.30", strict=True)
+
+
+def test_kubeflow_takes_the_manifest() -> None:
+    job = yaml.safe_load((ROOT / "launch/kubeflow.yaml").read_text())
+    trainer = job["spec"]["trainer"]
+    assert trainer["resourcesPerNode"].pop("limits") == {"nvidia.com/gpu": trainer["numProcPerNode"]}
+    assert trainer["command"] == ["torchrun"] and (ROOT / trainer["args"][0]).is_file()
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    read = models.TrainerV1alpha1TrainJob.model_validate(job)
+    assert read.to_dict()["spec"] == job["spec"], "nothing of it is unknown there"
