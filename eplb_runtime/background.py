@@ -44,6 +44,13 @@ _ALMOST_SECONDS = 2e-3
 """A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
 _TRIES = 5
 """A layer that is late so often is left where it is."""
+_AHEAD = 2
+"""Rounds that are posted before an earlier one is here."""
+_UNTRIED = 4
+"""Experts take so many times as long as bytes alone, until that is measured: they are hashed, packed and unpacked,
+beside a step that wants the processor, too."""
+_MARGIN = 1.5
+"""What comes too late is sent twice, and what is not sent goes with the next step: better a little less at a time."""
 _WEIGHT = 0.3
 """Of a new measurement in what is smoothed over steps."""
 
@@ -422,6 +429,8 @@ class BackgroundMigration:
                     failed = Verdict(False, cause)
             elif failed is None or verdict.connections_broken:
                 failed = verdict
+        if any(verdict.kind == LATE for _, verdict in verdicts):
+            self._pace = self._pace.slower()
         self._flights, self._as_sent = [], []
         slots = placement.slots_per_rank
         return Brought(
@@ -443,8 +452,9 @@ class BackgroundMigration:
         for layer, start in enumerate(starts):
             if not start and last is not None:  # of another stage: as if its layers ran after one another like these
                 starts[layer] = starts[last] * (layer + 1) / (last + 1)
-        seconds_per_byte = self._seconds_per_byte or 2 * link_seconds_per_byte  # they are hashed, too
-        return Pace(tuple(int(1e6 * start) for start in starts), max(1, int(1e6 * seconds_per_byte * 2**20)))
+        seconds_per_byte = self._seconds_per_byte or _UNTRIED * link_seconds_per_byte
+        us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
+        return Pace(tuple(int(1e6 * start) for start in starts), max(1, us_per_mib))
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -464,7 +474,7 @@ class BackgroundMigration:
     def _carry(
         self, migration: Migration, flights: Sequence[_Flight], gate: threading.Event, follow: Callable[[], None]
     ) -> None:
-        """Post all; then, in their order, take in what has come, and vote as soon as training lets."""
+        """Post some ahead, and in their order take in what has come, and vote as soon as training lets."""
         arrived: list[_Flight] = []
 
         def vote() -> None:
@@ -478,9 +488,12 @@ class BackgroundMigration:
             follow()
             began = time.perf_counter()
             self._engine.restart()
-            for flight in flights:
-                flight.posted = self._engine.post(migration, flight.round_)
-            for flight in flights:
+            for number, flight in enumerate(flights):
+                # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
+                # what this one waits for, the others have posted or can post.
+                for later in flights[number : number + 1 + _AHEAD]:
+                    if later.posted is None:
+                        later.posted = self._engine.post(migration, later.round_)
                 assert flight.posted is not None
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)

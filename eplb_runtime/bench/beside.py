@@ -77,6 +77,13 @@ class _Variant:
         self._weights_TK = torch.full((WORK.tokens, WORK.top_k), 1 / WORK.top_k)
         self.block_seconds: list[float] = []
 
+    def warm_up(self) -> None:
+        """One migration that does not count: of memory that nobody has touched, at a pace that nobody knows yet. Half a
+        block more: decisions fall into the middle of blocks."""
+        self.steps(INTERVAL + INTERVAL // 2)
+        self._warm_events = len(list(self.balancer.events))
+        self._warm_late_bytes = self.balancer._rebalancer.background.late_bytes
+
     def block(self) -> None:
         """In its second half experts move."""
         self.block_seconds.append(self.steps(INTERVAL))
@@ -106,13 +113,14 @@ class _Variant:
             still: seconds of the blocks in which nothing moves.
             pause: seconds that training stands still for a migration between steps; None: this is that.
         """
-        committed = [e for e in self.balancer.events if isinstance(e, RebalanceCommitted)]
-        planned = [e for e in self.balancer.events if isinstance(e, RebalancePlanned) and e.moves]
+        counted = list(self.balancer.events)[self._warm_events :]
+        committed = [e for e in counted if isinstance(e, RebalanceCommitted)]
+        planned = [e for e in counted if isinstance(e, RebalancePlanned) and e.moves]
         aborted = self.balancer.events.of_type(RebalanceAborted)
         if aborted or not planned:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
-        late = self.balancer._rebalancer.background.late_bytes
+        late = self.balancer._rebalancer.background.late_bytes - self._warm_late_bytes
         most = torch.tensor([*mine, float(late), *self.block_seconds], dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         pauses, received, late_bytes, *blocks = most.tolist()
@@ -156,8 +164,7 @@ def _measured(computing: str, elsewhere: float, repeats: int) -> list[dict[str, 
     still = _Variant("none", elsewhere, policy="static")
     variants = [_Variant("between steps", elsewhere), _Variant("beside steps", elsewhere, overlap=True)]
     for variant in (still, *variants):
-        # Half a block more: decisions fall into the middle of blocks.
-        variant.steps(INTERVAL + INTERVAL // 2)
+        variant.warm_up()
     for block in range(repeats):
         for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
             variant.block()

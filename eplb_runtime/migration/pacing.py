@@ -10,7 +10,7 @@ last, one a step, and are waited for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Pace:
     def decode(cls, words: Tensor) -> Pace:
         *deadlines, us_per_mib = words.tolist()
         return cls(tuple(deadlines), us_per_mib)
+
+    def slower(self) -> Pace:
+        """After some came too late: as if experts took twice as long. Every rank knows of it, so all do the same."""
+        return replace(self, us_per_mib=min(2 * self.us_per_mib, _LONGEST_US))
 
     def microseconds(self, nbytes: int) -> int:
         """That so many bytes travel."""

@@ -71,3 +71,13 @@ def test_a_pace_comes_back_as_it_was_said() -> None:
     pace = Pace((0, 17, 1 << 39), 250)
     assert Pace.decode(pace.encode()) == pace
     assert Pace.decode(Pace((1 << 60, -5), 1).encode()) == Pace((1 << 40, 0), 1)
+
+
+def test_after_some_came_too_late_less_travels_at_once() -> None:
+    pace = Pace((0, 50, 60, 70), us_per_mib=10)
+    sizes = dict.fromkeys(range(4), 2 << 20)
+    rounds = {layer: [round_of(layer)] for layer in range(4)}
+    batch = next_batch(rounds, sizes, {}, pace, 1 << 40)
+    assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
+    batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
+    assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
