@@ -75,8 +75,8 @@ def test_a_pace_comes_back_as_it_was_said() -> None:
 
 def test_after_some_came_too_late_less_travels_at_once() -> None:
     pace = Pace((0, 50, 60, 70), us_per_mib=10)
-    sizes = dict.fromkeys(range(4), 2 << 20)
-    rounds = {layer: [round_of(layer)] for layer in range(4)}
+    sizes = dict.fromkeys(range(4), 2 * MIB)
+    rounds = {layer: [round_of(layer, layer)] for layer in range(4)}
     batch = next_batch(rounds, sizes, {}, pace, 1 << 40)
     assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
     batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
