@@ -40,11 +40,11 @@ def all_homes_change_places(rank: int, balancer: eplb.Balancer) -> None:
     balancer._plan_with(plan_shuffle)
 
 
-def train(rank: int, policy: str, inject: Injection, steps: int = 20) -> dict:
+def train(rank: int, policy: str, inject: Injection, steps: int = 20, overlap: bool = False) -> dict:
     model = make_model("olmoe", experts=EXPERTS, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    config = eplb.BalancerConfig(interval=4, policy=policy, gate="always", dense_gradients="allreduce")
-    balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group_of(rank))
+    settings = {"interval": 4, "policy": policy, "gate": "always", "dense_gradients": "allreduce", "overlap": overlap}
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings), ep_group=ep_group_of(rank))
     inject(rank, balancer)
     for step in range(steps):
         ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)
@@ -122,8 +122,9 @@ def static() -> list[dict]:
     return run_ranks(4, train, "static", nothing)
 
 
-def test_migration_changes_no_bit(static: list[dict]) -> None:
-    results = run_ranks(4, train, "static", all_homes_change_places)
+@pytest.mark.parametrize("overlap", [False, True], ids=["between steps", "beside steps"])
+def test_migration_changes_no_bit(static: list[dict], overlap: bool) -> None:
+    results = run_ranks(4, train, "static", all_homes_change_places, 20, overlap)
     assert results[0]["committed"] >= 2
     assert len({result["placement"] for result in results}) == 1
     assert differences(static, results) == []

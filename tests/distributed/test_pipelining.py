@@ -47,6 +47,8 @@ class Job:
     hold_back: bool = False
     meddle: bool = False
     overlap: bool = False
+    beside: bool = False
+    steps: int = STEPS
     damage: Callable[[], None] = break_nothing
 
     @property
@@ -124,6 +126,7 @@ def start(rank: int, job: Job) -> Run:
         config=eplb.BalancerConfig(
             interval=1,
             lag=0,
+            overlap=job.beside,
             policy="incremental" if job.moving else "static",
             dense_gradients="allreduce",
             replica_slots=job.replica_slots,
@@ -156,7 +159,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     if job.meddle:
         next(iter(run.modules.values())).register_forward_pre_hook(lambda *_: meddle(run, said))
     result: dict[str, Any] = {"losses": [], "norms": [], "counts": [], "said": said}
-    for step in range(STEPS):
+    for step in range(job.steps):
         ids, labels, real = batches(job, run.column, step)
         losses: list[Tensor] = []
         with run.balancer.no_sync() if job.hold_back else nullcontext():
@@ -276,6 +279,15 @@ def several(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
 def run_jobs(world: int, jobs: list[Job]) -> list[list[dict[str, Any]]]:
     """What each rank gave, for each job."""
     return [list(results) for results in zip(*run_ranks(world, several, jobs), strict=True)]
+
+
+def test_experts_that_migrate_beside_the_steps_of_a_pipeline_change_no_bit() -> None:
+    """Each layer is committed ahead of its first micro-batch; a forward and a backward may run at once."""
+    still = Job("ScheduleDualPipeV", overlap=True, steps=10)
+    results, moved = run_jobs(4, [still, replace(still, moving=True, beside=True)])
+    for before, after in zip(results, moved, strict=True):
+        assert after["committed"] >= 2 and after["digest"] == moved[0]["digest"]
+        assert differing(before, after) == []
 
 
 STILL = [Job(schedule) for schedule in SCHEDULES]
