@@ -57,8 +57,10 @@ def run(
 
     Returns:
         JSON-able: ``layers experts ranks interval repeats``; ``emit_ms``, what the training thread spends on handing
-        events over, and ``added_ms``, how much longer a step is while the job is shown: both a step, averaged over an
-        interval, medians over blocks; ``step_ms`` of a step that is not shown; ``left_out``, events not taken.
+        events over; ``threads_ms``, the CPU time of all threads that show the job, the most that they can keep from a
+        training thread that needs the interpreter all the time; ``added_ms``, how much longer a step is while the job
+        is shown, which is mostly noise where other processes run: all a step, averaged over an interval, medians over
+        blocks; ``step_ms`` of a step that is not shown; ``left_out``, events not taken.
     """
     topology = Topology(ranks, min(8, ranks))
     placement = Placement.initial(layers, experts, ranks, replica_slots=1)
@@ -66,6 +68,8 @@ def run(
     shown_seconds: list[float] = []
     quiet_seconds: list[float] = []
     emit_seconds: list[float] = []
+    shown_threads: list[float] = []
+    quiet_threads: list[float] = []
     work = _work(step_seconds)
     with TemporaryDirectory() as folder:
         config = BalancerConfig(interval=interval, replica_slots=1, run=Path(folder), listen=0)
@@ -76,13 +80,15 @@ def run(
             for block in range(2 * repeats + 2):
                 is_shown = block % 2 == 0
                 reader.send_signal(signal.SIGCONT if is_shown else signal.SIGSTOP)
-                began = time.perf_counter()
+                began, threads = time.perf_counter(), _seconds_of_other_threads()
                 spent = _emit(events, decision) if is_shown else 0.0
                 for _ in range(interval):
                     work()
                 seconds = (time.perf_counter() - began) / interval
+                threads = (_seconds_of_other_threads() - threads) / interval
                 if block > 1:  # the first two warm up
                     (shown_seconds if is_shown else quiet_seconds).append(seconds)
+                    (shown_threads if is_shown else quiet_threads).append(threads)
                     emit_seconds += [spent / interval] if is_shown else []
         left_out = shown.left_out
         shown.close()
@@ -94,10 +100,16 @@ def run(
         "interval": interval,
         "repeats": repeats,
         "emit_ms": median(emit_seconds) * 1e3,
+        "threads_ms": (median(shown_threads) - median(quiet_threads)) * 1e3,
         "added_ms": added * 1e3,
         "step_ms": median(quiet_seconds) * 1e3,
         "left_out": left_out,
     }
+
+
+def _seconds_of_other_threads() -> float:
+    """CPU time of this process so far without that of this thread."""
+    return time.process_time() - time.thread_time()
 
 
 def _emit(events: EventLog, decision: list[Event]) -> float:
@@ -159,15 +171,17 @@ def _work(seconds: float) -> Callable[[], None]:
 
 
 def _calibrated(work: Callable[[int], None], seconds: float) -> int:
-    """How often it is done in so many seconds."""
+    """How often it is done in so many seconds, where nothing gets in between."""
     count = 8
-    while True:
-        began = time.perf_counter()
-        work(count)
-        took = time.perf_counter() - began
-        if took > seconds / 4:
-            return max(1, int(count * seconds / took))
+    while (took := min(_seconds(work, count) for _ in range(3))) <= seconds / 4:
         count *= 2
+    return max(1, int(count * seconds / took))
+
+
+def _seconds(work: Callable[[int], None], count: int) -> float:
+    began = time.perf_counter()
+    work(count)
+    return time.perf_counter() - began
 
 
 @contextmanager

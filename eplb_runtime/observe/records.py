@@ -92,9 +92,10 @@ def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.fl
     if isinstance(event, LoadMeasured):
         record["imbalance"] = _rounded(np.array(event.imbalance, dtype=np.float64))
         if event.load is not None and event.placements is not None:
-            measured_LR = _rank_load(event.load, event.placements, speed_R)
-            start_LR = _rank_load(event.load, ((len(event.load), start),), speed_R)
-            record["load"] = event.load.sum(axis=0, keepdims=True)
+            total_1LE = event.load.sum(axis=0, keepdims=True)
+            measured_LR = _rank_load(event.load, total_1LE, event.placements, speed_R)
+            start_LR = _rank_load(event.load, total_1LE, ((len(event.load), start),), speed_R)
+            record["load"] = total_1LE
             record["rank_load"] = np.rint(np.stack([measured_LR, start_LR])).astype(np.int64)
             record["imbalance_start"] = _rounded(_imbalance(event.load, start, speed_R))
     elif isinstance(event, RebalancePlanned) and event.by_layer is not None:
@@ -152,14 +153,21 @@ def _rounded(values: NDArray[np.float64]) -> list[Any]:
 
 
 def _rank_load(
-    load_TLE: NDArray[np.int64], placements: tuple[tuple[int, Placement], ...], speed_R: NDArray[np.float64] | None
+    load_TLE: NDArray[np.int64],
+    total_1LE: NDArray[np.int64],
+    placements: tuple[tuple[int, Placement], ...],
+    speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows."""
+    """float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows.
+
+    Args:
+        total_1LE: the sum of all rows.
+    """
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
         rows = load_TLE[first:end]
         if not _is_split_by_batch(placement):  # then loads add up
-            rows = rows.sum(axis=0, keepdims=True)
+            rows = total_1LE if len(rows) == len(load_TLE) else rows.sum(axis=0, keepdims=True)
         for load in rows:
             total += _rank_load_of(load.astype(np.float64), placement, speed_R)
         first = end
