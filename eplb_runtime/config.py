@@ -22,8 +22,9 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch", "shm", "nixl", "auto")
-DISPATCHES = ("all_to_all",)
+TRANSPORTS = ("torch", "shm", "nixl", "nvshmem", "auto")
+DISPATCHES = ("all_to_all", "deepep", "deepep_elastic", "auto")
+COMBINE_ORDERS = ("logical", "by_rank")
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
 LOOPBACK = "127.0.0.1"
@@ -65,9 +66,15 @@ class BalancerConfig:
             committed before its own forward begins. False: between two steps, all at once.
         bytes_per_step: with ``overlap``, the most that a rank receives beside one step; None: ``staging_bytes``.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
-            memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP) or ``"auto"``
-            (inside nodes and across them what fits on every rank).
-        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed).
+            memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP),
+            ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs) or ``"auto"`` (inside nodes and
+            across them what fits on every rank, of the first three).
+        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"deepep"`` (the package deep_ep, on
+            Hopper GPUs and newer), ``"deepep_elastic"`` (its second interface) or ``"auto"`` (``"deepep"`` where every
+            rank has it, ``"all_to_all"`` elsewhere).
+        combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
+            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, DeepEP's way; equal to rounding.
+        dispatch_sms: multiprocessors of a GPU that DeepEP's kernels take; even.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
@@ -118,6 +125,8 @@ class BalancerConfig:
     bytes_per_step: int | None = None
     transport: str = "torch"
     dispatch: str = "all_to_all"
+    combine_order: Literal["logical", "by_rank"] = "logical"
+    dispatch_sms: int = 20
     dense_gradients: Literal["host", "allreduce"] = "host"
     move_gradients: bool = False
     guard: Literal["auto", "raise", "warn", "off"] = "auto"
@@ -156,6 +165,12 @@ class BalancerConfig:
         self._one_of("split", SPLITS)
         self._one_of("transport", TRANSPORTS)
         self._one_of("dispatch", DISPATCHES)
+        self._one_of("combine_order", COMBINE_ORDERS)
+        if self.combine_order == "by_rank" and self.dispatch == "all_to_all":
+            raise ConfigError("combine_order='by_rank' with dispatch='all_to_all', which sums in logical order")
+        self._at_least("dispatch_sms", 2)
+        if self.dispatch_sms % 2:
+            raise ConfigError(f"dispatch_sms={self.dispatch_sms}: give an even number")
         self._one_of("dense_gradients", DENSE_GRADIENTS)
         self._one_of("guard", GUARDS)
         self._check_listening()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch import DISPATCHERS
+from ..dispatch import SUMS_BY_RANK, Choice, choose_together, maker
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.compute import LocalExperts
@@ -87,13 +87,17 @@ def attach_stages(
         peers = [job.row_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
+        dispatch = choose_together(config, groups.dispatch, topology, device)
+        raise_on_all(dispatch.problem, groups)
     except TransportError as error:
         groups.close()
         raise AttachError(str(error)) from None
     except BaseException:
         groups.close()
         raise
-    attaching = _Attaching(stages, optimizers, config, groups, topology, transport, placement, device, container)
+    attaching = _Attaching(
+        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch
+    )
     before = Before(
         [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
     )
@@ -133,6 +137,7 @@ class _Attaching:
     placement: Placement
     device: torch.device
     container: torch.optim.Optimizer | None
+    dispatch: Choice
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -308,9 +313,13 @@ class _Attaching:
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
         meeting = Meeting(self._job.ep_ranks, self.watch)
-        dispatcher = DISPATCHERS[self.config.dispatch](
+        if self._job.is_planner and self.config.dispatch != "all_to_all":
+            logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
+        dispatcher = maker(self.config, self.dispatch)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
+        if self._job.is_planner and dispatcher.combine_order == "by_rank":
+            logger.warning("%s", SUMS_BY_RANK)
         exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..compiling import cache_folder, is_compiled
+from ..dispatch import deepep_buffer
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 POLICY = "incremental"
@@ -64,6 +65,7 @@ def backends() -> tuple[Backend, ...]:
     return (
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         _nccl(),
+        _deepep(),
         _extra("transformers", "Hugging Face models"),
         _extra("matplotlib", "simulate --plot"),
         _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),
@@ -79,6 +81,11 @@ def _nccl() -> Backend:
         return Backend("nccl", False, "torch sees no CUDA device")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return Backend("nccl", True, f"version {version}, {torch.cuda.device_count()} devices")
+
+
+def _deepep() -> Backend:
+    missing = deepep_buffer.missing()
+    return Backend("deep_ep", not missing, missing or "tokens between GPUs: dispatch='auto' takes it where ranks fit")
 
 
 def _extra(module: str, purpose: str, package: str | None = None) -> Backend:

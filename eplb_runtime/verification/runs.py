@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig
+from ..dispatch import SUMS_BY_RANK
 from ..events import RebalanceAborted, RebalanceCommitted
 from ..hosts import attach
 from ..planner.shuffle import plan_shuffle
@@ -173,7 +174,7 @@ def _compare(task: _Task, config: BalancerConfig) -> Report:
         first_difference=first_difference,
         first_loss_step=first_loss_step,
         replicas=None,
-        notes=_notes(task, len(committed)),
+        notes=_notes(task, config, len(committed)),
     )
 
 
@@ -181,8 +182,8 @@ def _verdict(migrations: int) -> Verdict:
     return "identical" if migrations >= LEAST_MIGRATIONS else "nothing proved"
 
 
-def _notes(task: _Task, migrations: int) -> tuple[str, ...]:
-    notes = []
+def _notes(task: _Task, config: BalancerConfig, migrations: int) -> tuple[str, ...]:
+    notes = [SUMS_BY_RANK] if config.combine_order == "by_rank" else []
     if len(task.ep_sets[0]) == 1:
         notes.append(
             "one rank has all experts: they changed slots, but nothing went between ranks; use torchrun with more"

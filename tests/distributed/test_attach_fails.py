@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ class WithoutHooks(torch.optim.Optimizer):
         return self.inner.defaults
 
 
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> eplb.Balancer:
-    return eplb.attach(model, optimizer, config=CONFIG)
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, dispatch: str = "all_to_all") -> eplb.Balancer:
+    return eplb.attach(model, optimizer, config=replace(CONFIG, dispatch=dispatch))
 
 
 def raising(*_: object, **__: object) -> None:
@@ -67,6 +68,10 @@ def failing_in(name: str, only_on: int) -> Callable[[int, nn.Module, torch.optim
 
 def without_hooks(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     attach(model, WithoutHooks(optimizer))
+
+
+def deepep_on_a_cpu(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    attach(model, optimizer, "deepep")
 
 
 def another_model_on_one_rank(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,6 +98,7 @@ def late_part_of_a_layer(rank: int, model: nn.Module, optimizer: torch.optim.Opt
 CASES: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], None], str]] = {
     "cutting": (failing_in("cut", 1), "MemoryError: made to fail"),
     "describing": (another_model_on_one_rank, "Sequential has no MoE layer"),
+    "dispatch": (deepep_on_a_cpu, "dispatch='deepep': rank 0: it carries between GPUs, and this model is on cpu"),
     "the second layer": (late_part_of_a_layer, "ValueError: made to fail"),
     "copies": (failing_in("ReplicaSync", 0), "MemoryError: made to fail"),
     "marking": (failing_in("mark_state", 1), "MemoryError: made to fail"),
@@ -142,7 +148,7 @@ def fails(rank: int, broken: bool) -> dict[str, Any]:
             return {"said": said, "changed": changed}
         assert torch.equal(model(input_ids=ids).logits, logits)
         assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-    balancer = attach(model, optimizer)
+    balancer = attach(model, optimizer, "auto")
     step(rank, model, optimizer)
     said["right"] = str(len(optimizer.state))
     balancer.close()

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, hear, run_cases, soon, tell
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.migration.transports import TRANSPORTS
+from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.nixl_agent import missing
 
@@ -41,7 +41,7 @@ def transport_name(request: pytest.FixtureRequest) -> str:
 
 
 def skip_without_its_package(name: str) -> str:
-    lacks = missing() if name == "nixl" else ""
+    lacks = {"nixl": missing, "nvshmem": lambda: nvshmem_heap.missing(torch.device("cpu"))}.get(name, str)()
     if lacks:
         pytest.skip(lacks)
     return name

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from device import NCCL, device_of, use
+from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.migration.bandwidth import measure
-from eplb_runtime.migration.transports import TRANSPORTS
+from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport_name(request: pytest.FixtureRequest) -> str:
+    if request.param == "nvshmem" and nvshmem_heap.missing(DEVICE):
+        pytest.skip(nvshmem_heap.missing(DEVICE))
     return str(request.param)
 
 

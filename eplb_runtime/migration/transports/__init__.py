@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .automatic import Automatic
 from .base import Transport
 from .nixl import Nixl
+from .nvshmem import Nvshmem
 from .shm import SharedMemory
 from .torch_p2p import TorchPointToPoint
 
@@ -17,6 +18,7 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
     "torch": TorchPointToPoint,
     "shm": SharedMemory,
     "nixl": Nixl,
+    "nvshmem": Nvshmem,
     "auto": Automatic,
 }
 """``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,

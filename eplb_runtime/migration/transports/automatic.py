@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import nixl_agent, shm
+from . import nixl_agent, nvshmem_heap, shm
 from .base import Message, Pending, Transport, TransportError
 from .meeting import tell_all
 from .mixed import Mixed
@@ -56,10 +56,12 @@ def probe(device: torch.device) -> tuple[Finding, ...]:
     """
     missing = shm.missing(device)
     no_nixl = nixl_agent.missing()
+    no_nvshmem = nvshmem_heap.missing(device)
     return (
         Finding("torch", True, "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend"),
         Finding("shm", not missing, missing or "between the ranks of one node"),
         Finding("nixl", not no_nixl, no_nixl or f"over {', '.join(nixl_agent.rdma_devices()) or 'TCP'}"),
+        Finding("nvshmem", not no_nvshmem, no_nvshmem or "between GPUs, where it is asked for"),
     )
 
 

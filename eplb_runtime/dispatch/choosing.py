@@ -1,0 +1,98 @@
+"""Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ..config import BalancerConfig, ConfigError
+from ..migration.transports.meeting import tell_all
+from ..topology import Topology
+from . import deepep_buffer
+from .all_to_all import AllToAll
+from .base import Dispatcher
+from .deepep import Carrier, DeepEP, DeepEPByRank
+from .deepep_buffer import BufferCarrier
+from .deepep_elastic import ElasticCarrier
+
+CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier, "deepep_elastic": ElasticCarrier}
+SUMS_BY_RANK = (
+    "combine_order='by_rank': a token's results are summed on each rank first, in bfloat16 over ranks, so its sum "
+    "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The dispatcher of one EP group, equal on all its ranks.
+
+    Args:
+        name: ``"all_to_all"``, ``"deepep"`` or ``"deepep_elastic"``.
+        why: in a line.
+        problem: what was asked for cannot be had; empty: it can.
+    """
+
+    name: str
+    why: str
+    problem: str = ""
+
+
+def lacks(asked: str, device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
+    """Why this rank cannot dispatch over DeepEP, in a line; empty: it can.
+
+    Args:
+        asked: ``BalancerConfig.dispatch``.
+    """
+    elastic = asked == "deepep_elastic"
+    why = "" if elastic else deepep_buffer.unfit(num_ranks, ranks_per_node)
+    why = why or deepep_buffer.missing(device)
+    if not why:
+        try:
+            deepep_buffer.imported("ElasticBuffer" if elastic else "Buffer")
+        except ConfigError as error:
+            return str(error)
+    return why
+
+
+def choose(asked: str, lacking: Sequence[str]) -> Choice:
+    """One choice for all ranks.
+
+    Args:
+        asked: ``BalancerConfig.dispatch``.
+        lacking: of each rank, what `lacks` said.
+    """
+    why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
+    if asked == "all_to_all":
+        return Choice("all_to_all", "it was asked for")
+    if asked != "auto":
+        return Choice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
+    return Choice("all_to_all", f"no deepep: {why}") if why else Choice("deepep", "GPUs that it is for, and installed")
+
+
+def choose_together(
+    config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device
+) -> Choice:
+    """`choose` for this EP group. Collective over it, if there is something to choose.
+
+    Raises:
+        TransportError: a rank did not come in time.
+    """
+    if config.dispatch == "all_to_all":
+        return choose(config.dispatch, [])
+    mine = lacks(config.dispatch, device, topology.num_ranks, topology.ranks_per_node)
+    said = tell_all(group, device, mine.encode(), time.monotonic() + config.timeout_seconds)
+    return choose(config.dispatch, [word.decode() for word in said])
+
+
+def maker(config: BalancerConfig, choice: Choice) -> Callable[..., Dispatcher]:
+    """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
+    ranks are in the same forward, and the ways of their exchanges."""
+    if choice.name == "all_to_all":
+        return AllToAll
+    kind = DeepEPByRank if config.combine_order == "by_rank" else DeepEP
+    return partial(kind, num_sms=config.dispatch_sms, make_carrier=CARRIERS[choice.name])

@@ -1,0 +1,325 @@
+"""Dispatch over DeepEP: a token's bytes go from GPU to GPU without the host or NCCL.
+
+Two orders of a token's sum. `DeepEP` is exact as `all_to_all` is: each choice is a token of its own with one expert, so
+that results come back one for each choice, and are weighed and summed here in the router's order. `DeepEPByRank` is
+what DeepEP is made for: a token goes to each rank once, results are weighed and summed there, and over ranks on the way
+back: fewer bytes both ways, and sums that depend on where experts stand.
+
+Dispatch takes rows there and combine back; each one's gradient goes the other's way with the same handle, and so does
+activation recompute. How DeepEP wants to be called stands in `deepep_buffer.py`, what is in a row in `row_bytes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import ConfigError
+from ..experts.compute import SlotCounts
+from ..phases import phase
+from ..routing.splitter import RowCounts
+from ..watch import Meeting
+from . import permute, row_bytes
+from .base import CountExchange, Dispatched, Dispatcher, Handle
+from .deepep_buffer import Arrival, BufferCarrier
+from .lanes import Lane, Lanes
+from .memory import RowMemory
+
+NUM_SMS = 20
+"""Multiprocessors for communication, DeepEP's own choice."""
+
+
+class Carrier(Protocol):
+    """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`."""
+
+    def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival: ...
+
+    def again(self, rows_NC: Tensor, ticket: Any) -> Tensor: ...
+
+    def back(self, rows_UC: Tensor, ticket: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where the rows of one batch have gone; holds no value of it.
+
+    Args:
+        ticket: the carrier's.
+        counts_S: rows by slot.
+        from_M: int64, for each row by slot the one of those that arrived which it is.
+        choice_M: int64, and which of its choices, counted over all that arrived.
+        place_UK: int64, for each choice that arrived the place of its row by slot; -1 where it has none here.
+        choices: K of this rank's tokens.
+    """
+
+    ticket: Any
+    counts_S: SlotCounts
+    from_M: Tensor
+    choice_M: Tensor
+    place_UK: Tensor
+    choices: int
+
+    @classmethod
+    def of(cls, arrival: Arrival, choices: int) -> Route:
+        """Rows by slot, those of a slot as they have arrived: by source rank and position there."""
+        slots_N = arrival.slots_UK.reshape(-1)
+        here_N = slots_N >= 0
+        order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
+        choice_M = order_N[: sum(arrival.counts)]
+        place_N = torch.where(here_N, permute.inverse(order_N), -1)
+        return cls(
+            arrival.ticket,
+            SlotCounts.of(arrival.counts, slots_N.device),
+            choice_M // arrival.slots_UK.shape[1],
+            choice_M,
+            place_N.view(arrival.slots_UK.shape),
+            choices,
+        )
+
+
+class DeepEP(Dispatcher):
+    """Exact: the sum of a token's results does not depend on where its experts stand.
+
+    Args:
+        group: the EP group, on GPUs.
+        slots_per_rank: S.
+        counts_group: the same ranks, to find out whether all are in the same forward; None: ``group``.
+        meeting: makes sure of that where nothing else has; None: they are.
+        lanes: where there may be a second way beside these groups.
+        num_sms: multiprocessors for communication.
+        make_carrier: from group, slots, multiprocessors and lanes what takes rows to slots.
+
+    Raises:
+        ConfigError: DeepEP is not there or cannot serve this group.
+    """
+
+    combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots_per_rank: int,
+        counts_group: dist.ProcessGroup | None = None,
+        meeting: Meeting | None = None,
+        lanes: Lanes | None = None,
+        *,
+        num_sms: int = NUM_SMS,
+        make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier] = BufferCarrier,
+    ) -> None:
+        lanes = lanes or Lanes(Lane(group, counts_group or group))
+        self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
+        self._meeting = meeting
+        self._meet = CountExchange(group, meeting, lanes)
+        self._memory = RowMemory()
+
+    def dispatch(
+        self,
+        hidden_TD: Tensor,
+        slots_TK: Tensor | None,
+        weights_TK: Tensor,
+        *,
+        counts: RowCounts | None = None,
+        manifest: Route | None = None,
+    ) -> Dispatched:
+        self._check(hidden_TD)
+        if self._meeting is not None and manifest is None and counts is None:
+            assert slots_TK is not None
+            self._meet(slots_TK.new_empty(0))
+        weights = weights_TK if self._weights_travel() else None
+        rows_MD, weights_M, route = _Dispatch.apply(hidden_TD, weights, slots_TK, manifest, self)
+        handle = Handle(self._weights_of_combine(weights_TK, weights_M), hidden_TD.dtype, route)
+        return Dispatched(rows_MD, route.counts_S, weights_M if torch.is_grad_enabled() else None, handle, None)
+
+    def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
+        combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
+        return combined_TD
+
+    # -- what the two orders differ in ---------------------------------------------------------------------------------
+
+    def _check(self, hidden_TD: Tensor) -> None:
+        """Whether such hidden states can be carried."""
+
+    def _weights_travel(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def _weights_of_combine(self, weights_TK: Tensor, weights_M: Tensor | None) -> Tensor:
+        return weights_TK.detach()
+
+    def outward(self, source_TD: Tensor, weights_TK: Tensor | None, choices: int) -> Tensor:
+        """Rows to be sent: one for each choice."""
+        return row_bytes.pack(source_TD, weights_TK, choices)
+
+    def addresses(self, slots_TK: Tensor) -> Tensor:
+        """int64, the slots of each row that is sent."""
+        return slots_TK.reshape(-1, 1)
+
+    def results(self, out_MD: Tensor, route: Route, weights: Tensor) -> Tensor:
+        """A token's results, weighed and summed: ``[T, D]``."""
+        rows_ND, _ = self.homeward(out_MD, None, route)
+        return permute.sum_choices(rows_ND, self._choices(rows_ND, route), self._memory, weights)
+
+    def gradients(self, grad_MD: Tensor, grad_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states, summed in the router's order, and of router weights."""
+        rows_ND, grad_N = self.homeward(grad_MD, grad_M, route)
+        place_TK = self._choices(rows_ND, route)
+        hidden_TD = permute.sum_choices(rows_ND, place_TK, self._memory)
+        return hidden_TD, None if grad_N is None else grad_N.view(place_TK.shape)
+
+    def homeward(self, rows_MD: Tensor, exact_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Rows by slot, and a value of each, back to where their choices were made: ``[N, D]`` and ``[N]``."""
+        place_U = route.place_UK.reshape(-1)
+        exact = None if exact_M is None else exact_M.index_select(0, place_U).unsqueeze(1)
+        arrived = row_bytes.pack_sums(rows_MD.index_select(0, place_U), exact)
+        with self.waiting():
+            back = self.carrier.back(arrived, route.ticket)
+        exact_dtype = rows_MD.dtype if exact_M is None else exact_M.dtype
+        rows_ND, exact_NW = row_bytes.unpack_sums(
+            back, rows_MD.shape[1], rows_MD.dtype, exact_M is not None, exact_dtype
+        )
+        return rows_ND, None if exact_M is None else exact_NW.squeeze(1)
+
+    def _choices(self, rows_ND: Tensor, route: Route) -> Tensor:
+        """int64 ``[T, K]``: rows came back where they were sent from."""
+        return torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, route.choices)
+
+    # -- for both ------------------------------------------------------------------------------------------------------
+
+    def place(self) -> tuple[int, int] | tuple[None, None]:
+        """Layer and epoch of the forward that this thread is in, for the names of its phases."""
+        return (None, None) if self._meeting is None else self._meeting.place
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, other ranks may be waited for."""
+        with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
+            yield
+
+    def there(
+        self, source_TD: Tensor, weights_TK: Tensor | None, slots_TK: Tensor | None, route: Route | None
+    ) -> tuple[Tensor, Route]:
+        """What arrives, and how it went: a new way by ``slots_TK``, or that of an earlier one."""
+        choices = route.choices if slots_TK is None and route is not None else slots_TK.shape[1]  # type: ignore[union-attr]
+        rows_NC = self.outward(source_TD, weights_TK, choices)
+        with self.waiting():
+            if route is not None:
+                return self.carrier.again(rows_NC, route.ticket), route
+            assert slots_TK is not None
+            arrival = self.carrier.carry(rows_NC, self.addresses(slots_TK))
+        return arrival.rows_UC, Route.of(arrival, choices)
+
+
+class DeepEPByRank(DeepEP):
+    """A token goes to each rank once; results are summed on each rank, then over ranks, in bfloat16.
+
+    Args, Raises: as of `DeepEP`; hidden states must be bfloat16.
+    """
+
+    combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
+
+    def _check(self, hidden_TD: Tensor) -> None:
+        if hidden_TD.dtype != row_bytes.CARRIED:
+            raise ConfigError(
+                f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
+                "train in bfloat16 (autocast) or take combine_order='logical'"
+            )
+
+    def _weights_travel(self) -> bool:
+        return True
+
+    def _weights_of_combine(self, weights_TK: Tensor, weights_M: Tensor | None) -> Tensor:
+        assert weights_M is not None
+        return weights_M.detach()
+
+    def outward(self, source_TD: Tensor, weights_TK: Tensor | None, choices: int) -> Tensor:
+        return row_bytes.pack(source_TD, weights_TK)
+
+    def addresses(self, slots_TK: Tensor) -> Tensor:
+        return slots_TK
+
+    def results(self, out_MD: Tensor, route: Route, weights: Tensor) -> Tensor:
+        parts_UD = self._summed_here(out_MD, route, weights).to(row_bytes.CARRIED)
+        with self.waiting():
+            back = self.carrier.back(row_bytes.pack_sums(parts_UD, None), route.ticket)
+        return back[:, : out_MD.shape[1]]
+
+    def gradients(self, grad_MD: Tensor, grad_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
+        parts_UD = self._summed_here(grad_MD, route, None).to(row_bytes.CARRIED)
+        exact_UK = None
+        if grad_M is not None:
+            # Each choice is on one rank, and zero from all others.
+            exact_UK = grad_M.new_zeros(route.place_UK.shape)
+            exact_UK.view(-1).index_copy_(0, route.choice_M, grad_M)
+        with self.waiting():
+            back = self.carrier.back(row_bytes.pack_sums(parts_UD, exact_UK), route.ticket)
+        weights = 0 if exact_UK is None else route.choices
+        dtype = parts_UD.dtype if grad_M is None else grad_M.dtype
+        grad_TD, grad_TK = row_bytes.unpack_sums(back, grad_MD.shape[1], parts_UD.dtype, weights, dtype)
+        return grad_TD, None if grad_M is None else grad_TK
+
+    def _summed_here(self, rows_MD: Tensor, route: Route, weights_M: Tensor | None) -> Tensor:
+        """float32 ``[U, D]``: of each token that arrived the results of this rank, in the router's order."""
+        total_UD = rows_MD.new_zeros(route.place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
+        if not rows_MD.shape[0]:
+            return total_UD
+        for place_U in route.place_UK.unbind(1):
+            index_U = place_U.clamp(min=0)
+            row_UD = rows_MD.index_select(0, index_U)
+            if weights_M is not None:
+                row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
+            total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
+        return total_UD
+
+
+class _Dispatch(torch.autograd.Function):
+    """Hidden states and, if they travel, router weights; and the way that they went."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weights_TK: Tensor | None,
+        slots_TK: Tensor | None,
+        route: Route | None,
+        wire: DeepEP,
+    ) -> tuple[Tensor, Tensor | None, Route]:
+        rows_UC, route = wire.there(hidden_TD, weights_TK, slots_TK, route)
+        ctx.route, ctx.wire, ctx.place = route, wire, wire.place()
+        width, dtype = hidden_TD.shape[1], hidden_TD.dtype
+        rows_MD = row_bytes.unpack(rows_UC, route.from_M, width, dtype)
+        weights_M = None
+        if weights_TK is not None:
+            behind = route.place_UK.shape[1]
+            weights_UK = row_bytes.unpack_weights(rows_UC, dtype, width, behind, weights_TK.dtype)
+            weights_M = weights_UK.reshape(-1).index_select(0, route.choice_M)
+        needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
+        ctx.mark_non_differentiable(*(one for one, need in needs if one is not None and not need))
+        return rows_MD, weights_M, route
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        hidden_need, weights_need, *_rest = ctx.needs_input_grad
+        with phase("dispatch", "B", *ctx.place):
+            hidden, weights = ctx.wire.gradients(grad_MD, grad_M if weights_need else None, ctx.route)
+            return hidden if hidden_need else None, weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum of a token's results. Backward leaves weighing to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: DeepEP) -> Tensor:
+        ctx.route, ctx.wire, ctx.dtype, ctx.place = handle.manifest, wire, out_MD.dtype, wire.place()
+        return wire.results(out_MD, handle.manifest, handle.weights).to(handle.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        with phase("combine", "B", *ctx.place):
+            grad_TD = grad_TD.to(ctx.dtype)
+            rows_UC, route = ctx.wire.there(grad_TD, None, None, ctx.route)
+            return row_bytes.unpack(rows_UC, route.from_M, grad_TD.shape[1], ctx.dtype), None, None

@@ -1,0 +1,105 @@
+"""Rows as a carrier takes them that knows bfloat16 only: nothing is rounded on the way that was not bfloat16 before.
+
+Towards the experts a carrier copies rows, so any bytes can stand in them: a hidden state with its router weights behind
+it. On the way back it adds rows up, in float32: bfloat16 columns are added as such, and whatever else has to stay as
+it is travels a byte a column, since each column then has one summand that is not zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROW_BYTES = 32
+"""DeepEP's kernels copy rows in halves of 16 bytes a lane."""
+CARRIED = torch.bfloat16
+
+
+def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor:
+    """Rows that carry a hidden state and, behind it, weights.
+
+    Args:
+        hidden_TD: ``[T, D]``, of two bytes an element or more.
+        weights_TW: ``[T, times * W]``; None: none travel.
+        times: rows that each token makes, one after another, each with its share of the weights.
+
+    Returns:
+        bfloat16 ``[T * times, C]``, a multiple of 32 bytes wide; what fills it up is not initialised.
+    """
+    tokens = hidden_TD.shape[0]
+    hidden = _columns(hidden_TD)
+    weights = None if weights_TW is None else _columns(weights_TW)
+    own, more = hidden.shape[1], 0 if weights is None else weights.shape[1] // times
+    rows = torch.empty(tokens, times, _wide(own + more), dtype=CARRIED, device=hidden.device)
+    rows[:, :, :own] = hidden.unsqueeze(1)
+    if weights is not None:
+        rows[:, :, own : own + more] = weights.view(tokens, times, more)
+    return rows.flatten(0, 1)
+
+
+def unpack(rows_NC: Tensor, index_M: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """``[M, D]``, the hidden states of some rows of `pack`.
+
+    Args:
+        index_M: int64, which rows.
+        width: D.
+        dtype: of the hidden states.
+    """
+    hidden = rows_NC[:, : width * dtype.itemsize // CARRIED.itemsize].index_select(0, index_M)
+    return hidden.view(dtype)
+
+
+def unpack_weights(rows_NC: Tensor, behind: torch.dtype, width: int, weights: int, dtype: torch.dtype) -> Tensor:
+    """``[N, W]``, the weights of all rows of `pack`, behind hidden states of ``width`` in the dtype ``behind``."""
+    begin = width * behind.itemsize // CARRIED.itemsize
+    columns = rows_NC[:, begin : begin + weights * dtype.itemsize // CARRIED.itemsize]
+    return columns.contiguous().view(dtype)
+
+
+def pack_sums(rows_ND: Tensor, exact_NW: Tensor | None) -> Tensor:
+    """Rows to be added up on the way: bfloat16 as it is, all else by bytes.
+
+    Args:
+        rows_ND: ``[N, D]``; of another dtype than bfloat16 it must be the only summand.
+        exact_NW: ``[N, W]``, where each value is zero in all summands but one.
+
+    Returns:
+        bfloat16 ``[N, C]``, a multiple of 32 bytes wide.
+    """
+    parts = [rows_ND if rows_ND.dtype == CARRIED else _bytes(rows_ND)]
+    if exact_NW is not None:
+        parts.append(_bytes(exact_NW))
+    own = sum(part.shape[1] for part in parts)
+    if _wide(own) > own:
+        parts.append(rows_ND.new_zeros(rows_ND.shape[0], _wide(own) - own, dtype=CARRIED))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def unpack_sums(
+    rows_NC: Tensor, width: int, dtype: torch.dtype, exact: int, exact_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What `pack_sums` has put in, added up: ``[N, D]`` and ``[N, W]``, W = ``exact``."""
+    own = width if dtype == CARRIED else width * dtype.itemsize
+    rows_ND = rows_NC[:, :own]
+    return (
+        rows_ND.contiguous() if dtype == CARRIED else _value(rows_ND, dtype),
+        _value(rows_NC[:, own : own + exact * exact_dtype.itemsize], exact_dtype),
+    )
+
+
+def _wide(columns: int) -> int:
+    step = _ROW_BYTES // CARRIED.itemsize
+    return -(-columns // step) * step
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values.contiguous().view(CARRIED)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """A column for each byte: bfloat16 has all numbers up to 256."""
+    return values.contiguous().view(torch.uint8).to(CARRIED)
+
+
+def _value(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    return columns.to(torch.uint8).view(dtype)

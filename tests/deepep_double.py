@@ -1,0 +1,259 @@
+"""Does over gloo what DeepEP's `Buffer` does over NVLink, with its signatures, orders and demands. For tests on a CPU.
+
+Rows come ordered by source rank and by position there; a handle goes the same way again, without ids and weights;
+combine adds up in float32, by rank, what comes back, and gives bfloat16. What DeepEP asserts, this asserts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Config:
+    num_sms: int
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return self.num_sms // 2 * min(num_ranks, 8) * 256 * hidden_bytes
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        assert num_ranks > 8 and num_ranks % 8 == 0
+        return self.num_sms * num_ranks // 8 * 128 * hidden_bytes
+
+
+class Buffer:
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+    ) -> None:
+        assert num_nvl_bytes > 0
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes = num_nvl_bytes
+        self.calls: list[str] = []
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        assert new_num_sms % 2 == 0
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        assert num_ranks in (2, 4, 8, 16)
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        assert num_ranks in (2, 4, 8, 16)
+        return Config(Buffer.num_sms)
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, None]:
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and num_experts % self.group_size == 0
+        chosen_N = topk_idx[topk_idx >= 0]
+        to_experts = chosen_N.bincount(minlength=num_experts).int()
+        in_rank = torch.zeros(len(topk_idx), self.group_size, dtype=torch.bool)
+        for column in topk_idx.unbind(1):
+            token = torch.nonzero(column >= 0).squeeze(1)
+            in_rank[token, column[token] // (num_experts // self.group_size)] = True
+        return in_rank.sum(0).int(), None, to_experts, in_rank, None
+
+    def dispatch(
+        self,
+        x: Any,
+        handle: tuple | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Any = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, tuple | None, None]:
+        row_bytes = x.shape[1] * x.element_size()
+        assert x.dim() == 2 and x.is_contiguous() and row_bytes % 32 == 0 and row_bytes // 2 + 8 <= 8192
+        assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
+        self.calls.append("again" if handle is not None else "dispatch")
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None
+            prefix, _, _, arrived, in_rank, _ = handle
+            assert len(in_rank) == len(x)
+            rows, _ = self._exchange(x, in_rank)
+            assert len(rows) == len(arrived)
+            return rows, None, None, None, None, None
+        assert num_tokens_per_rank is not None and num_tokens_per_expert is not None and is_token_in_rank is not None
+        assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
+        assert len(topk_idx) == len(topk_weights) == len(x) == len(is_token_in_rank)
+        local = len(num_tokens_per_expert) // self.group_size
+        rows, received = self._exchange(x, is_token_in_rank)
+        ids, _ = self._exchange(topk_idx, is_token_in_rank)
+        weights, _ = self._exchange(topk_weights, is_token_in_rank)
+        position, _ = self._exchange(torch.arange(len(x), dtype=torch.int32).unsqueeze(1), is_token_in_rank)
+        here = ids.div(local, rounding_mode="floor") == self.rank
+        ids = torch.where(here, ids - self.rank * local, -1)
+        counts = ids[ids >= 0].bincount(minlength=local).tolist()
+        prefix = torch.tensor(received, dtype=torch.int32).cumsum(0).unsqueeze(1)
+        none = torch.empty(0, dtype=torch.int32)
+        handle = (prefix, none, none, position.squeeze(1), is_token_in_rank, none)
+        return rows, ids, torch.where(here, weights, 0), counts, handle, None
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        config: Any = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        prefix, _, _, arrived, in_rank, _ = handle
+        row_bytes = x.shape[1] * x.element_size()
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == len(arrived) and row_bytes % 16 == 0
+        assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
+        self.calls.append("combine")
+        received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
+        sent = in_rank.sum(0).tolist()
+        back = torch.empty(sum(sent), x.shape[1], dtype=x.dtype)
+        dist.all_to_all_single(back.view(torch.uint8), x.view(torch.uint8), sent, received, group=self.group)
+        total = torch.zeros(len(in_rank), x.shape[1])
+        for rank, rows in enumerate(back.split(sent)):
+            total[in_rank[:, rank]] += rows.float()
+        return total.to(torch.bfloat16), None, None
+
+    def _exchange(self, values: Tensor, in_rank: Tensor) -> tuple[Tensor, list[int]]:
+        """Rows to every rank that is marked for them."""
+        parts = [values[in_rank[:, rank]] for rank in range(self.group_size)]
+        sent = torch.tensor([len(part) for part in parts])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        out = values.new_empty(int(received.sum()), *values.shape[1:])
+        dist.all_to_all_single(
+            out.view(torch.uint8),
+            torch.cat(parts).view(torch.uint8),
+            received.tolist(),
+            sent.tolist(),
+            group=self.group,
+        )
+        return out, received.tolist()
+
+
+topk_idx_t = torch.int64
+
+
+class ElasticBuffer:
+    """The second interface. Unless it is made deterministic, rows arrive in any order."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        assert num_max_tokens_per_rank > 0 and hidden > 0 and num_topk > 0
+        self.sizes = num_max_tokens_per_rank, hidden, num_topk
+        self.sorts = deterministic
+        self.wire = Buffer(group, num_nvl_bytes=1 << 40)
+        self.calls = self.wire.calls
+        dist.barrier(group=group)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: Any = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, Any, None]:
+        assert x.shape[1] * x.element_size() % 16 == 0 and x.is_contiguous() and num_sms > 0
+        config = Config(num_sms)
+        if handle is not None:
+            assert topk_idx is None
+            self._fits(x, handle.num_max_tokens_per_rank, handle.topk_idx)
+            rows = self.wire.dispatch(x, handle=handle.of_the_wire, config=config)[0]
+            return rows[handle.order], None, None, handle, None
+        assert topk_idx is not None and topk_idx.dtype == topk_idx_t and num_experts is not None
+        self._fits(x, num_max_tokens_per_rank, topk_idx)
+        for token in topk_idx.tolist():
+            assert len(set(token)) == len(token), "no expert twice"
+        _assert_equal(self.wire.group, num_max_tokens_per_rank)
+        to_ranks, _, to_experts, in_rank, _ = self.wire.get_dispatch_layout(topk_idx, num_experts)
+        rows, ids, _, counts, of_the_wire, _ = self.wire.dispatch(
+            x,
+            num_tokens_per_rank=to_ranks,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=to_experts,
+            topk_idx=topk_idx,
+            topk_weights=torch.zeros(topk_idx.shape),
+            config=config,
+        )
+        order = torch.arange(len(rows)) if self.sorts else torch.randperm(len(rows))
+        handle = SimpleNamespace(
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            topk_idx=topk_idx.clone(),
+            num_recv_tokens_per_expert_list=counts,
+            of_the_wire=of_the_wire,
+            order=order,
+        )
+        return rows[order], ids[order], None, handle, None
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Any,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        assert x.shape[1] <= self.sizes[1] and handle.num_max_tokens_per_rank <= self.sizes[0]
+        back = torch.empty_like(x)
+        back[handle.order] = x
+        return self.wire.combine(back, handle.of_the_wire, config=Config(num_sms))
+
+    def _fits(self, x: Tensor, most: int | None, topk_idx: Tensor) -> None:
+        assert most is not None and len(x) == len(topk_idx) <= most <= self.sizes[0]
+        assert x.shape[1] <= self.sizes[1] and topk_idx.shape[1] <= self.sizes[2]
+
+
+def _assert_equal(group: Any, number: Any) -> None:
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(numbers, torch.tensor([number]), group=group)
+    assert all(int(other) == number for other in numbers), "equal on all ranks"

@@ -1,0 +1,171 @@
+"""Dispatch over DeepEP, with a double of its buffer: what every dispatcher promises, in one job of four ranks.
+
+DeepEP itself needs a GPU: `tests/gpu/test_deepep_on_cuda.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import deepep_double
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch_contract import (
+    BATCHES,
+    PLACEMENTS,
+    SLOTS,
+    Batch,
+    assert_as_reference,
+    assert_rows_in_order,
+    placed,
+    row_counts,
+    there_and_back,
+)
+from ranks import run_ranks
+
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.choosing import CARRIERS
+from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+
+ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
+CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
+IN_BFLOAT16 = Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4)
+KINDS = list(product(CARRIERS, ORDERS))
+Kind = tuple[str, str]
+WIDE = 9000
+"""Columns of bfloat16 that one call of DeepEP does not take."""
+
+
+def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS) -> DeepEP:
+    carrier, order = kind
+    return ORDERS[order](group, slots, make_carrier=partial(CARRIERS[carrier], package=deepep_double))
+
+
+def without_manifest(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "manifest"}
+
+
+def all_of_it(rank: int) -> dict[str, Any]:
+    """Everything that is looked at, by name; batches of two ranks run on two pairs of ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, place = pairs[rank // 2], rank % 2
+    whole = dist.group.WORLD
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        for name, batch in cases_of(kind).items():
+            group, mine = (whole, rank) if len(batch.tokens) == 4 else (pair, place)
+            found[kind, name] = without_manifest(there_and_back(over(group, kind), batch, mine))
+        dispatcher, batch = over(whole, kind), IN_BFLOAT16
+        first = there_and_back(dispatcher, batch, rank)
+        with_counts = there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank))
+        again = there_and_back(dispatcher, batch, rank, manifest=first["manifest"])
+        found[kind, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
+        found[kind, "calls"] = calls_of(dispatcher)
+        found[kind, "placed"] = [placed(place, over(pair, kind, 6), one, torch.bfloat16) for one in PLACEMENTS]
+    for carrier in CARRIERS:
+        kind = carrier, "logical"
+        found[kind, "placed in float32"] = [placed(place, over(pair, kind, 6), one) for one in PLACEMENTS]
+        found[kind, "wide"] = wide(pair, place, kind)
+    plain = AllToAll(whole, SLOTS)
+    found["all_to_all"] = without_manifest(there_and_back(plain, IN_BFLOAT16, rank))
+    return found
+
+
+def cases_of(kind: Kind) -> dict[str, Batch]:
+    """By rank, only bfloat16 is summed; the second interface takes no expert twice for a token."""
+    carrier, order = kind
+    if order == "logical":
+        return CASES
+    cases = {name: replace(batch, dtype=torch.bfloat16, weights_dtype=torch.float32) for name, batch in CASES.items()}
+    if carrier == "deepep_elastic":
+        del cases["everything to one slot"]
+    return cases
+
+
+def calls_of(dispatcher: DeepEP) -> list[str]:
+    (buffer,) = dispatcher.carrier._buffers.values()
+    return (buffer[0] if isinstance(buffer, tuple) else buffer).calls
+
+
+def wide(group: dist.ProcessGroup, rank: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+    slots, weights = torch.tensor([[0, 5], [4, 1], [2, 3]]), torch.full((3, 2), 0.5)
+    dispatcher = over(group, kind)
+    arrived = dispatcher.dispatch(hidden, slots, weights)
+    return hidden, dispatcher.combine(arrived.rows_MD, arrived.handle)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(4, all_of_it)
+
+
+LOGICAL = [kind for kind in KINDS if kind[1] == "logical"]
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in KINDS for case in cases_of(kind)])
+def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, kind: Kind, case: str) -> None:
+    batch = cases_of(kind)[case]
+    results = [dict(result[kind, case]) for result in ranks[: len(batch.tokens)]]
+    for result in results:
+        assert result["out"].dtype == batch.dtype
+        result["out"] = (
+            result["out"].to(torch.promote_types(batch.dtype, result["weights"].dtype))
+            if (result["weights"] is not None)
+            else result["out"]
+        )
+    tolerance = {"rtol": 0.05, "atol": 0.1} if batch.dtype == torch.bfloat16 else {}
+    assert_as_reference(results, batch, **tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, kind: Kind) -> None:
+    assert_rows_in_order([result[kind, "uneven"] for result in ranks], cases_of(kind)["uneven"])
+
+
+@pytest.mark.parametrize("kind", LOGICAL)
+def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, kind: Kind) -> None:
+    for result in ranks:
+        for name, value in result["all_to_all"].items():
+            mine = result[kind, "known"][0][name]
+            assert all(map(torch.equal, value, mine)) if isinstance(value, tuple) else torch.equal(value, mine), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_counts_and_a_manifest_from_before_change_nothing(ranks: list, kind: Kind) -> None:
+    for result in ranks:
+        first, *others = result[kind, "known"]
+        for other in others:
+            assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, kind: Kind) -> None:
+    passes = ["dispatch", "combine", "again", "combine"]
+    for result in ranks:
+        assert result[kind, "calls"] == [*passes, *passes, "again", *passes[1:]]
+
+
+@pytest.mark.parametrize("dtype", ["placed", "placed in float32"])
+@pytest.mark.parametrize("kind", LOGICAL)
+def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, kind: Kind, dtype: str) -> None:
+    for result in ranks:
+        first, *others = result[kind, dtype]
+        for other in others:
+            assert all(map(torch.equal, first, other))
+
+
+def test_control_by_rank_it_does(ranks: list) -> None:
+    found = [result[("deepep", "by_rank"), "placed"] for result in ranks]
+    assert any(not torch.equal(first[0], second[0]) for first, second, _ in found)
+
+
+@pytest.mark.parametrize("kind", LOGICAL)
+def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, kind: Kind) -> None:
+    for result in ranks:
+        sent, came_back = result[kind, "wide"]
+        assert torch.equal(sent, came_back)

@@ -1,0 +1,55 @@
+"""The transport over NVSHMEM, with a double of it: what every transport must do. NVSHMEM itself: `tests/gpu`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from nvshmem_double import Double
+from ranks import run_ranks
+from transport_contract import CASES, RANKS, Case, run_cases
+
+from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
+from eplb_runtime.migration.transports.base import TransportError
+from eplb_runtime.migration.transports.nvshmem import Nvshmem
+
+
+def over_the_double(rank: int, folder: Path) -> tuple[dict, list[str]]:
+    nvshmem_heap.MOST_PIECE_BYTES = 1 << 20  # large messages go in many pieces
+    double = Double(folder)
+    TRANSPORTS["nvshmem"] = partial(Nvshmem, library=double.library())
+    return run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CASES), double.calls
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, list[str]]]:
+    return run_ranks(RANKS, over_the_double, tmp_path_factory.mktemp("heaps"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_contract(ranks: list, case: Case) -> None:
+    wrong = "".join(said[case.__name__] for said, _ in ranks)
+    assert not wrong, wrong
+
+
+def test_a_note_follows_its_piece_only_when_that_is_there(ranks: list) -> None:
+    """Of two writes in a row, one is a note: between a piece and its note everything is waited for."""
+    for _, calls in ranks:
+        pieces = [index for index, call in enumerate(calls) if call == "quiet"]
+        assert pieces and all(calls[index - 1] == "put" and calls[index + 1] == "put" for index in pieces)
+
+
+def test_a_model_on_a_cpu_is_refused() -> None:
+    assert "GPU" in nvshmem_heap.missing(torch.device("cpu"))
+
+
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_there(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(nvshmem_heap, "import_module", not_there)
+    with pytest.raises(TransportError, match=r"nvshmem4py .*: pip install 'eplb-runtime\[nvshmem-cu12\]'") as said:
+        nvshmem_heap.load()
+    assert "\n" not in str(said.value)

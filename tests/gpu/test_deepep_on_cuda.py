@@ -1,0 +1,85 @@
+"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import DEVICE, NCCL, device_of, use
+from ranks import run_ranks
+
+from eplb_runtime.dispatch import choosing, deepep_buffer
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.experts.compute import LocalExperts, SlotCounts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(deepep_buffer.missing()), reason=deepep_buffer.missing()),
+]
+RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
+ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
+
+
+def skip_without(carrier: str) -> None:
+    lacks = choosing.lacks(carrier, DEVICE, RANKS, RANKS)
+    if lacks:
+        pytest.skip(lacks)
+
+
+def step(
+    kind: tuple[str, str] | None, rank: int, device: torch.device, tokens: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Output and gradients of a forward, and of one that goes the same way again; None: over all-to-all."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype).requires_grad_()
+    slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
+    weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()
+    experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, dtype)
+    dispatcher = AllToAll(dist.group.WORLD, SLOTS)
+    if kind is not None:
+        dispatcher = ORDERS[kind[1]](dist.group.WORLD, SLOTS, make_carrier=choosing.CARRIERS[kind[0]])
+
+    def compute(rows: torch.Tensor, counts: SlotCounts, parameters: list[torch.Tensor]) -> torch.Tensor:
+        return rows * parameters[0][counts.slot_of_rows(len(rows))]
+
+    found, manifest = [], None
+    for _ in range(2):
+        arrived = dispatcher.dispatch(
+            hidden, slots.to(device) if manifest is None else None, weights, manifest=manifest
+        )
+        out = LocalExperts(compute, lambda: [experts])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
+        out = dispatcher.combine(out, arrived.handle)
+        grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights])
+        found += [one.detach().cpu() for one in (out, *grads)]
+        manifest = arrived.handle.manifest
+    return found
+
+
+def both(rank: int, kind: tuple[str, str], tokens: tuple[int, ...], dtype: torch.dtype) -> tuple[list, list]:
+    device = device_of(rank)
+    use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return step(None, rank, device, tokens[rank], dtype), step(kind, rank, device, tokens[rank], dtype)
+
+
+@pytest.mark.parametrize("tokens", [(512, 300), (64, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("carrier", choosing.CARRIERS)
+def test_in_logical_order_every_bit_is_that_of_all_to_all(
+    carrier: str, tokens: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    skip_without(carrier)
+    job = ((carrier, "logical"), tokens, dtype)
+    for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
+        assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("carrier", choosing.CARRIERS)
+def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
+    skip_without(carrier)
+    job = ((carrier, "by_rank"), (512, 300), torch.bfloat16)
+    for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
+        for one, another in zip(expected, found, strict=True):
+            torch.testing.assert_close(one.float(), another.float(), rtol=0.05, atol=0.1 * float(one.abs().max()))

@@ -1,0 +1,167 @@
+"""DeepEP without a GPU: the double is called as the real buffer would be, rows keep their bits, refusals say why."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from importlib import util
+from pathlib import Path
+
+import deepep_double
+import pytest
+import torch
+
+from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
+from eplb_runtime.dispatch import choosing, deepep_buffer, row_bytes
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.choosing import Choice, choose, maker
+from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+
+SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
+"""A folder with DeepEP's Python sources, if the package is not installed."""
+FILES = ("buffers/legacy.py", "buffer.py", "buffers/elastic.py")
+SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config")
+CALLED = {
+    "Buffer": ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine"),
+    "ElasticBuffer": ("__init__", "dispatch", "combine"),
+}
+HANDLE = ("num_max_tokens_per_rank", "topk_idx", "num_recv_tokens_per_expert_list")
+"""What is read of the second interface's handles."""
+
+
+def real(name: str) -> ast.ClassDef:
+    """The class as it is written; nothing is imported, for that needs a GPU."""
+    found = util.find_spec("deep_ep")
+    folders = list(found.submodule_search_locations or []) if found is not None else []
+    folders += [os.environ[SOURCE]] if SOURCE in os.environ else []
+    for path in (Path(folder) / file for folder in folders for file in FILES):
+        for node in ast.parse(path.read_text()).body if path.exists() else ():
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return node
+    pytest.skip(f"no sources of DeepEP here that have {name}: install it or set {SOURCE}")
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in CALLED for method in CALLED[name]])
+def test_the_double_has_the_signatures_of_the_real_buffers(name: str, method: str) -> None:
+    written = next(node for node in real(name).body if isinstance(node, ast.FunctionDef) and node.name == method)
+    parameters = [argument.arg for argument in written.args.args]
+    given = list(inspect.signature(getattr(getattr(deepep_double, name), method)).parameters)
+    assert [parameter for parameter in parameters if parameter in given] == given, "the same names, in the same order"
+    needed = parameters[: len(parameters) - len(written.args.defaults)]
+    assert set(needed) <= set(given), "what the double leaves out may be left out"
+
+
+def test_a_real_handle_has_what_is_read_of_it() -> None:
+    written = {node.attr for node in ast.walk(real("EPHandle")) if isinstance(node, ast.Attribute)}
+    assert set(HANDLE) <= written
+
+
+# -- what is in a row --------------------------------------------------------------------------------------------------
+
+
+def of_all_bits(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**31), 2**31, (rows, columns), generator=generator, dtype=torch.int64).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dtype) -> None:
+    hidden, weights = of_all_bits(3, 4, dtype), torch.rand(3, 2, dtype=torch.float64)
+    rows = row_bytes.pack(hidden, weights, 2)
+    assert rows.shape[0] == 6 and rows.shape[1] * rows.element_size() % 32 == 0
+    back = row_bytes.unpack(rows, torch.tensor([5, 0]), hidden.shape[1], dtype)
+    assert torch.equal(back.view(torch.uint8), hidden[[2, 0]].view(torch.uint8))
+    behind = row_bytes.unpack_weights(rows, dtype, hidden.shape[1], 1, torch.float64)
+    assert torch.equal(behind.view(3, 2), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) -> None:
+    rows, values = of_all_bits(3, 4, dtype), of_all_bits(3, 1, torch.float32)
+    carried = row_bytes.pack_sums(rows, values)
+    summed = (torch.zeros(carried.shape) + carried.float()).to(torch.bfloat16)
+    again, again_values = row_bytes.unpack_sums(summed, rows.shape[1], dtype, values.shape[1], torch.float32)
+    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_control_bits_that_are_taken_for_bfloat16_do_not_survive_a_sum() -> None:
+    rows = torch.tensor([0x80007F81], dtype=torch.int64).to(torch.int32).view(torch.bfloat16)
+    assert not torch.equal((torch.zeros(2) + rows.float()).to(torch.bfloat16).view(torch.int16), rows.view(torch.int16))
+
+
+# -- what is refused, and what is chosen -------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    assert "GPU" in deepep_buffer.missing(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        assert deepep_buffer.missing() == "torch sees no CUDA device"
+
+
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_buffer.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
+    with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
+        deepep_buffer.imported()
+    assert "\n" not in str(said.value)
+
+
+def not_there() -> ModuleNotFoundError:
+    return ModuleNotFoundError("No module named 'deep_ep'", name="deep_ep")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "said"),
+    [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
+)
+def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
+    found = deepep_buffer.unfit(ranks, per_node)
+    assert said in found and bool(found) == bool(said)
+
+
+def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with pytest.raises(RuntimeError, match="fill_uninitialized_memory = False"):
+        deepep_buffer.refuse_filled_memory()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    deepep_buffer.refuse_filled_memory()
+
+
+def test_auto_takes_deepep_where_every_rank_has_it() -> None:
+    assert choose("auto", ["", ""]).name == "deepep"
+    one_lacks_it = choose("auto", ["", "torch sees no CUDA device"])
+    assert (one_lacks_it.name, one_lacks_it.why) == ("all_to_all", "no deepep: rank 1: torch sees no CUDA device")
+    assert not one_lacks_it.problem
+
+
+def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
+    assert choose("deepep", ["", "no GPU"]).problem == "dispatch='deepep': rank 1: no GPU"
+    assert not choose("deepep", ["", ""]).problem
+
+
+def test_the_order_of_sums_picks_the_kind() -> None:
+    asked = {order: BalancerConfig(dispatch="auto", combine_order=order) for order in ("logical", "by_rank")}
+    taken = Choice("deepep", "")
+    assert maker(asked["logical"], taken).func is DeepEP  # type: ignore[attr-defined]
+    assert maker(asked["by_rank"], taken).func is DeepEPByRank  # type: ignore[attr-defined]
+    assert maker(asked["by_rank"], Choice("all_to_all", "")) is AllToAll
+    assert {choose(name, ["why"]).name for name in DISPATCHES} == {"all_to_all", "deepep", "deepep_elastic"}
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="logical order"):
+        BalancerConfig(combine_order="by_rank")
+    with pytest.raises(ConfigError, match="even"):
+        BalancerConfig(dispatch_sms=7)
+    with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
+        BalancerConfig(dispatch="deepep", combine_order="both")  # type: ignore[arg-type]
+
+
+def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_buffer, "missing", lambda device: "")
+    monkeypatch.setattr(
+        deepep_buffer.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
+    )
+    assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
