@@ -204,14 +204,15 @@ class DeepEP(Dispatcher):
         self, source_TD: Tensor, weights_TK: Tensor | None, slots_TK: Tensor | None, route: Route | None
     ) -> tuple[Tensor, Route]:
         """What arrives, and how it went: a new way by ``slots_TK``, or that of an earlier one."""
-        choices = route.choices if slots_TK is None and route is not None else slots_TK.shape[1]  # type: ignore[union-attr]
-        rows_NC = self.outward(source_TD, weights_TK, choices)
-        with self.waiting():
-            if route is not None:
+        if route is not None:
+            rows_NC = self.outward(source_TD, weights_TK, route.choices)
+            with self.waiting():
                 return self.carrier.again(rows_NC, route.ticket), route
-            assert slots_TK is not None
+        assert slots_TK is not None
+        rows_NC = self.outward(source_TD, weights_TK, slots_TK.shape[1])
+        with self.waiting():
             arrival = self.carrier.carry(rows_NC, self.addresses(slots_TK))
-        return arrival.rows_UC, Route.of(arrival, choices)
+        return arrival.rows_UC, Route.of(arrival, slots_TK.shape[1])
 
 
 class DeepEPByRank(DeepEP):
