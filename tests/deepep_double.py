@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CALLS: list[str] = []
+"""Of all buffers of this process, in order."""
+
 
 @dataclass
 class Config:
@@ -39,7 +42,6 @@ class Buffer:
         assert num_nvl_bytes > 0
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes = num_nvl_bytes
-        self.calls: list[str] = []
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -93,7 +95,7 @@ class Buffer:
         row_bytes = x.shape[1] * x.element_size()
         assert x.dim() == 2 and x.is_contiguous() and row_bytes % 32 == 0 and row_bytes // 2 + 8 <= 8192
         assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
-        self.calls.append("again" if handle is not None else "dispatch")
+        CALLS.append("again" if handle is not None else "dispatch")
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             prefix, _, _, arrived, in_rank, _ = handle
@@ -132,7 +134,7 @@ class Buffer:
         row_bytes = x.shape[1] * x.element_size()
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == len(arrived) and row_bytes % 16 == 0
         assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
-        self.calls.append("combine")
+        CALLS.append("combine")
         received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
         sent = in_rank.sum(0).tolist()
         back = torch.empty(sum(sent), x.shape[1], dtype=x.dtype)
@@ -180,7 +182,6 @@ class ElasticBuffer:
         self.sizes = num_max_tokens_per_rank, hidden, num_topk
         self.sorts = deterministic
         self.wire = Buffer(group, num_nvl_bytes=1 << 40)
-        self.calls = self.wire.calls
         dist.barrier(group=group)
 
     def dispatch(

@@ -60,11 +60,12 @@ def all_of_it(rank: int) -> dict[str, Any]:
             group, mine = (whole, rank) if len(batch.tokens) == 4 else (pair, place)
             found[kind, name] = without_manifest(there_and_back(over(group, kind), batch, mine))
         dispatcher, batch = over(whole, kind), IN_BFLOAT16
+        deepep_double.CALLS.clear()
         first = there_and_back(dispatcher, batch, rank)
         with_counts = there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank))
         again = there_and_back(dispatcher, batch, rank, manifest=first["manifest"])
         found[kind, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
-        found[kind, "calls"] = calls_of(dispatcher)
+        found[kind, "calls"] = list(deepep_double.CALLS)
         found[kind, "placed"] = [placed(place, over(pair, kind, 6), one, torch.bfloat16) for one in PLACEMENTS]
     for carrier in CARRIERS:
         kind = carrier, "logical"
@@ -84,11 +85,6 @@ def cases_of(kind: Kind) -> dict[str, Batch]:
     if carrier == "deepep_elastic":
         del cases["everything to one slot"]
     return cases
-
-
-def calls_of(dispatcher: DeepEP) -> list[str]:
-    (buffer,) = dispatcher.carrier._buffers.values()
-    return (buffer[0] if isinstance(buffer, tuple) else buffer).calls
 
 
 def wide(group: dist.ProcessGroup, rank: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,12 +109,8 @@ def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, kind
     results = [dict(result[kind, case]) for result in ranks[: len(batch.tokens)]]
     for result in results:
         assert result["out"].dtype == batch.dtype
-        result["out"] = (
-            result["out"].to(torch.promote_types(batch.dtype, result["weights"].dtype))
-            if (result["weights"] is not None)
-            else result["out"]
-        )
-    tolerance = {"rtol": 0.05, "atol": 0.1} if batch.dtype == torch.bfloat16 else {}
+        result["out"] = result["out"].to(batch.weights_dtype or batch.dtype)
+    tolerance = {"rtol": 0.1, "atol": 0.5} if batch.dtype == torch.bfloat16 else {}
     assert_as_reference(results, batch, **tolerance)
 
 
@@ -161,7 +153,7 @@ def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, kind: 
 
 def test_control_by_rank_it_does(ranks: list) -> None:
     found = [result[("deepep", "by_rank"), "placed"] for result in ranks]
-    assert any(not torch.equal(first[0], second[0]) for first, second, _ in found)
+    assert any(not torch.equal(first[0], third[0]) for first, _, third in found)
 
 
 @pytest.mark.parametrize("kind", LOGICAL)
