@@ -13,6 +13,7 @@ from ..routing.tables import SplitTables
 from ..topology import Topology
 from .planning import plan
 from .policies import LAYOUTS
+from .search.explore import POURED_FROM
 
 
 def compile_kernels(policy: str = "incremental") -> None:
@@ -26,4 +27,6 @@ def compile_kernels(policy: str = "incremental") -> None:
     in_home = "home" in LAYOUTS.get(policy, ())
     current = Placement.initial(2, 8, 4, 1)
     plan(load, topology, slots_per_rank=3, policy=policy, current=current if in_home else None)
+    if policy == "incremental":
+        plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)

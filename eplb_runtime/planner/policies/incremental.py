@@ -17,7 +17,8 @@ from ..cost import HYSTERESIS
 from ..evaluate import in_units, lowest_imbalance
 from ..search.align import align, placed_anew
 from ..search.budget import share_out
-from ..search.explore import Found, Limits, Starts, make_starts, search_layer
+from ..search.descent import GOOD_ENOUGH
+from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, make_starts, pour_anew, search_layer
 from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
@@ -38,6 +39,9 @@ ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
 SPARE_COPIES = 4
 """Copies an expert may have beyond those its load needs."""
+
+LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
+"""Loads and ballast of all scenarios, and what is asked."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,14 @@ class _Search:
         # Of ranks that are alike, each with one expert, none is better for any of them.
         pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
         self._anew = request.max_moves is None and request.max_bytes is None and not pointless
+        one = self._load_LWE.shape[1] == 1 and self._anew and start.replica_slots > 0
+        free = self._seconds_price == 0.0 and request.crossing_price == 0.0
+        self._may_pour = one and free and topology.num_ranks >= POURED_FROM
         self._stride_K = strides(topology.num_ranks, start.replica_slots)
 
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
-        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
-        starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
-        found = search_layer(*question, self._seconds_price, self._limits(layer), starts)
+        found, starts = self._explored(layer, question)
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
         begin = None
@@ -150,6 +155,20 @@ class _Search:
             moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
             seconds = np.concatenate([[0.0], seconds])
         return Trajectory(value, moved, seconds, found, begin)
+
+    def _explored(self, layer: int, question: LayersQuestion) -> tuple[Found, Starts]:
+        """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
+        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
+        limits = self._limits(layer)
+        poured = None
+        if self._may_pour and self._price_L[layer] == 0.0:
+            found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
+            if found.track.value_N[0] <= limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE:
+                return found, poured
+        starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
+        if poured is not None:
+            starts = Starts(*(np.concatenate([one, two[1:]]) for one, two in zip(starts, poured, strict=True)))
+        return search_layer(*question, self._seconds_price, limits, starts), starts
 
     def cut(self, layer: int, one: Trajectory, steps: int) -> Trajectory:
         """The same after so many steps only."""
@@ -174,7 +193,7 @@ class _Search:
         """Of a home and of a replica."""
         return float(self._price_L[layer]), float(self._price_L[layer])
 
-    def _question(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Question]:
+    def _question(self, layer: int) -> LayersQuestion:
         load_WE = self._load_LWE[layer]
         speed_R = self._request.speed_R
         ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)

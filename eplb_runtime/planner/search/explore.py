@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
+from .pouring import NEAR_AND_LEVEL, pour
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
 from .settle import match_ranks
@@ -25,6 +26,10 @@ SEARCHED = 2
 NUM_STARTS = 9
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
+
+
+POURED_FROM = 256
+"""Ranks from which on copies are poured before anything is searched: steps times ranks would take seconds."""
 
 
 class Limits(NamedTuple):
@@ -101,6 +106,43 @@ def search_layer(
         if price < least - LEAST_FALL:
             least, found = price, tried
     return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def pour_anew(
+    load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], question: Question, limits: Limits
+) -> tuple[Found, Starts]:
+    """Homes packed anew and copies poured, or the layer as it stands where that is nearly as good; no search.
+
+    Args:
+        load_WE, ballast_WR: one scenario.
+    """
+    (ranks, slots), experts = question.start_replica_RK.shape, question.start_home_E.size
+    load_E, ballast_R = load_WE[0].astype(np.float64), ballast_WR[0].astype(np.float64)
+    home_XE = np.empty((2, experts), dtype=np.int32)
+    replica_XRK = np.empty((2, ranks, slots), dtype=np.int32)
+    home_XE[:], replica_XRK[0] = question.start_home_E, question.start_replica_RK
+    if experts > ranks:
+        pack(load_E, ballast_R, 0, home_XE[1], replica_XRK[1], False)
+        match_ranks(question.start_home_E, home_XE[1], replica_XRK[1])
+    layer = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
+    track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
+    enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
+    stand(layer, home_XE[0], replica_XRK[0])
+    value, start, tried_RK = judge(layer, peak_W)[0], 0, np.empty_like(question.start_replica_RK)
+    least = np.inf
+    for near_and_level in NEAR_AND_LEVEL:
+        if value <= enough:
+            break
+        pour(load_E, ballast_R, limits.max_copies, near_and_level, home_XE[1], tried_RK)
+        stand(layer, home_XE[1], tried_RK)
+        value = judge(layer, peak_W)[0]
+        if value < least:
+            least, start = value, 1
+            replica_XRK[1] = tried_RK
+    stand(layer, home_XE[start], replica_XRK[start])
+    record(layer, question, track, 0, judge(layer, peak_W)[0])
+    return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
