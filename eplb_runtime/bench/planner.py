@@ -141,7 +141,7 @@ def _rows(
             ours[planner] = _by_rows(shape, _hierarchical(shape, spilled))
     else:
         ours["free"] = _by_rows(shape, lambda w: balance_free(w, shape.ranks, shape.slots_per_rank))
-        if experts % shape.ranks == 0 and layers * shape.slots <= MAX_SLOTS_OF_PEERS:
+        if experts % shape.ranks == 0:
             ours["incremental (home layout)"] = lambda w: _from_scratch(w, shape)
     if layers * shape.slots <= MAX_SLOTS_OF_PEERS:
         ours |= {peer: _by_rows(shape, _asked(function, shape)) for peer, function in peers.items()}
