@@ -10,10 +10,12 @@ from typing import Any
 
 from .arguments import LOAD, InputError, add_command, adder, names, not_negative, positive, positive_float
 from .inputs import require_extra
-from .printing import print_json, print_table, spinner
+from .printing import note, print_json, print_table, spinner
 
 ON_RANKS = ("dispatch", "migrate", "beside", "train")
 """Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
+STEADY = 1.25
+"""Blocks of equal work that take more than so many times as long as others were disturbed."""
 WITH_MODELS = ("train", "beside")
 """Those of them that take a model from the library."""
 
@@ -269,6 +271,8 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         result = (bench.run_brief if brief else bench.run)(device, arguments.repeats, **sizes)
     if is_first():
         _print(result, arguments.json)
+        if brief and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
+            note("other processes use these cores: the times say little; try again on a quiet machine")
     return 0
 
 
@@ -311,4 +315,4 @@ def _print(result: Mapping[str, Any], as_json: bool) -> None:
         if isinstance(value, list):
             print_table(name, value)
         else:
-            print(f"{name}: {value}")
+            print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -187,6 +187,7 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     assert list(brief) == ["ranks", "train", "speed_up"] and brief["speed_up"] > 0
     assert [row["variant"] for row in brief["train"]] == ["static", "homes"]
     fixed, moved = brief["train"]
+    assert list(fixed) == ["variant", "step_ms", "slowest_over_fastest", "imbalance", "homes_moved"]
     assert fixed["homes_moved"] == 0 < moved["homes_moved"] and moved["imbalance"] < fixed["imbalance"]
     keys = {"static_step_ms", "attached_step_ms", "guard_ms", "overhead", "homes_moved"}
     assert set(result["overhead"][0]) == keys
