@@ -247,7 +247,8 @@ class DeepEPByRank(DeepEP):
         parts_UD = self._summed_here(out_MD, route, weights).to(row_bytes.CARRIED)
         with self.waiting():
             back = self.carrier.back(row_bytes.pack_sums(parts_UD, None), route.ticket)
-        return back[:, : out_MD.shape[1]]
+        width = out_MD.shape[1]
+        return back if back.shape[1] == width else back[:, :width].clone()  # no view: the model may go on in place
 
     def gradients(self, grad_MD: Tensor, grad_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         parts_UD = self._summed_here(grad_MD, route, None).to(row_bytes.CARRIED)

@@ -45,8 +45,11 @@ def unpack(rows_NC: Tensor, index_M: Tensor, width: int, dtype: torch.dtype) -> 
         width: D.
         dtype: of the hidden states.
     """
-    hidden = rows_NC[:, : width * dtype.itemsize // CARRIED.itemsize].index_select(0, index_M)
-    return hidden.view(dtype)
+    # Its own memory and no view: whoever computes may write there.
+    hidden = torch.empty(index_M.shape[0], width, dtype=dtype, device=rows_NC.device)
+    own = rows_NC[:, : width * dtype.itemsize // CARRIED.itemsize]
+    torch.index_select(own, 0, index_M, out=hidden.view(CARRIED))
+    return hidden
 
 
 def unpack_weights(rows_NC: Tensor, behind: torch.dtype, width: int, weights: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,8 @@ DeepEP itself needs a GPU: `tests/gpu/test_deepep_on_cuda.py`.
 
 from __future__ import annotations
 
+import io
+import logging
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -25,8 +27,11 @@ from dispatch_contract import (
     row_counts,
     there_and_back,
 )
+from moe_models import batch_of, make_model
 from ranks import run_ranks
 
+import eplb_runtime as eplb
+from eplb_runtime.dispatch import choosing
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import CARRIERS
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
@@ -72,7 +77,36 @@ def all_of_it(rank: int) -> dict[str, Any]:
         found[kind, "placed in float32"] = [placed(place, over(pair, kind, 6), one) for one in PLACEMENTS]
         found[kind, "wide"] = wide(pair, place, kind)
     plain = AllToAll(whole, SLOTS)
+    found["attached"] = attached(rank)
     found["all_to_all"] = without_manifest(there_and_back(plain, IN_BFLOAT16, rank))
+    return found
+
+
+def attached(rank: int) -> dict[str, Any]:
+    """The loss of a step of an attached model, and what attach has said."""
+    choosing.lacks = lambda *_: ""
+    choosing.CARRIERS = {name: partial(make, package=deepep_double) for name, make in CARRIERS.items()}
+
+    def new_batch(step: int) -> dict[str, torch.Tensor]:
+        ids = batch_of(rank, step)
+        return {"input_ids": ids, "labels": ids}
+
+    def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    config = eplb.BalancerConfig(dispatch="auto", dense_gradients="allreduce")
+    found: dict[str, Any] = {}
+    said = io.StringIO()
+    logging.getLogger("eplb_runtime").addHandler(logging.StreamHandler(said))
+    for order in ORDERS:
+        model = make_model("olmoe", experts=8, top_k=2).bfloat16()
+        optimizer = new_optimizer(model)
+        balancer = eplb.attach(model, optimizer, config=replace(config, combine_order=order))
+        loss = model(**new_batch(0)).loss
+        loss.backward()
+        optimizer.step()
+        balancer.close()
+        found[order], found[order, "said"] = float(loss), said.getvalue()
     return found
 
 
@@ -161,3 +195,9 @@ def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, kind: Kind)
     for result in ranks:
         sent, came_back = result[kind, "wide"]
         assert torch.equal(sent, came_back)
+
+
+def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:
+    found = ranks[0]["attached"]
+    assert choosing.SUMS_BY_RANK not in found["logical", "said"] and choosing.SUMS_BY_RANK in found["by_rank", "said"]
+    assert found["by_rank"] == pytest.approx(found["logical"], rel=0.02)

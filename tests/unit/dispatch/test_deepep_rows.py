@@ -7,6 +7,7 @@ import inspect
 import os
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepep_double
 import pytest
@@ -17,6 +18,7 @@ from eplb_runtime.dispatch import choosing, deepep_buffer, row_bytes
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.verification import runs
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -165,3 +167,10 @@ def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypa
         deepep_buffer.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
     )
     assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
+
+
+def test_a_verification_notes_that_sums_are_by_rank() -> None:
+    task = SimpleNamespace(ep_sets=[[0, 1]])
+    by_rank = BalancerConfig(dispatch="deepep", combine_order="by_rank")
+    assert runs._notes(task, by_rank, 3) == (choosing.SUMS_BY_RANK,)  # type: ignore[arg-type]
+    assert runs._notes(task, BalancerConfig(), 3) == ()  # type: ignore[arg-type]
