@@ -11,7 +11,9 @@ from .arguments import InputError, add_command, adder, not_negative, positive
 from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
-    from ..doctor import Carrier
+    from collections.abc import Sequence
+
+    from ..doctor import Carrier, Diagnosis
 
 
 def add(commands: Any) -> None:
@@ -70,6 +72,10 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({**found.to_dict(), "transports": [asdict(carrier) for carrier in carriers]})
         return
+    _show(found, carriers)
+
+
+def _show(found: Diagnosis, carriers: Sequence[Carrier]) -> None:
     if found.shape is not None:
         shape = found.shape
         title = (

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attaching.description import MoELayer
 from ..config import BalancerConfig
 from ..experts.gathering import rows_at_once
 from ..experts.record import RecordFormat
@@ -115,22 +116,8 @@ def diagnose(
     """
     if model_config is None:
         return Diagnosis(None, (), (), exactness(None, 0), versions(), backends(), compiled())
-    from ..hosts.transformers.describe import describe
-    from ..hosts.transformers.models import choices_per_token, meta_model, read_config
-
-    described = read_config(model_config)
-    model = meta_model(described, DTYPES[dtype])
-    layers = describe(model).layers
-    if not layers:
-        raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
-    experts = {layer.num_experts for layer in layers}
-    if len(experts) > 1:
-        raise DoctorError(f"{model_config}: its MoE layers have {sorted(experts)} experts: all must have as many")
-    (num_experts,) = experts
-    if choices_per_token(described) > num_experts:
-        raise DoctorError(
-            f"{model_config}: it picks {choices_per_token(described)} of {num_experts} experts for a token"
-        )
+    model, layers = _spreadable(model_config, DTYPES[dtype])
+    num_experts = layers[0].num_experts
     Placement.initial(len(layers), num_experts, ranks, replica_slots)  # says what cannot be spread
     if replica_slots > num_experts - num_experts // ranks:
         raise DoctorError(
@@ -171,6 +158,31 @@ def diagnose(
         backends(),
         compiled(),
     )
+
+
+def _spreadable(model_config: str | Path, dtype: torch.dtype) -> tuple[nn.Module, tuple[MoELayer, ...]]:
+    """A model on the meta device and its MoE layers, which have equally many experts; at least one.
+
+    Raises:
+        DoctorError, ModelError, AttachError: it cannot be spread.
+    """
+    from ..hosts.transformers.describe import describe
+    from ..hosts.transformers.models import choices_per_token, meta_model, read_config
+
+    described = read_config(model_config)
+    model = meta_model(described, dtype)
+    layers = describe(model).layers
+    if not layers:
+        raise DoctorError(f"{model_config}: {type(model).__name__} has no MoE layer that can be spread")
+    experts = {layer.num_experts for layer in layers}
+    if len(experts) > 1:
+        raise DoctorError(f"{model_config}: its MoE layers have {sorted(experts)} experts: all must have as many")
+    (num_experts,) = experts
+    if choices_per_token(described) > num_experts:
+        raise DoctorError(
+            f"{model_config}: it picks {choices_per_token(described)} of {num_experts} experts for a token"
+        )
+    return model, layers
 
 
 def _first_rows(stack: nn.Parameter, rows: int) -> nn.Parameter:
