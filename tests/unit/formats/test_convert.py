@@ -234,3 +234,15 @@ def test_no_content_gets_more_than_a_refusal(
             convert(folder / source, out, to=to, num_ranks=ranks, dense_layers=dense, layout=layout)
         except (ConvertError, PlacementError) as refusal:
             assert "\n" not in str(refusal)
+
+
+def test_the_sample_that_comes_along_is_converted_unless_a_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = convert("sample", "series.npz")
+    assert (done.kind, done.shape) == ("load", (60, 4, 64))
+    assert np.array_equal(read_load("series.npz"), read_load("sample"))
+    (tmp_path / "sample").write_text('{"load": [[1, 2]]}')
+    with pytest.raises(ConvertError):
+        convert("sample", "other.npz")  # a file without an ending is no load
