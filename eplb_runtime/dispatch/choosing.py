@@ -53,7 +53,9 @@ def lacks(asked: str, device: torch.device, num_ranks: int, ranks_per_node: int)
     why = why or deepep_buffer.missing(device)
     if not why:
         try:
-            deepep_buffer.imported("ElasticBuffer" if elastic else "Buffer")
+            package = deepep_buffer.imported("ElasticBuffer" if elastic else "Buffer")
+            if not elastic:
+                deepep_buffer.settings(package, num_ranks)
         except ConfigError as error:
             return str(error)
     return why

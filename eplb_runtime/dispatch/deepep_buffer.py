@@ -110,12 +110,8 @@ class BufferCarrier:
         if slots_per_rank > _MOST_LOCAL_EXPERTS:
             raise ConfigError(f"dispatch='deepep' knows up to {_MOST_LOCAL_EXPERTS} slots a rank, not {slots_per_rank}")
         self._package.Buffer.set_num_sms(num_sms)
-        try:
-            # They hold the number of multiprocessors: made after it was set.
-            self._there = self._package.Buffer.get_dispatch_config(self._num_ranks)
-            self._back = self._package.Buffer.get_combine_config(self._num_ranks)
-        except AssertionError:
-            raise ConfigError(f"dispatch='deepep' has no settings for {self._num_ranks} ranks") from None
+        # They hold the number of multiprocessors: made after it was set.
+        self._there, self._back = settings(self._package, self._num_ranks)
         self._buffers: dict[Lane, Any] = {}
 
     def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival:
@@ -192,6 +188,18 @@ def imported(interface: str = "Buffer") -> Any:
     if not hasattr(package, interface):
         raise ConfigError(f"this version of the package deep_ep has no {interface}: {INSTALL}")
     return package
+
+
+def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
+    """DeepEP's own for so many ranks: there, and back.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
+    except AssertionError:
+        raise ConfigError(f"dispatch='deepep' has no settings for {num_ranks} ranks") from None
 
 
 def refuse_filled_memory() -> None:

@@ -169,6 +169,14 @@ def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypa
     assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
 
 
+def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_buffer, "missing", lambda device: "")
+    monkeypatch.setattr(deepep_buffer.importlib, "import_module", lambda name: deepep_double)
+    assert choosing.lacks("deepep", torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
+    assert choosing.lacks("deepep", torch.device("cuda"), 16, 8) == ""
+    assert choosing.lacks("deepep_elastic", torch.device("cuda"), 40, 8) == ""
+
+
 def test_a_verification_notes_that_sums_are_by_rank() -> None:
     task = SimpleNamespace(ep_sets=[[0, 1]])
     by_rank = BalancerConfig(dispatch="deepep", combine_order="by_rank")
