@@ -16,7 +16,7 @@ COPY --chown=1000 pyproject.toml README.md LICENSE ./
 COPY --chown=1000 launch launch
 COPY --chown=1000 eplb_runtime eplb_runtime
 # As launch/demo.sh would install it, so that it starts at once.
-RUN . launch/environment.sh && install_project test
+RUN . launch/environment.sh && install_project test && planner_compiled
 
 HEALTHCHECK --interval=60s --timeout=30s \
     CMD ["bash", "-c", "if [ -n \"$EPLB_JOB\" ]; then .venv/bin/eplb-runtime top --once \"$EPLB_JOB\"; else .venv/bin/eplb-runtime --version; fi"]

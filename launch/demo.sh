@@ -8,6 +8,7 @@ set -euo pipefail
 # shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project test
+planner_compiled
 say "training on ${RANKS:=4} ranks: experts fixed, then rebalanced while the job runs, then with replica slots"
 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$RANKS" launch/train_moe.py "$@"
 case " $* " in *" -h "* | *" --help "*) exit 0 ;; esac

@@ -17,5 +17,6 @@ if [ $# = 0 ]; then
     .venv/bin/ruff format --check --quiet .
     .venv/bin/mypy eplb_runtime
 fi
+planner_compiled
 say "pytest"
 exec .venv/bin/python -m pytest "$@"
