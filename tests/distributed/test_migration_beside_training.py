@@ -86,22 +86,23 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @contextmanager
 def late_in(job: Job, layer: int) -> Iterator[None]:
-    """The forward of a layer does not wait for experts at all, on one rank, and they need longer than that."""
-    resolve = BackgroundMigration._resolve
+    """One rank finds, before anybody can have voted, that it waits no longer for the experts of a layer."""
+    open_gate = BackgroundMigration._open_gate
 
-    def impatient(self: BackgroundMigration, flight: Any, patience: float, kind: str, cause: str) -> None:
-        if self is job.background and flight.layer == layer and job.rank == 1 and flight.verdict is None:
-            self._refuse(flight, background.Verdict(False, cause, kind=background.LATE))
-            if flight.verdict.commit:  # all had voted for it before
-                self._commit(flight)
-        else:
-            resolve(self, flight, patience, kind, cause)
+    def impatient(self: BackgroundMigration) -> None:
+        if self is job.background and job.rank == 1 and not self._gate.is_set():
+            for flight in self._flights:
+                if flight.layer == layer:
+                    self._refuse(
+                        flight, background.Verdict(False, f"layer {layer}: a test says so", kind=background.LATE)
+                    )
+        open_gate(self)
 
-    BackgroundMigration._resolve = impatient
+    BackgroundMigration._open_gate = impatient
     try:
         yield
     finally:
-        BackgroundMigration._resolve = resolve
+        BackgroundMigration._open_gate = open_gate
 
 
 @contextmanager
