@@ -115,18 +115,7 @@ class Balancer:
         self._guard = Guard(
             parts.config.guard, parts.groups, watched(parts, self._dense, self._optimizers), parts.device
         )
-        self._rebalancer = Rebalancer(
-            parts.config,
-            parts.groups,
-            parts.topology,
-            parts.placement,
-            registry=parts.registry,
-            counter=parts.counter,
-            maps=parts.maps,
-            transport=parts.transport,
-            device=parts.device,
-            guard=self._guard,
-        )
+        self._rebalancer = Rebalancer(parts, self._guard)
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
         self._guard.run = self._rebalancer.run
         background = self._rebalancer.background

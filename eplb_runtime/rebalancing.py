@@ -31,21 +31,18 @@ from .events import (
     EventLog,
     RebalanceAborted,
 )
-from .experts.registry import ExpertTensors
 from .experts.slices import is_sliced
 from .guard import Guard
 from .load.aggregate import HostCopy
 from .load.clock import Progress, StepClock
-from .load.counter import LoadCounter
-from .maps import Maps
 from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
 from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
+from .parts import Parts
 from .placement import Placement, PlacementError
-from .process_groups import Connections, ProcessGroups
+from .process_groups import Connections
 from .reconnecting import Reconnection, Standing
-from .topology import Topology
 from .worker import Worker
 
 T = TypeVar("T")
@@ -71,13 +68,7 @@ class Rebalancer:
     """The placement of one job, on one rank, and how it changes.
 
     Args:
-        topology: of the EP group, with measured bandwidths.
-        placement: the one that stands.
-        registry: what moves.
-        counter: what was measured.
-        maps: what follows the placement.
-        transport: carries experts, warmed up.
-        device: of the model.
+        parts: what attaching has made; of them topology, placement, registry, counter, maps, transport and device.
         guard: looks, with each decision, at what the runtime assumes.
 
     Attributes:
@@ -88,77 +79,77 @@ class Rebalancer:
         decisions: the background half.
     """
 
-    def __init__(
-        self,
-        config: BalancerConfig,
-        groups: ProcessGroups,
-        topology: Topology,
-        placement: Placement,
-        *,
-        registry: ExpertTensors,
-        counter: LoadCounter,
-        maps: Maps,
-        transport: Transport,
-        device: torch.device,
-        guard: Guard,
-    ) -> None:
-        self._placement = placement
+    def __init__(self, parts: Parts, guard: Guard) -> None:
+        config, groups = parts.config, parts.groups
+        self._placement = self._target = parts.placement
         self.step = 0
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
         self.events = EventLog()
         self._config = config
         self._groups = groups
-        self._counter = counter
+        self._counter = parts.counter
         self._guard = guard
-        self._registry = registry
-        self._maps = maps
-        self._device = device
+        self._registry = parts.registry
+        self._maps = parts.maps
+        self._device = parts.device
         self._restores = 0
         self._attempts = 0
         self._standing = Standing()
         self._pending: _Pending | None = None
-        self._target = placement
         self._committed_beside: set[int] = set()
         self._pause_beside = 0.0
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
-        # With divided rows the engine sees the ranks that hold them, and the same slots.
         self._holders = len(groups.job.row_ranks)
-        self._engine = MigrationEngine(
-            registry,
+        self._engine = self._new_engine(parts.transport)
+        self._clock = StepClock(self._engine.rehearse(parts.placement))
+        self.decisions = DecisionMaker(config, parts.topology, groups, parts.counter.steps_per_bucket, guard)
+        use_my_device = partial(use_device, parts.device)
+        self._worker = Worker("eplb_runtime", use_my_device)
+        self.background = self._new_background()
+        # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
+        gathered = groups.job.divided_rows or any(is_sliced(p) for p in parts.registry.parameters())
+        self._beside = config.overlap and not gathered
+        self._link_seconds_per_byte = 1.0 / max(parts.topology.slowest_bandwidth, 1.0)
+        self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device)
+        self._compiler = Worker("eplb_runtime compile")
+        self._compiled = self._begin_compiling()
+
+    def _new_engine(self, transport: Transport) -> MigrationEngine:
+        """With divided rows the engine sees the ranks that hold them, and the same slots."""
+        engine = MigrationEngine(
+            self._registry,
             transport,
             self._agreement,
-            placement.over(self._holders).slots_per_rank,
-            groups.job.row_rank,
-            config.staging_bytes,
-            config.timeout_seconds,
+            self._placement.over(self._holders).slots_per_rank,
+            self._groups.job.row_rank,
+            self._config.staging_bytes,
+            self._config.timeout_seconds,
         )
-        self._clock = StepClock(self._engine.rehearse(placement))
-        self.decisions = DecisionMaker(config, topology, groups, counter.steps_per_bucket, guard)
-        self._worker = Worker("eplb_runtime", partial(use_device, device))
-        self._engine.bytes_per_step = min(config.bytes_per_step or config.staging_bytes, config.staging_bytes)
-        self.background = BackgroundMigration(
+        staging = self._config.staging_bytes
+        engine.bytes_per_step = min(self._config.bytes_per_step or staging, staging)
+        return engine
+
+    def _new_background(self) -> BackgroundMigration:
+        return BackgroundMigration(
             self._engine,
             self._agreement,
             self._worker,
-            registry=registry,
-            maps=maps,
-            is_planner=groups.job.is_planner,
-            timeout_seconds=config.timeout_seconds,
-            max_pause_seconds=config.max_pause_seconds,
+            registry=self._registry,
+            maps=self._maps,
+            is_planner=self._groups.job.is_planner,
+            timeout_seconds=self._config.timeout_seconds,
+            max_pause_seconds=self._config.max_pause_seconds,
         )
-        # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
-        gathered = groups.job.divided_rows or any(is_sliced(p) for p in registry.parameters())
-        self._beside = config.overlap and not gathered
-        self._link_seconds_per_byte = 1.0 / max(min(topology.intra_node_bandwidth, topology.inter_node_bandwidth), 1.0)
-        self._reconnection = Reconnection(groups, self._standing, self._carrier, partial(use_device, device))
-        self._compiler = Worker("eplb_runtime compile")
-        if maps.splitter is not None:
-            self._compiler.submit(maps.splitter.warm_up)
-        self._compiled = self._compiler.submit(self.decisions.compile)
-        if not self.wait_until_compiled(COMPILED_SOON_SECONDS):
+
+    def _begin_compiling(self) -> Future[None]:
+        if self._maps.splitter is not None:
+            self._compiler.submit(self._maps.splitter.warm_up)
+        compiled = self._compiler.submit(self.decisions.compile)
+        if not wait([compiled], COMPILED_SOON_SECONDS).done:
             logger.info("compiling the planner in the background; the first rebalance waits for it, training does not")
+        return compiled
 
     @property
     def placement(self) -> Placement:

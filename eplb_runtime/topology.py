@@ -84,6 +84,11 @@ class Topology:
     def same_node(self, a: int, b: int) -> bool:
         return self.node_of(a) == self.node_of(b)
 
+    @property
+    def slowest_bandwidth(self) -> float:
+        """Bytes/s that any rank can send to any other, at least."""
+        return min(self.intra_node_bandwidth, self.inter_node_bandwidth)
+
     def bandwidth(self, source: int, destination: int) -> float:
         """Bytes/s between two different ranks."""
         return self.intra_node_bandwidth if self.same_node(source, destination) else self.inter_node_bandwidth

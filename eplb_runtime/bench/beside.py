@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,12 +139,15 @@ class _Variant:
         }
 
 
-def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
+def run(
+    device: torch.device, repeats: int = 6, *, on_progress: Callable[[str], None] = lambda said: None
+) -> dict[str, Any]:
     """Every expert of 12 layers changes its rank in each block of 16 steps, one thread a rank. Collective.
 
     Args:
         device: of this rank; the CPU.
         repeats: blocks of each variant that count.
+        on_progress: told what is trained next.
 
     Returns:
         JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, and both again where most
@@ -156,16 +160,21 @@ def run(device: torch.device, repeats: int = 6) -> dict[str, Any]:
     if device.type != "cpu":
         raise ValueError("bench beside measures on CPUs")
     torch.set_num_threads(1)
-    rows = _measured("here", 0.0, repeats) + _measured("elsewhere", ELSEWHERE_SECONDS, repeats)
+    rows = _measured("here", 0.0, repeats, on_progress)
+    rows += _measured("elsewhere", ELSEWHERE_SECONDS, repeats, on_progress)
     return {"ranks": dist.get_world_size(), "layers": WORK.layers, "beside": rows}
 
 
-def _measured(computing: str, elsewhere: float, repeats: int) -> list[dict[str, Any]]:
+def _measured(
+    computing: str, elsewhere: float, repeats: int, on_progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
     still = _Variant("none", elsewhere, policy="static")
     variants = [_Variant("between steps", elsewhere), _Variant("beside steps", elsewhere, overlap=True)]
     for variant in (still, *variants):
+        on_progress(f"computing {computing}, experts move {variant.name}: warming up")
         variant.warm_up()
     for block in range(repeats):
+        on_progress(f"computing {computing}: block {block + 1}/{repeats} of each variant")
         for variant in (still, *variants) if block % 2 == 0 else (*reversed(variants), still):
             variant.block()
     slowest = torch.tensor(still.block_seconds, dtype=torch.float64)

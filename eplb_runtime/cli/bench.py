@@ -265,7 +265,7 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     sizes = {"width": arguments.width} if "width" in arguments else {}
     sizes |= {"profile": arguments.profile} if sizes and not brief else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext() as shown:
-        if shown is not None and arguments.what == "train":
+        if shown is not None and arguments.what in WITH_MODELS:
             sizes["on_progress"] = shown.update
         bench = import_module(f"..bench.{arguments.what}", __package__)
         result = (bench.run_brief if brief else bench.run)(device, arguments.repeats, **sizes)
