@@ -267,22 +267,9 @@ def _spill(
                 for spilled in range(1, MAX_COPIES_SPILLED + 1):
                     unit = weight[expert] / (at_home + spilled)
                     trial[:] = node_load
-                    trial[home] -= spilled * unit
                     given[:] = 0
                     given[home] = at_home
-                    fits = True
-                    for _copy in range(spilled):
-                        target = -1
-                        for node in range(num_nodes):
-                            free_slot = used[node] + given[node] < node_slots and given[node] < node_ranks
-                            if node != home and free_slot and (target < 0 or trial[node] < trial[target]):
-                                target = node
-                        fits = target >= 0
-                        if not fits:
-                            break
-                        given[target] += 1
-                        trial[target] += unit
-                    if not fits:
+                    if not _give(trial, given, home, spilled, unit, used, node_ranks, node_slots):
                         break
                     worst = max(trial.max(), unit * node_ranks)
                     if worst < best * WORTH_SPILLING:
@@ -300,3 +287,33 @@ def _spill(
             copies[node, best_expert] = best_given[node]
         locked[best_expert] = True
     return locked, node_load
+
+
+@njit(nogil=True, cache=True)
+def _give(
+    load: FloatArray,
+    given: IntArray,
+    home: int,
+    spilled: int,
+    unit: float,
+    used: NDArray[np.int64],
+    node_ranks: int,
+    node_slots: int,
+) -> bool:
+    """Take so many copies' tokens from ``load[home]``, and give each copy to the node that is coolest by then.
+
+    Returns:
+        Whether there was room for all; what has been given until then stands.
+    """
+    load[home] -= spilled * unit
+    for _ in range(spilled):
+        target = -1
+        for node in range(load.size):
+            free_slot = used[node] + given[node] < node_slots and given[node] < node_ranks
+            if node != home and free_slot and (target < 0 or load[node] < load[target]):
+                target = node
+        if target < 0:
+            return False
+        given[target] += 1
+        load[target] += unit
+    return True
