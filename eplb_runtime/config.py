@@ -23,7 +23,7 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "nixl", "nvshmem", "auto")
-DISPATCHES = ("all_to_all", "deepep", "deepep_elastic", "auto")
+DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
@@ -69,11 +69,12 @@ class BalancerConfig:
             memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP),
             ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs) or ``"auto"`` (inside nodes and
             across them what fits on every rank, of the first three).
-        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"deepep"`` (the package deep_ep, on
-            Hopper GPUs and newer), ``"deepep_elastic"`` (its second interface) or ``"auto"`` (``"deepep"`` where every
-            rank has it, ``"all_to_all"`` elsewhere).
+        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
+            crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer), ``"deepep_elastic"``
+            (its second interface) or ``"auto"`` (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
         combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
             on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, DeepEP's way; equal to rounding.
+            ``"all_to_all"`` has the first only.
         dispatch_sms: multiprocessors of a GPU that DeepEP's kernels take; even.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).

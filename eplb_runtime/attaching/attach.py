@@ -315,7 +315,7 @@ class _Attaching:
         meeting = Meeting(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        dispatcher = maker(self.config, self.dispatch)(
+        dispatcher = maker(self.config, self.dispatch, self.topology)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
         if self._job.is_planner and dispatcher.combine_order == "by_rank":

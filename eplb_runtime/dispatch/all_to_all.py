@@ -29,7 +29,7 @@ from ..watch import Meeting
 from . import permute
 from .base import Dispatched, Dispatcher, Handle
 from .lanes import Lane, Lanes
-from .manifest import Cargo, Manifest, begins, worth_sending_once
+from .manifest import Cargo, Choices, Leg, Manifest, begins, worth_sending_once
 from .memory import RowMemory
 
 
@@ -69,70 +69,81 @@ class AllToAll(Dispatcher):
         weights_TK: Tensor,
         *,
         counts: RowCounts | None = None,
-        manifest: Manifest | None = None,
+        manifest: Any = None,
     ) -> Dispatched:
         if manifest is None:
             assert slots_TK is not None
             manifest = self._manifest(slots_TK, counts)
-        weights = weights_TK if torch.is_grad_enabled() else None
+        learns = torch.is_grad_enabled()
+        weights = weights_TK if learns or self.combine_order == "by_rank" else None
         rows_MD, weights_M = _Dispatch.apply(hidden_TD, weights, manifest, self)
-        handle = Handle(weights_TK.detach(), hidden_TD.dtype, manifest)
-        return Dispatched(rows_MD, manifest.counts_S, weights_M, handle, None)
+        weights = weights_TK if self.combine_order == "logical" else weights_M
+        assert weights is not None
+        handle = Handle(weights.detach(), hidden_TD.dtype, manifest)
+        return Dispatched(rows_MD, manifest.choices.counts_S, weights_M if learns else None, handle, None)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
         return combined_TD
 
+    # -- what others may do their own way ------------------------------------------------------------------------
+
+    def outward(self, source_TD: Tensor, manifest: Any) -> Callable[[], Tensor]:
+        """Send what a token has to its experts; a function that waits for it and gives ``[M, D]``, by slot."""
+        return self.to_experts(source_TD, manifest.tokens)
+
+    def homeward(self, rows_MD: Tensor, manifest: Any, weights: Tensor | None) -> Callable[[], Tensor]:
+        """Send rows by slot to their tokens; a function that waits for them and gives each token's sum ``[T, D]``.
+
+        Args:
+            weights: those of ``Handle``; None: a plain sum.
+        """
+        back = self.to_tokens(rows_MD, manifest)
+        return lambda: permute.sum_choices(back(), manifest.choices.place_TK, self._memory, weights)
+
     # -- the two ways --------------------------------------------------------------------------------------------
 
     def to_experts(self, source: Tensor, cargo: Cargo) -> Callable[[], Tensor]:
-        """Send rows of ``source`` ``[*, D]``.
-
-        Returns:
-            A function that waits for them and gives ``[M, D]``, by slot.
-        """
-        own, index_U = cargo.own, cargo.index_U
-        there = self._memory.like(source, own + sum(cargo.received))
-        sent = self._memory.like(source, index_U.shape[0] - own)
-        permute.gather(source, index_U[own:], sent)
-        work = self._exchange(there[own:], sent, cargo.received, cargo.sent)
-        permute.gather(source, index_U[:own], there[:own])
+        """Send rows of ``source`` ``[*, D]``; a function that waits for them and gives ``[M, D]``, by slot."""
+        there = self.to_ranks(source, cargo.leg)
 
         def arrived() -> Tensor:
-            self._wait(work, sent)
-            by_slot_MD = self._memory.like(there, cargo.arrived_M.shape[0])
-            permute.gather(there, cargo.arrived_M, by_slot_MD)
+            rows = there()
+            by_slot_MD = self._memory.like(rows, cargo.arrived_M.shape[0])
+            permute.gather(rows, cargo.arrived_M, by_slot_MD)
             return by_slot_MD
 
         return arrived
 
-    def to_tokens(self, rows_MD: Tensor, manifest: Manifest) -> Callable[[], Tensor]:
-        """Send rows back to where their tokens are.
+    def to_tokens(self, rows_MD: Tensor, manifest: Any) -> Callable[[], Tensor]:
+        """Send rows of choices back; a function that waits for them and gives ``[N, D]``: ``place_TK`` says which
+        choice lies where."""
+        return self.to_ranks(rows_MD.contiguous(), manifest.choices.cargo.leg.back(manifest.choices.slot_place_M))
 
-        Returns:
-            A function that waits for them and gives ``[N, D]``; ``place_TK`` says which choice lies where.
-        """
-        rows_MD = rows_MD.contiguous()
-        choices, slot_place_M = manifest.choices, manifest.slot_place_M
-        own = choices.own
-        back_ND = self._memory.like(rows_MD, own + sum(choices.sent))
-        sent = self._memory.like(rows_MD, rows_MD.shape[0] - own)
-        permute.gather(rows_MD, slot_place_M[own:], sent)
-        work = self._exchange(back_ND[own:], sent, choices.sent, choices.received)
-        permute.gather(rows_MD, slot_place_M[:own], back_ND[:own])
+    def to_ranks(self, source: Tensor, leg: Leg) -> Callable[[], Tensor]:
+        """Send rows of ``source`` ``[*, D]``; a function that waits for those that come and gives them: what has stayed
+        here first, then by rank."""
+        own, index_U = leg.own, leg.index_U
+        there = self._memory.like(source, leg.arriving)
+        leaving = source[own:]
+        if index_U is not None:
+            leaving = self._memory.like(source, index_U.shape[0] - own)
+            permute.gather(source, index_U[own:], leaving)
+        work = self._exchange(there[own:], leaving, leg.received, leg.sent)
+        if index_U is None:
+            there[:own].copy_(source[:own])
+        else:
+            permute.gather(source, index_U[:own], there[:own])
 
         def arrived() -> Tensor:
-            self._wait(work, sent)
-            return back_ND
+            self._wait(work, leaving)
+            return there
 
         return arrived
 
     def place(self) -> tuple[int, int] | tuple[None, None]:
         """Layer and epoch of the forward that this thread is in, for the names of its phases."""
         return (None, None) if self._meeting is None else self._meeting.place
-
-    def sum_choices(self, rows_ND: Tensor, manifest: Manifest, weights_TK: Tensor | None = None) -> Tensor:
-        return permute.sum_choices(rows_ND, manifest.place_TK, self._memory, weights_TK)
 
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
@@ -147,40 +158,48 @@ class AllToAll(Dispatcher):
 
     # -- what goes where -----------------------------------------------------------------------------------------
 
-    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Manifest:
-        slots, me, slots_N = self._slots_per_rank, self._rank, slots_TK.reshape(-1)
-        visits_TR: Tensor | None = None
-        tokens_2R: NDArray[np.int64] | None = None
-        if counts is None:
-            if worth_sending_once(self._num_ranks, slots_TK.shape[1]):
-                visits_TR = permute.visits(slots_TK, slots, self._num_ranks)
-            counts, tokens_2R = self._exchange_counts(slots_N, visits_TR)
-        choice_N = permute.order_by_slot(slots_N, me * slots, slots, self._num_ranks * slots)
+    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Any:
+        """Of a batch whose way is new. Collective."""
+        if counts is not None or not worth_sending_once(self._num_ranks, slots_TK.shape[1]):
+            choices = self._choices(slots_TK, counts or self._exchange_counts(slots_TK)[0])
+            way = choices.cargo.leg
+            assert way.index_U is not None
+            return Manifest(
+                choices, Cargo(replace(way, index_U=way.index_U // slots_TK.shape[1]), choices.cargo.arrived_M)
+            )
+        visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
+        counts, tokens_2RW = self._exchange_counts(slots_TK, visits_TR.sum(dim=0).unsqueeze(1))
+        choices = self._choices(slots_TK, counts)
+        sent_R, received_R = tokens_2RW[:, :, 0]
+        token_U, within_TR = permute.each_once(visits_TR, self._begins(sent_R, slots_TK.device), int(sent_R.sum()))
+        rows_meant = self._rows_meant(slots_TK, within_TR, choices.cargo, counts, begins(received_R, self._rank))
+        return Manifest(choices, Cargo(Leg.of(token_U, sent_R, received_R, self._rank), rows_meant()))
+
+    def _choices(self, slots_TK: Tensor, counts: RowCounts) -> Choices:
+        slots, me = self._slots_per_rank, self._rank
+        choice_N = permute.order_by_slot(slots_TK.reshape(-1), me * slots, slots, self._num_ranks * slots)
         arrived_M, slot_place_M = permute.regroup(counts.received_RS, me, slots_TK.device)
         sent_R, received_R = counts.sent_P.reshape(-1, slots).sum(axis=1), counts.received_RS.sum(axis=1)
-        choices = Cargo.of(choice_N, sent_R, received_R, me, arrived_M)
-        if visits_TR is None or tokens_2R is None:
-            tokens = replace(choices, index_U=choice_N // slots_TK.shape[1])
-        else:
-            tokens = self._each_token_once(slots_TK, visits_TR, tokens_2R, choices, counts)
-        return Manifest(
-            tokens=tokens,
-            choices=choices,
-            place_TK=permute.inverse(choice_N).view(slots_TK.shape),
-            slot_place_M=slot_place_M,
-            counts_S=SlotCounts.of(counts.received_RS.sum(axis=0).tolist(), slots_TK.device),
+        return Choices(
+            Cargo(Leg.of(choice_N, sent_R, received_R, me), arrived_M),
+            permute.inverse(choice_N).view(slots_TK.shape),
+            slot_place_M,
+            SlotCounts.of(counts.received_RS.sum(axis=0).tolist(), slots_TK.device),
         )
 
-    def _exchange_counts(self, slots_N: Tensor, visits_TR: Tensor | None) -> tuple[RowCounts, NDArray[np.int64] | None]:
+    def _exchange_counts(self, slots_TK: Tensor, more_RW: Tensor | None = None) -> tuple[RowCounts, NDArray[np.int64]]:
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
+        Args:
+            more_RW: int64, what else each rank is told.
+
         Returns:
-            Rows for each choice; and, if asked for, int64 ``[2, R]``: tokens that go to each rank, and come from it.
+            Rows for each choice; and int64 ``[2, R, W]``: what was told to each rank, and by it.
         """
         ranks, slots = self._num_ranks, self._slots_per_rank
-        columns = [permute.count(slots_N, ranks * slots).view(ranks, slots)]
-        if visits_TR is not None:
-            columns.append(visits_TR.sum(dim=0).unsqueeze(1))
+        columns = [permute.count(slots_TK.reshape(-1), ranks * slots).view(ranks, slots)]
+        if more_RW is not None:
+            columns.append(more_RW)
         if self._meeting is not None:
             columns.append(columns[0].new_full((ranks, 1), self._meeting.word))
         sent = torch.cat(columns, dim=1)
@@ -190,28 +209,38 @@ class AllToAll(Dispatcher):
             both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])
-        rows = RowCounts(both[0, :, :slots].reshape(-1), both[1, :, :slots])
-        return rows, None if visits_TR is None else both[:, :, slots]
+        width = 0 if more_RW is None else more_RW.shape[1]
+        return RowCounts(both[0, :, :slots].reshape(-1), both[1, :, :slots]), both[:, :, slots : slots + width]
 
-    def _each_token_once(
+    def _begins(self, rows_R: NDArray[np.int64], device: torch.device) -> Tensor:
+        return torch.from_numpy(begins(rows_R, self._rank)).to(device, non_blocking=True)
+
+    def _rows_meant(
         self,
         slots_TK: Tensor,
-        visits_TR: Tensor,
-        tokens_2R: NDArray[np.int64],
+        within_TR: Tensor,
         choices: Cargo,
         counts: RowCounts,
-    ) -> Cargo:
-        """A token goes to each rank once, and each of its choices there says which of the rows it means."""
-        device, (sent_R, received_R) = slots_TK.device, tokens_2R
-        begin_R = torch.from_numpy(begins(sent_R, self._rank)).to(device, non_blocking=True)
-        token_U, within_TR = permute.each_once(visits_TR, begin_R, int(sent_R.sum()))
+        begin_R: NDArray[np.int64],
+    ) -> Callable[[], Tensor]:
+        """Where a token goes to each rank once, each of its choices there says which of the rows it means.
+
+        Args:
+            within_TR: int64, which one of this rank's rows to each rank a token is.
+            begin_R: where the rows of each rank begin here.
+
+        Returns:
+            A function that waits for what they say and gives int64 ``[M]``, for each row by slot where it has arrived.
+        """
         meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
         meant = self.to_experts(meant_TK.view(-1, 1), choices)
-        from_each_SR = np.tile(begins(received_R, self._rank), self._slots_per_rank)
-        groups = torch.from_numpy(np.stack([from_each_SR, counts.received_RS.T.ravel()])).to(device, non_blocking=True)
+        begin_SR = np.tile(begin_R, self._slots_per_rank)
+        groups = torch.from_numpy(np.stack([begin_SR, counts.received_RS.T.ravel()])).to(
+            slots_TK.device, non_blocking=True
+        )
         rows = choices.arrived_M.shape[0]
         begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
-        return Cargo.of(token_U, sent_R, received_R, self._rank, begin_M + meant().squeeze(1))
+        return lambda: begin_M + meant().squeeze(1)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -220,13 +249,13 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: Manifest, wire: AllToAll
+        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: Any, wire: AllToAll
     ) -> tuple[Tensor, Tensor | None]:
         ctx.manifest, ctx.wire, ctx.place = manifest, wire, wire.place()
-        rows = wire.to_experts(hidden_TD.contiguous(), manifest.tokens)
+        rows = wire.outward(hidden_TD.contiguous(), manifest)
         if weights_TK is None:
             return rows(), None
-        weights = wire.to_experts(weights_TK.reshape(-1, 1), manifest.choices)
+        weights = wire.to_experts(weights_TK.reshape(-1, 1), manifest.choices.cargo)
         rows_MD, weights_M = rows(), weights().squeeze(1)
         needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(arrived for arrived, need in needs if not need))
@@ -237,11 +266,11 @@ class _Dispatch(torch.autograd.Function):
         manifest, wire = ctx.manifest, ctx.wire
         hidden_need, weights_need, *_ = ctx.needs_input_grad
         with phase("dispatch", "B", *ctx.place):
-            rows = wire.to_tokens(grad_MD, manifest) if hidden_need else None
+            rows = wire.homeward(grad_MD, manifest, None) if hidden_need else None
             weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
             return (
-                None if rows is None else wire.sum_choices(rows(), manifest),
-                None if weights is None else weights().squeeze(1)[manifest.place_TK],
+                None if rows is None else rows(),
+                None if weights is None else weights().squeeze(1)[manifest.choices.place_TK],
                 None,
                 None,
             )
@@ -253,10 +282,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: AllToAll) -> Tensor:
         ctx.manifest, ctx.wire, ctx.dtype, ctx.place = handle.manifest, wire, out_MD.dtype, wire.place()
-        out_ND = wire.to_tokens(out_MD, handle.manifest)()
-        return wire.sum_choices(out_ND, handle.manifest, handle.weights).to(handle.dtype)
+        return wire.homeward(out_MD, handle.manifest, handle.weights)().to(handle.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         with phase("combine", "B", *ctx.place):
-            return ctx.wire.to_experts(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest.tokens)(), None, None
+            return ctx.wire.outward(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest)(), None, None

@@ -19,10 +19,13 @@ from .base import Dispatcher
 from .deepep import Carrier, DeepEP, DeepEPByRank
 from .deepep_buffer import BufferCarrier
 from .deepep_elastic import ElasticCarrier
+from .hierarchical import Hierarchical, HierarchicalByRank
 
 CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier, "deepep_elastic": ElasticCarrier}
+OVER_TORCH = ("all_to_all", "hierarchical")
+"""What every rank has."""
 SUMS_BY_RANK = (
-    "combine_order='by_rank': a token's results are summed on each rank first, in bfloat16 over ranks, so its sum "
+    "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
     "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
 )
 
@@ -32,7 +35,7 @@ class Choice:
     """The dispatcher of one EP group, equal on all its ranks.
 
     Args:
-        name: ``"all_to_all"``, ``"deepep"`` or ``"deepep_elastic"``.
+        name: ``"all_to_all"``, ``"hierarchical"``, ``"deepep"`` or ``"deepep_elastic"``.
         why: in a line.
         problem: what was asked for cannot be had; empty: it can.
     """
@@ -69,8 +72,8 @@ def choose(asked: str, lacking: Sequence[str]) -> Choice:
         lacking: of each rank, what `lacks` said.
     """
     why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
-    if asked == "all_to_all":
-        return Choice("all_to_all", "it was asked for")
+    if asked in OVER_TORCH:
+        return Choice(asked, "it was asked for")
     if asked != "auto":
         return Choice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
     return Choice("all_to_all", f"no deepep: {why}") if why else Choice("deepep", "GPUs that it is for, and installed")
@@ -84,17 +87,21 @@ def choose_together(
     Raises:
         TransportError: a rank did not come in time.
     """
-    if config.dispatch == "all_to_all":
+    if config.dispatch in OVER_TORCH:
         return choose(config.dispatch, [])
     mine = lacks(config.dispatch, device, topology.num_ranks, topology.ranks_per_node)
     said = tell_all(group, device, mine.encode(), time.monotonic() + config.timeout_seconds)
     return choose(config.dispatch, [word.decode() for word in said])
 
 
-def maker(config: BalancerConfig, choice: Choice) -> Callable[..., Dispatcher]:
+def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callable[..., Dispatcher]:
     """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
     ranks are in the same forward, and the ways of their exchanges."""
     if choice.name == "all_to_all":
         return AllToAll
-    kind = DeepEPByRank if config.combine_order == "by_rank" else DeepEP
+    by_rank = config.combine_order == "by_rank"
+    if choice.name == "hierarchical":
+        across_nodes = HierarchicalByRank if by_rank else Hierarchical
+        return partial(across_nodes, ranks_per_node=topology.ranks_per_node)
+    kind = DeepEPByRank if by_rank else DeepEP
     return partial(kind, num_sms=config.dispatch_sms, make_carrier=CARRIERS[choice.name])

@@ -19,31 +19,70 @@ _WORTH_SENDING_ONCE = 1.2
 
 
 @dataclass(frozen=True, eq=False)
-class Cargo:
-    """What is sent to the experts: U rows.
+class Leg:
+    """One exchange of rows between ranks: U leave, those that stay here first, then by rank.
 
     Args:
-        index_U: int64, what each row is: of a token, or of a choice.
+        index_U: int64, which row each one is; None: each row, in order.
         own: rows that stay on this rank.
         sent, received: rows for and from each rank, without those.
-        arrived_M: int64, for each row by slot: where it lies among those that arrive.
     """
 
-    index_U: Tensor
+    index_U: Tensor | None
     own: int
     sent: list[int]
     received: list[int]
-    arrived_M: Tensor
+
+    @property
+    def arriving(self) -> int:
+        """Rows there will be here, with those that stay."""
+        return self.own + sum(self.received)
 
     @classmethod
-    def of(
-        cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], me: int, arrived_M: Tensor
-    ) -> Cargo:
+    def of(cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], me: int) -> Leg:
         """``sent_R``, ``received_R``: with what stays here, which is both."""
         sent, received = sent_R.tolist(), received_R.tolist()
         own = sent[me]
         sent[me] = received[me] = 0
-        return cls(index_U, own, sent, received, arrived_M)
+        return cls(index_U, own, sent, received)
+
+    def back(self, index_U: Tensor | None) -> Leg:
+        """The way back.
+
+        Args:
+            index_U: int64, for each row as it has arrived: which one it is here now; None: it is where it was.
+        """
+        return Leg(index_U, self.own, self.received, self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class Cargo:
+    """What is sent to the experts.
+
+    Args:
+        leg: what each row is of: a token, or a choice.
+        arrived_M: int64, for each row by slot: where it lies among those that arrive.
+    """
+
+    leg: Leg
+    arrived_M: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The way of what a choice has: its weight, and its result on the way back.
+
+    Args:
+        cargo: to the experts.
+        place_TK: int64 ``[T, K]``, where each choice lies among those sent.
+        slot_place_M: int64, for each choice as it arrives: the place of its row by slot.
+        counts_S: rows by slot.
+    """
+
+    cargo: Cargo
+    place_TK: Tensor
+    slot_place_M: Tensor
+    counts_S: SlotCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +90,12 @@ class Manifest:
     """Which row goes where.
 
     Args:
+        choices: for what a choice has.
         tokens: for what a token has: its hidden state, the gradient of its output.
-        choices: for what a choice has: its weight. Results come back the way that these go.
-        place_TK: int64 ``[T, K]``, where each choice lies among those sent.
-        slot_place_M: int64, for each choice as it arrives: the place of its row by slot.
-        counts_S: rows by slot.
     """
 
+    choices: Choices
     tokens: Cargo
-    choices: Cargo
-    place_TK: Tensor
-    slot_place_M: Tensor
-    counts_S: SlotCounts
 
 
 def worth_sending_once(num_ranks: int, top_k: int) -> bool:

@@ -5,8 +5,8 @@ Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
 What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `visits`, `each_once`,
-`gather` and `sum_choices`. Each is a function of its arguments alone; sums run over a token's choices in the router's
-order.
+`gather`, `sum_choices` and `sum_bags`. Each is a function of its arguments alone; sums run over a token's choices in
+the router's order.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def regroup(counts_RS: NDArray[np.int64], first: int, device: torch.device) -> t
     """
     arrival_R = own_first(len(counts_RS), first)
     arriving_RS = counts_RS[arrival_R]
-    arrives_RS, by_slot_SR = np.empty_like(counts_RS), _begins(counts_RS.T)
-    arrives_RS[arrival_R] = _begins(arriving_RS)
+    arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
+    arrives_RS[arrival_R] = group_begins(arriving_RS)
     shift_RS = arrives_RS - by_slot_SR.T
     # Every group moves as a whole: one number says how far.
     groups = np.stack([shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()])
@@ -70,7 +70,7 @@ def regroup(counts_RS: NDArray[np.int64], first: int, device: torch.device) -> t
     )
 
 
-def _begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
+def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each group begins when they lie one after another."""
     begins: NDArray[np.int64] = (np.cumsum(counts_AB) - counts_AB.ravel()).reshape(counts_AB.shape)
     return begins
@@ -119,7 +119,7 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     """
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
-        return _sum_bags(rows_ND, place_TK, weights_TK)
+        return _sum_in_one_pass(rows_ND, place_TK, weights_TK)
     tokens, top_k = place_TK.shape
     total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
     one_TD = memory.like(rows_ND, tokens)
@@ -136,7 +136,40 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     return total_TD.to(dtype)
 
 
-def _sum_bags(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
+    """Elements by the bag that each is in, those of a bag in their own order.
+
+    Args:
+        bag_U: int64, from 0 to ``num_bags``.
+
+    Returns:
+        int64 ``[U]``, the elements; int64 ``[num_bags]``, where each bag begins.
+    """
+    size_B = count(bag_U, num_bags)
+    return torch.argsort(bag_U, stable=True), size_B.cumsum(0) - size_B
+
+
+def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Tensor | None = None) -> Tensor:
+    """Rows of each bag, weighted, summed one after another in float32 at least: deterministic.
+
+    Args:
+        rows_UD: ``[U, D]``.
+        element_U, begin_B: of `bags`.
+        weights_U: ``[U]``, of the rows; None: ones.
+
+    Returns:
+        ``[B, D]`` in the dtype of the rows; zeros for an empty bag.
+    """
+    dtype = rows_UD.dtype if weights_U is None else torch.promote_types(rows_UD.dtype, weights_U.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    weights = None if weights_U is None else weights_U.index_select(0, element_U).to(dtype)
+    if not element_U.shape[0]:
+        return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
+    total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
+    return total_BD.to(rows_UD.dtype)
+
+
+def _sum_in_one_pass(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each."""
     weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
     return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)

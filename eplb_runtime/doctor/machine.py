@@ -66,6 +66,7 @@ def backends() -> tuple[Backend, ...]:
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         _nccl(),
         _deepep(),
+        Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
         _extra("transformers", "Hugging Face models"),
         _extra("matplotlib", "simulate --plot"),
         _extra("yaml", "TensorRT-LLM's placement files", "pyyaml"),

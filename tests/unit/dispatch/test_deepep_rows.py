@@ -18,6 +18,8 @@ from eplb_runtime.dispatch import choosing, deepep_buffer, row_bytes
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.topology import Topology
 from eplb_runtime.verification import runs
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
@@ -28,6 +30,12 @@ CALLED = {
     "Buffer": ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine"),
     "ElasticBuffer": ("__init__", "dispatch", "combine"),
 }
+KINDS = {
+    "all_to_all": (AllToAll, AllToAll),
+    "hierarchical": (Hierarchical, HierarchicalByRank),
+    "deepep": (DeepEP, DeepEPByRank),
+}
+"""Dispatchers in logical order and by rank."""
 HANDLE = ("num_max_tokens_per_rank", "topk_idx", "num_recv_tokens_per_expert_list")
 """What is read of the second interface's handles."""
 
@@ -145,11 +153,12 @@ def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
 
 def test_the_order_of_sums_picks_the_kind() -> None:
     asked = {order: BalancerConfig(dispatch="auto", combine_order=order) for order in ("logical", "by_rank")}
-    taken = Choice("deepep", "")
-    assert maker(asked["logical"], taken).func is DeepEP  # type: ignore[attr-defined]
-    assert maker(asked["by_rank"], taken).func is DeepEPByRank  # type: ignore[attr-defined]
-    assert maker(asked["by_rank"], Choice("all_to_all", "")) is AllToAll
-    assert {choose(name, ["why"]).name for name in DISPATCHES} == {"all_to_all", "deepep", "deepep_elastic"}
+    made = {(order, name): maker(asked[order], Choice(name, ""), Topology(8, 4)) for order in asked for name in KINDS}
+    assert {key: getattr(make, "func", make) for key, make in made.items()} == {
+        (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
+    }
+    assert made["by_rank", "hierarchical"].keywords == {"ranks_per_node": 4}  # type: ignore[attr-defined]
+    assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

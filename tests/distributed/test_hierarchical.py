@@ -1,0 +1,199 @@
+"""Dispatch that crosses to a node once: what every dispatcher promises, and the bits of the plain all-to-all in logical
+order. One job of four ranks, taken for two nodes of two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch_contract import (
+    BATCHES,
+    PLACEMENTS,
+    SLOTS,
+    Batch,
+    assert_as_reference,
+    assert_rows_in_order,
+    placed,
+    row_counts,
+    there_and_back,
+)
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import eplb_runtime as eplb
+from eplb_runtime.dispatch import choosing
+from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+
+ORDERS = {"logical": Hierarchical, "by_rank": HierarchicalByRank}
+CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
+GROUP_LIMITED = Batch((6, 3, 0, 5), slots=tuple(range(12)), top_k=8)
+IN_BFLOAT16 = replace(GROUP_LIMITED, dtype=torch.bfloat16, weights_dtype=torch.float32)
+COMPARED = {"many choices": GROUP_LIMITED, "bfloat16": IN_BFLOAT16, "two choices": CASES["uneven"]}
+NODES = {"two nodes": 2, "four nodes": 1, "one node": 4}
+
+
+def without_manifest(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "manifest"}
+
+
+def all_of_it(rank: int) -> dict[Any, Any]:
+    """Everything that is looked at, by name; batches of two ranks run on two pairs of ranks, each two nodes."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, place = pairs[rank // 2], rank % 2
+    whole = dist.group.WORLD
+    found: dict[Any, Any] = {}
+    for order, kind in ORDERS.items():
+        on_pair = kind(pair, SLOTS, ranks_per_node=1)
+        for name, batch in CASES.items():
+            there = (kind(whole, SLOTS, ranks_per_node=2), rank) if len(batch.tokens) == 4 else (on_pair, place)
+            found[order, name] = without_manifest(there_and_back(there[0], batch, there[1]))
+        dispatcher = kind(whole, SLOTS, ranks_per_node=2)
+        first = there_and_back(dispatcher, GROUP_LIMITED, rank)
+        with_counts = there_and_back(dispatcher, GROUP_LIMITED, rank, counts=row_counts(GROUP_LIMITED, rank))
+        again = there_and_back(dispatcher, GROUP_LIMITED, rank, manifest=first["manifest"])
+        found[order, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
+        found[order, "placed"] = [placed(place, kind(pair, 6, ranks_per_node=1), one) for one in PLACEMENTS]
+        found[order, "asked for"] = collectives_of(dispatcher, rank)
+    plain = AllToAll(whole, SLOTS)
+    for name, batch in COMPARED.items():
+        found["all_to_all", name] = without_manifest(there_and_back(plain, batch, rank))
+        for nodes, on_node in NODES.items():
+            over = Hierarchical(whole, SLOTS, ranks_per_node=on_node)
+            found[nodes, name] = without_manifest(there_and_back(over, batch, rank))
+    found["asked for"] = collectives_of(plain, rank)
+    found["losses"] = {name: losses(rank, config) for name, config in CONFIGS.items()}
+    return found
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what would wait for a device: values that are asked for on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_of(dispatcher: AllToAll, rank: int) -> dict[str, int]:
+    """Host syncs of a forward and the collectives of one whose way is known."""
+    hidden, slots, weights = GROUP_LIMITED.of(rank)
+    read, call, called = torch.Tensor.cpu, dist.all_to_all_single, {"numbers read": 0, "collectives": 0}
+
+    def reads(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        called["numbers read"] += 1
+        return read(tensor, *args, **options)
+
+    def calls(*args: Any, **options: Any) -> Any:
+        called["collectives"] += 1
+        return call(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, Syncs() as syncs:
+        patch.setattr(torch.Tensor, "cpu", reads)
+        manifest = dispatcher.dispatch(hidden, slots, weights).handle.manifest
+        patch.setattr(dist, "all_to_all_single", calls)
+        arrived = dispatcher.dispatch(hidden, None, weights, manifest=manifest)
+        dispatcher.combine(arrived.rows_MD, arrived.handle)
+    return {**called, "syncs": syncs.count}
+
+
+CONFIGS = {
+    "all_to_all": eplb.BalancerConfig(dense_gradients="allreduce", replica_slots=1),
+    "logical": eplb.BalancerConfig(dense_gradients="allreduce", replica_slots=1, dispatch="hierarchical"),
+    "by_rank": eplb.BalancerConfig(
+        dense_gradients="allreduce", replica_slots=1, dispatch="hierarchical", combine_order="by_rank"
+    ),
+}
+
+
+def losses(rank: int, config: eplb.BalancerConfig) -> list[float]:
+    """Of an attached model with copies that repeats its forwards."""
+    model = make_model("olmoe", experts=8, layers=1, top_k=2)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        balancer = eplb.attach(model, optimizer, config=config)
+    assert balancer.topology.ranks_per_node == 2
+    model.train()
+    found = []
+    for step in range(2):
+        ids = batch_of(rank, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    balancer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return run_ranks(4, all_of_it)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, order: str, case: str) -> None:
+    batch = CASES[case]
+    assert_as_reference([result[order, case] for result in ranks[: len(batch.tokens)]], batch)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, order: str) -> None:
+    assert_rows_in_order([result[order, "uneven"] for result in ranks], CASES["uneven"])
+
+
+@pytest.mark.parametrize("case", COMPARED)
+@pytest.mark.parametrize("nodes", NODES)
+def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: str, case: str) -> None:
+    for result in ranks:
+        for name, value in result["all_to_all", case].items():
+            mine = result[nodes, case][name]
+            assert all(map(torch.equal, value, mine)) if isinstance(value, tuple) else torch.equal(value, mine), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_known_counts_and_a_manifest_from_before_change_nothing(ranks: list, order: str) -> None:
+    for result in ranks:
+        first, *others = result[order, "known"]
+        for other in others:
+            assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
+
+
+def test_where_experts_stand_changes_no_bit_in_logical_order_and_does_by_rank(ranks: list) -> None:
+    def same(order: str) -> bool:
+        found = [result[order, "placed"] for result in ranks]
+        return all(all(map(torch.equal, first, other)) for first, *others in found for other in others)
+
+    assert same("logical") and not same("by_rank")
+
+
+def test_a_forward_reads_numbers_once_as_all_to_all_does(ranks: list) -> None:
+    """And a way that is known takes two exchanges there; back two by rank, else one."""
+    for result in ranks:
+        assert result["asked for"] == {"numbers read": 1, "collectives": 3, "syncs": 0}
+        assert result["logical", "asked for"] == {"numbers read": 1, "collectives": 4, "syncs": 0}
+        assert result["by_rank", "asked for"] == {"numbers read": 1, "collectives": 5, "syncs": 0}
+
+
+def test_an_attached_model_trains_to_the_same_bits_and_by_rank_to_rounding(ranks: list) -> None:
+    for result in ranks:
+        found = result["losses"]
+        assert found["logical"] == found["all_to_all"]
+        assert found["by_rank"] == pytest.approx(found["all_to_all"], rel=1e-3)
+
+
+def test_ranks_that_nodes_do_not_divide_are_refused() -> None:
+    group = type("Group", (), {"size": lambda _: 6, "rank": lambda _: 0})()
+    with pytest.raises(ValueError, match="ranks_per_node=4 does not divide the 6 ranks"):
+        partial(choosing.Hierarchical, ranks_per_node=4)(group, SLOTS)
