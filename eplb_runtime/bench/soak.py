@@ -34,6 +34,8 @@ STEPS_BETWEEN_CLOCKS = 8
 REPORT_SECONDS = 10.0
 HEALTHY_SHARE = 0.3
 """Of decisions that nobody disturbs."""
+RECOVERY_SECONDS = 60.0
+"""After the last fault a rebalance must have committed within."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ def run(
         say: hears a line of progress, on rank 0.
 
     Returns:
-        JSON-able: ``passed`` (on all ranks ``identical``, ``bounded``, and ``alive``: rebalances still commit in the
-        second half), ``minutes``, ``ranks``, ``steps``, ``committed``, ``aborted``, ``paused``, ``resumed``, ``faults``
-        (how often each was made), and of the rank that holds most ``threads``, ``descriptors``, ``resident_mib``: the
-        most of the first half, the most of the second, and the least of the last quarter.
+        JSON-able: ``passed`` (on all ranks ``identical``, ``bounded``, and ``alive``: rebalances commit again once
+        nothing is broken any more), ``minutes``, ``ranks``, ``steps``, ``committed``, ``aborted``, ``paused``,
+        ``resumed``, ``faults`` (how often each was made), and of the rank that holds most ``threads``, ``descriptors``,
+        ``resident_mib``: the most of the first half, the most of the second, and the least of the last quarter.
     """
     logging.getLogger("eplb_runtime").setLevel(logging.CRITICAL)  # each fault warns
     work = Workload(experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
@@ -113,9 +115,8 @@ def run(
     faults, chance = Faults(job.balancer, timeout_seconds), random.Random(seed)
     made: Counter[str] = Counter()
     held: list[Held] = []
-    committed: list[int] = []
     began, reported, step, same = time.monotonic(), time.monotonic(), 0, True
-    while not _over(step, began, minutes):
+    while not _on_any(step, time.monotonic() - began > 60 * minutes):
         if step % INTERVAL == INTERVAL - 1:
             # The same on every rank: which fault, and whose.
             name = "none" if chance.random() < HEALTHY_SHARE else chance.choice(sorted(FAULTS))
@@ -126,25 +127,29 @@ def run(
         step += 1
         if step % STEPS_BETWEEN_CLOCKS == 0:
             held.append(Held.now())
-            committed.append(seen[RebalanceCommitted])
         if dist.get_rank() == 0 and time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
             say(_progress(step, time.monotonic() - began, seen, held[-1], same))
     faults.make("none", 0)
-    alive = committed[-1] > committed[len(committed) // 2]
+    ended, committed = time.monotonic(), seen[RebalanceCommitted]
+    alive = False
+    while not (alive or _on_any(step, time.monotonic() - ended > RECOVERY_SECONDS)):
+        same = torch.equal(job.step(step), twin.step(step)) and same
+        step += 1
+        alive = _on_any(step, seen[RebalanceCommitted] > committed)
     result = {**_result(seen, held, same, alive), "steps": step, "minutes": (time.monotonic() - began) / 60}
     job.balancer.close()
     twin.balancer.close()
     return {**result, "ranks": dist.get_world_size(), "faults": dict(sorted(made.items()))}
 
 
-def _over(step: int, began: float, minutes: float) -> bool:
-    """Whether the time is up, for all ranks alike."""
+def _on_any(step: int, holds: bool) -> bool:
+    """Whether it holds on any rank, as all see it; asked now and then only."""
     if step % STEPS_BETWEEN_CLOCKS:
         return False
-    up = torch.tensor([time.monotonic() - began > 60 * minutes], dtype=torch.int64)
-    dist.all_reduce(up, op=dist.ReduceOp.MAX)
-    return bool(up.item())
+    anywhere = torch.tensor([holds], dtype=torch.int64)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return bool(anywhere.item())
 
 
 def _progress(step: int, seconds: float, seen: Mapping[type[Event], int], held: Held, same: bool) -> str:
@@ -163,7 +168,7 @@ def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool, alive
     # New connections stand beside the old ones for a moment, so the most says little. What leaks is more at the end,
     # even where it is least, than it ever was in the first half. Memory has caches that fill, and pages that stay.
     bounded = all(now <= before + 2 for now, before in zip(least[:2], first[:2], strict=True))
-    bounded = bounded and second[2] <= 1.1 * first[2] + 8
+    bounded = bounded and second[2] <= 1.1 * first[2] + 16
     most = torch.tensor([first, second, least], dtype=torch.float64)
     verdict = torch.tensor([int(same), int(bounded), int(alive)])
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
