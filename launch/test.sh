@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests: style and types first, then pytest. Arguments go to pytest:
+# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks one
+# after another. Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
 # shellcheck source=launch/environment.sh
@@ -19,4 +20,8 @@ if [ $# = 0 ]; then
 fi
 planner_compiled
 say "pytest"
-exec .venv/bin/python -m pytest "$@"
+[ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
+failed=0
+.venv/bin/python -m pytest tests/unit --numprocesses auto --dist loadfile || failed=$?
+.venv/bin/python -m pytest tests --ignore tests/unit || failed=$?
+exit "$failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -100,15 +101,13 @@ def storey_of(module: str) -> int:
 
 def imports(module: str, path: Path, sources: dict[str, Path]) -> Iterator[str]:
     """Modules of ours that a file names in import statements, wherever they stand in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             found = [
                 (alias.name.removeprefix("eplb_runtime").lstrip("."), "") for alias in node.names if is_ours(alias)
             ]
-        elif isinstance(node, ast.ImportFrom):
-            found = [(base, alias.name) for base in base_of(module, path, node) for alias in node.names]
         else:
-            continue
+            found = [(base, alias.name) for base in base_of(module, path, node) for alias in node.names]
         for base, name in found:
             inner = f"{base}.{name}".strip(".")
             # A package's own __init__ may list what is in it.
@@ -116,6 +115,12 @@ def imports(module: str, path: Path, sources: dict[str, Path]) -> Iterator[str]:
                 yield inner
             elif base in sources and base != module:
                 yield base
+
+
+@cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Import statements of a file, read once."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def is_ours(alias: ast.alias) -> bool:
