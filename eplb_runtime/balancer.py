@@ -237,6 +237,8 @@ class Balancer:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
         self._refuse_under_way(what)
         gradients = self._host_steps or any(parameter.grad is not None for parameter in self._registry.parameters())
+        if self._sliced and self._maps.replicas is not None:  # FSDP may keep the homes' where nobody sees them
+            gradients = gradients or self._maps.replicas.holds_gradients()
         if self._in_step and gradients:
             raise RuntimeError(
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
@@ -331,7 +333,8 @@ class Balancer:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
 
         Gradients of copies are in their homes' by then: they travel during the backward pass, and are summed in float32
-        in the order of the slots. What ``no_sync`` kept back follows here.
+        in the order of the slots. What ``no_sync`` kept back follows here, and gradients of experts that
+        ``fully_shard`` slices.
 
         Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
         `eplb_runtime.GradScaler`). A second call before the next step, or the next forward in training, does nothing.
@@ -347,7 +350,8 @@ class Balancer:
         """Inside, backward passes leave the gradients of copies where they are; for all micro-batches but the last.
 
         They are added up in float32 and travel once, with the first backward outside. Copies that are shared between
-        layers have no place to keep them and send them all the same.
+        layers have no place to keep them and send them all the same. Those of experts that ``fully_shard`` slices wait
+        for `reduce_gradients`, inside or outside.
         """
         if self._maps.replicas is None:
             yield
@@ -495,6 +499,11 @@ class Balancer:
             raise RuntimeError(
                 "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
                 "once are in two: keep copies, or run one batch after the other"
+            )
+        if self._sliced and self._maps.replicas is not None:
+            raise RuntimeError(
+                "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
+                "at once are in two: set replica_slots=0, or run one batch after the other"
             )
         if not self._lanes.is_open:
             self._lanes.open(Lane(*self._groups.second_lane()))

@@ -15,7 +15,7 @@ from ..checksum import as_bytes, checksum
 from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
-from ..experts.slices import why_not_rows, why_not_slices
+from ..experts.slices import local, why_not_rows, why_not_slices
 from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError
 from ..process_groups import ProcessGroups
@@ -140,7 +140,7 @@ def _check_here(
     _check_optimizers(optimizers, layers)
     if spread - {None}:
         for stage in stages:
-            _check_sharded(stage.model, stage.host, config)
+            _check_sharded(stage.model, stage.host, config, groups.job)
 
 
 def _experts_of_job(here: int, groups: ProcessGroups) -> int:
@@ -155,17 +155,32 @@ def _experts_of_job(here: int, groups: ProcessGroups) -> int:
     return most
 
 
-def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig) -> None:
+def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> None:
     """A model that was cut before, and perhaps wrapped by ``fully_shard``."""
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded and config.dense_gradients == "allreduce":
         raise AttachError("fully_shard averages gradients itself: leave dense_gradients='host'")
-    sliced = any(isinstance(layer.parameter(name), DTensor) for layer in host.layers for name in layer.parameters)
-    if sliced and config.replica_slots:
+    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in host.layers for name in layer.parameters}
+    sliced = {name: parameter for name, parameter in experts.items() if isinstance(parameter, DTensor)}
+    if sliced and len(sliced) < len(experts):
+        whole = next(name for name in experts if name not in sliced)
         raise AttachError(
-            "replica slots keep whole experts, and fully_shard slices them over EDP: leave the experts out of it "
-            "(ignored_params), or set replica_slots=0"
+            f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
+            "MoE layers, or none"
         )
+    if not sliced or not config.replica_slots:
+        return
+    if len(job.stage_sets) > 1:
+        raise AttachError(
+            "replica slots of experts that fully_shard slices, in pipeline stages: leave the experts out of "
+            "fully_shard (ignored_params), or set replica_slots=0"
+        )
+    for name, parameter in sliced.items():
+        if type(local(parameter)) is not Tensor:
+            raise AttachError(
+                f"{name} is sliced as a {type(local(parameter)).__name__}, which has a way of its own to be gathered: "
+                "copies of it would be computed in another precision; set replica_slots=0"
+            )
 
 
 def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:

@@ -26,6 +26,12 @@ def is_sliced(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def version(tensor: Tensor) -> tuple[int, int, int]:
+    """Changes whenever a tensor is replaced or written. What writes a DTensor is counted there alone, what writes its
+    slice (FSDP, a migration) there."""
+    return id(tensor), tensor._version, local(tensor)._version
+
+
 def columns(tensor: Tensor) -> slice:
     """Which part of dimension 1 is on this rank; all of it where a tensor is not sliced."""
     if not isinstance(tensor, DTensor):

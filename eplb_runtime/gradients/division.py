@@ -23,7 +23,7 @@ class Division:
     """Divides the gradients of expert parameters as soon as a backward pass makes them.
 
     Args:
-        parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed.
+        parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
         divisor: see `ranks.Job.gradient_divisor`.
         has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
 
@@ -34,8 +34,9 @@ class Division:
     def __init__(self, parameters: Mapping[str, Tensor], divisor: int, has_copies: bool) -> None:
         self.training = False
         self._parameters = {name: p for name, p in parameters.items() if not is_sliced(p)}
+        self._watched = dict(parameters) if has_copies else {}
         self._divisor = divisor
-        self._has_copies = has_copies
+        self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
         self._divided = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         for name in self._divided:
             self._parameters[name].register_hook(self._divide)
@@ -46,18 +47,19 @@ class Division:
         Raises:
             RuntimeError: copies have no place for their gradients, or hooks would not see those.
         """
-        for name, parameter in self._parameters.items():
-            if self._has_copies and has_gradient_hooks(parameter, but=name in self._divided):
+        for name, parameter in self._watched.items():
+            if has_gradient_hooks(parameter, but=name in self._divided):
                 raise RuntimeError(
                     f"{name} has gradient hooks, and with replica slots a part of its gradient comes from copies, past "
                     "them: change gradients after balancer.reduce_gradients() instead, or use replica_slots=0"
                 )
+            if parameter.requires_grad and name not in self._trained:
+                raise RuntimeError(
+                    f"{name} was frozen when the model was attached and is trained now, but its copies gather no "
+                    "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
+                )
+        for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._divided:
-                if self._has_copies:
-                    raise RuntimeError(
-                        f"{name} was frozen when the model was attached and is trained now, but its copies gather no "
-                        "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
-                    )
                 parameter.register_hook(self._divide)
                 self._divided.add(name)
 

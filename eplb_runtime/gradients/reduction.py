@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..experts.registry import ExpertTensors
-from ..experts.slices import is_sliced, local
+from ..experts.slices import is_sliced, local, version
 from ..phases import phase
 from ..process_groups import ProcessGroups
 from ..replicas.sync import ReplicaSync
@@ -42,7 +42,7 @@ class Gradients:
         self._average_dense = average_dense
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
         self._reduced = False
-        self._seen: list[tuple[int, int]] | None = None
+        self._seen: list[tuple[int, ...]] | None = None
 
     def begin(self) -> None:
         """The optimizer has stepped: new gradients come."""
@@ -56,6 +56,8 @@ class Gradients:
     def reduce(self) -> None:
         """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
         if self._reduced and (self._seen is None or self._seen == self._versions()):
+            if self._sliced and self._replicas is not None:  # a backward pass since brought what no gradient shows yet
+                self._replicas.reduce_gradients()
             return
         self._seen = None
         with phase("reduce gradients"):
@@ -71,10 +73,10 @@ class Gradients:
         if self._groups.expert_data is not None and not self._sliced:
             average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _versions(self) -> list[tuple[int, ...]]:
         """Tells whether any gradient was written or replaced since."""
         gradients = (p.grad for p in (*self._registry.parameters(), *self._dense_parameters.values()))
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        return [version(gradient) for gradient in gradients if gradient is not None]
 
     @torch.no_grad()
     def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..experts.slices import is_sliced, local, version
+
 
 class ReplicaPool:
     """Replica rows, or their gradients, that layers of equal shapes use in turn."""
@@ -24,26 +26,28 @@ class ReplicaPool:
 
     def rows(self, position: int, home: Tensor, dtype: torch.dtype) -> Tensor:
         """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
-        key = (position, home.shape[1:], dtype)
+        key = (position, local(home).shape[1:], dtype)
         if key not in self._made:
             self._made[key] = self.own_rows(home, dtype)
         return self._made[key]
 
     def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
         """As ``rows``, for one layer alone."""
-        return home.detach().new_zeros((self._replica_slots, *home.shape[1:]), dtype=dtype)
+        here = local(home).detach()
+        return here.new_zeros((self._replica_slots, *here.shape[1:]), dtype=dtype)
 
 
 class ReplicaBank:
     """The slots of one layer on one rank.
 
     Args:
-        homes: home rows ``[H, ...]`` per tensor.
+        homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then copies are slices, too.
         replica_slots: k, rows for copies (zeros until they are refreshed).
         gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
             (inference).
         rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
             that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
+            (Slices of homes stay where they are: FSDP has its own memory for whole ones.)
     """
 
     def __init__(
@@ -53,11 +57,14 @@ class ReplicaBank:
         gradients: ReplicaPool | None,
         rows: ReplicaPool | None = None,
     ) -> None:
-        self.homes_per_rank = homes[0].shape[0]
+        self.homes_per_rank = local(homes[0]).shape[0]
         self.replica_slots = replica_slots
+        self.is_sliced = is_sliced(homes[0])
         self.parameters = list(homes)
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
+        elif self.is_sliced:
+            self.replicas = [ReplicaPool(replica_slots).own_rows(p, p.dtype) for p in homes]
         else:
             empty = ReplicaPool(replica_slots)
             self.slots = [torch.cat([p.detach(), empty.own_rows(p, p.dtype)]) for p in homes]
@@ -70,7 +77,8 @@ class ReplicaBank:
         self._trained = [position for position, p in enumerate(homes) if gradients is not None and p.requires_grad]
         self._leaving = [self._gradient_rows_of(position) for position in self._trained]
         self._held: list[Tensor] = []
-        self._noted: list[tuple[int, int] | None] = []
+        self._noted: list[tuple[int, ...] | None] = []
+        self._noted_after_pass = False
         self._backward = -1
         self.unsent = False
         """Whether gradients are held back here, to be sent home later."""
@@ -111,7 +119,7 @@ class ReplicaBank:
             if new is not None:
                 into.add_(new)
         self.unsent, self._backward = hold, backward
-        self.note()
+        self._note(after_pass=False)
 
     def release(self) -> None:
         """Put what was held back into the pool's rows, to leave; errors as for ``collect``."""
@@ -120,8 +128,17 @@ class ReplicaBank:
         self.unsent = False
 
     def note(self) -> None:
-        """The gradients of the homes are what belongs to what is held back here: nobody else may write them."""
+        """A backward pass is over. The gradients of the homes are what belongs to what is held back here: nobody else
+        may write them."""
+        self._note(after_pass=True)
+
+    def holds_gradients(self) -> bool:
+        """Whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
+        return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
+
+    def _note(self, *, after_pass: bool) -> None:
         self._noted = [_version(parameter) for parameter in self.trained()]
+        self._noted_after_pass = after_pass
 
     def _discarded(self, number: int) -> bool:
         """Whether the gradient that what is held back belongs to is gone (``zero_grad``, either way of it).
@@ -131,13 +148,18 @@ class ReplicaBank:
         """
         parameter = self.parameters[self._trained[number]]
         if _version(parameter) == self._noted[number]:
-            return parameter.grad is None
+            # FSDP has no gradient of slices yet after a pass in which it was told not to reduce: its own is elsewhere.
+            return parameter.grad is None and not (self.is_sliced and self._noted_after_pass)
         # Somebody has written it, which is seldom: so the look at its values, which waits for a device, may cost.
-        if parameter.grad is None or not parameter.grad.any():
+        if parameter.grad is None or not local(parameter.grad).any():
             return True
         raise RuntimeError(
-            "gradients of experts were rewritten while no_sync held a part of them back (clipped or scaled by "
-            "hand): call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
+            "gradients of experts were rewritten (clipped or scaled by hand) while copies held a part of them back: "
+            + (
+                "beside fully_shard they do until balancer.reduce_gradients(), so call that first"
+                if self.is_sliced
+                else "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
+            )
         )
 
     def _gradient_rows_of(self, position: int, own: bool = False) -> Tensor:
@@ -147,9 +169,9 @@ class ReplicaBank:
         return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
 
 
-def _version(parameter: Tensor) -> tuple[int, int] | None:
+def _version(parameter: Tensor) -> tuple[int, ...] | None:
     """Changes whenever the gradient is written or replaced."""
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+    return None if parameter.grad is None else version(parameter.grad)
 
 
 def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
@@ -195,6 +217,16 @@ class ReplicaMemory:
     kept: int
     held_back: int
     shared: int
+
+
+def whole_copies_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
+    """Bytes of whole copies, in the weights' own dtype, where slices of them are kept.
+
+    Args:
+        homes: home rows per layer and tensor, whole: only their shapes and dtypes count; layers of equal ones share.
+    """
+    shapes = {(position, p.shape[1:], p.dtype) for layer in homes for position, p in enumerate(layer)}
+    return replica_slots * sum(shape.numel() * dtype.itemsize for _, shape, dtype in shapes)
 
 
 def replica_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int, gradients: bool) -> ReplicaMemory:

@@ -34,6 +34,10 @@ class SharedReplicas(LocalExperts):
         self._bank = bank
         self._sync = sync
 
+    def at_homes(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What rows at home are computed with, made of the homes' parameters."""
+        return parameters
+
     def ahead_of_forward(self) -> None:
         self.fetch()
 
@@ -48,10 +52,11 @@ class SharedReplicas(LocalExperts):
         home_rows = sum(counts[:homes])
         here, copied = slice(home_rows), slice(home_rows, None)
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
+        standing = self._parameters()
         if not self._sync.has_copies(self._layer):
-            return run_rows(self._compute, rows_MD[here], at_homes, self._bank.parameters, home_weights)
-        parameters = _Together.apply(*self._bank.parameters)
-        at_home = run_rows(self._compute, rows_MD[here], at_homes, parameters, home_weights)
+            return run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(standing), home_weights)
+        parameters = _Together.apply(*standing)
+        at_home = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(parameters), home_weights)
         at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *parameters)
         return torch.cat([at_home, at_copy])
 

@@ -3,7 +3,8 @@
 Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
 the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
 A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
-is on its way, beside the backward of the layers before it.
+is on its way, beside the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients
+leave after the backward pass: FSDP may be writing those of the homes until its end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated
@@ -78,8 +80,8 @@ class ReplicaSync:
         self._divisor = gradient_divisor
         self._shared = shared
         self._links = {layer: _Links([], [], [], [], False) for layer in banks}
-        self._addresses = {layer: [p.data_ptr() for p in bank.parameters] for layer, bank in banks.items()}
-        self._versions: dict[int, list[int]] = {}
+        self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
+        self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._fetched: int | None = None
@@ -135,7 +137,7 @@ class ReplicaSync:
             lent,
             self._messages(
                 2 * layer,
-                [(copy.rank, parameter[copy.home_row].detach()) for copy in lent for parameter in bank.parameters],
+                [(copy.rank, local(p)[copy.home_row].detach()) for copy in lent for p in bank.parameters],
                 [(copy.home_rank, row) for copy in held for row in bank.replica_rows(copy.replica)],
             ),
             self._messages(
@@ -154,7 +156,7 @@ class ReplicaSync:
         Raises:
             RuntimeError: a Parameter of the layer has been given other memory, or written.
         """
-        if [parameter.data_ptr() for parameter in self._banks[layer].parameters] != self._addresses[layer]:
+        if _addresses(self._banks[layer].parameters) != self._addresses[layer]:
             raise RuntimeError(
                 f"the expert weights of MoE layer {layer} lie in other memory than when the model was attached "
                 "(model.to, model.bfloat16, .data = ..., vector_to_parameters), and copies are read from the old one: "
@@ -204,8 +206,8 @@ class ReplicaSync:
         for layer in self._banks:
             self.wait(layer)
 
-    def _versions_now(self, layer: int) -> list[int]:
-        return [parameter._version for parameter in self._banks[layer].parameters]
+    def _versions_now(self, layer: int) -> list[tuple[int, ...]]:
+        return [version(parameter) for parameter in self._banks[layer].parameters]
 
     def _post_weights(self, layer: int) -> None:
         self.wait(layer)
@@ -225,16 +227,17 @@ class ReplicaSync:
             self._deferring = before
 
     def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """A layer's backward is through on this rank: take its copies' gradients and send them home. On every rank.
+        """A layer's backward is through on this rank: take its copies' gradients and send them home, or keep them for
+        ``reduce_gradients``. On every rank.
 
         Args:
-            gradients: ``[k, ...]`` per tensor; None where the backward gave none.
+            gradients: ``[k, ...]`` per tensor, or slices of them; None where the backward gave none.
             edges: of the node that runs, to the layer's parameters; errors as for `bank.are_accumulated`.
         """
-        if not self.has_copies(layer) or not (self._handed_over or are_accumulated(edges)):
+        if not self.takes(layer, edges):
             return
         self._finish()
-        hold = self._deferring and not self._shared
+        hold = self._banks[layer].is_sliced or (self._deferring and not self._shared)
         self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
         if not hold:
             self._send(layer)
@@ -243,6 +246,14 @@ class ReplicaSync:
         # The engine calls them when this backward pass is over: then every gradient is whole.
         callback = self._banks[layer].note if hold else self._finish
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
+        """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
+        return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
+
+    def holds_gradients(self) -> bool:
+        """Whether gradients of copies are held back that the optimizer is yet to see."""
+        return any(bank.holds_gradients() for bank in self._banks.values())
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
@@ -292,24 +303,26 @@ class ReplicaSync:
     def _add_to_homes(
         self, lent: Sequence[_Copy], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Sum in float32, the home's own first, then the copies in the order of their slots; round once."""
+        """Sum in float32, the home's own first, then the copies in the order of their slots; round once. Slices of
+        copies are sums over EDP already, as FSDP's of the homes are."""
         for home_row in sorted({copy.home_row for copy in lent}):
             for index, parameter in enumerate(trained):
                 if not parameter.requires_grad:
                     continue  # frozen since
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                total = parameter.grad[home_row].to(accumulation_dtype(parameter))
+                gradient = local(parameter.grad)
+                total = gradient[home_row].to(accumulation_dtype(parameter))
                 for copy, rows in zip(lent, arrivals, strict=True):
                     if copy.home_row == home_row:
                         total = total + rows[index] / self._divisor
-                parameter.grad[home_row] = total.to(parameter.grad.dtype)
+                gradient[home_row] = total.to(gradient.dtype)
 
     def _arrival(self, index: int, position: int, parameter: Tensor) -> Tensor:
         """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
-        key = (index, position, parameter.shape[1:], accumulation_dtype(parameter))
+        key = (index, position, local(parameter).shape[1:], accumulation_dtype(parameter))
         if key not in self._arrivals:
-            self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=parameter.device)
+            self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=local(parameter).device)
         return self._arrivals[key]
 
     # -- the wire ------------------------------------------------------------------------------------------------
@@ -331,6 +344,10 @@ class ReplicaSync:
 
 
 _TAGS_PER_CHANNEL = 1 << 12
+
+
+def _addresses(parameters: Sequence[Tensor]) -> list[int]:
+    return [local(parameter).data_ptr() for parameter in parameters]
 
 
 def _post(operations: list[dist.P2POp]) -> list[dist.Work]:

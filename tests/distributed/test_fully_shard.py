@@ -209,7 +209,6 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
     refused(Shard(1), mesh_of="ep")
     refused(None)
     refused(Shard(1), spread=False)
-    refused(Shard(1), replica_slots=1)
     refused(Shard(1), dense_gradients="allreduce")
     twice = make_model("olmoe", experts=EXPERTS)
     eplb.shard_experts(twice, ep_group=ep_group)
@@ -226,7 +225,6 @@ def test_other_ways_to_shard_are_refused_with_the_way_that_works() -> None:
         "hold the same experts: call fully_shard on the experts module itself",
         "call fully_shard on the experts module itself",
         "call eplb_runtime.shard_experts(model) first",
-        "set replica_slots=0",
         "leave dense_gradients='host'",
         "shard_experts is called once",
         "give both the same config and ep_group",
