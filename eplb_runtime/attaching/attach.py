@@ -22,9 +22,7 @@ from ..config import BalancerConfig, launcher_environment
 from ..dispatch import SUMS_BY_RANK, Choice, choose_together, maker
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
-from ..experts.compute import LocalExperts
 from ..experts.registry import ExpertTensors
-from ..experts.slices import DividedGradient, is_sliced, local
 from ..layer import ExpertParallelLayer, HostDispatchedLayer
 from ..load.counter import LoadCounter
 from ..maps import Maps
@@ -37,10 +35,8 @@ from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import GroupError, Job, Ranks
 from ..rebalancing import new_transport
-from ..replicas.bank import ReplicaBank, ReplicaPool, replica_memory, whole_copies_memory
-from ..replicas.kept import KeptReplicas
-from ..replicas.shared import SharedReplicas
-from ..replicas.sliced import SlicedReplicas, WholeCopies
+from ..replicas.bank import ReplicaBank, ReplicaPool
+from ..replicas.sliced import WholeCopies
 from ..replicas.sync import ReplicaSync
 from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
@@ -48,6 +44,7 @@ from ..structure import Structure
 from ..topology import Topology
 from ..watch import Meeting, Watch
 from .checks import check, raise_on_all
+from .computing import local_experts, log_memory
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .meeting import meet
 from .meta import MetaError, make_buffers, make_parameters
@@ -308,7 +305,7 @@ class _Attaching:
             least_tokens=self.config.split_least_tokens,
             speed_R=self.config.speed_R,
         )
-        _log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
+        log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
         return Maps(table, splitter, replicas)
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
@@ -335,7 +332,7 @@ class _Attaching:
             parallel = ExpertParallelLayer(
                 index,
                 layer.experts,
-                self._local_experts(index, layer, maps.replicas, whole),
+                local_experts(index, layer, self._job, maps.replicas, self.banks.get(index), whole),
                 counter=counter,
                 table=maps.table,
                 splitter=maps.splitter,
@@ -348,24 +345,6 @@ class _Attaching:
             layer.install(parallel)
             made.append(parallel)
         return made
-
-    def _local_experts(
-        self, index: int, layer: MoELayer, replicas: ReplicaSync | None, whole: WholeCopies
-    ) -> LocalExperts:
-        assert layer.compute is not None
-        # FSDP averages over EDP; the rest of the division is done before.
-        divisor = self._job.gradient_divisor / len(self._job.edp_ranks)
-        if replicas is None and layer.standing is not None:
-            return LocalExperts(layer.compute, layer.standing)
-        if replicas is None:
-            return LocalExperts(layer.compute, _parameters_of(layer, divisor))
-        bank, kept = self.banks[index], not self.config.shared_between_layers
-        if bank.is_sliced:
-            standing = partial(_standing, layer)
-            return SlicedReplicas(
-                layer.compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole, kept=kept
-            )
-        return (KeptReplicas if kept else SharedReplicas)(layer.compute, index, bank, replicas)
 
 
 def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) -> None:
@@ -399,47 +378,3 @@ def _hook(
     else:
         hooked.add_container(container, _of_torch(optimizers))
     balancer._adopt = hooked.adopt
-
-
-def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:
-    """What stands in the module when it computes."""
-    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
-
-    def parameters() -> Sequence[Tensor]:
-        now = _standing(layer)
-        return [DividedGradient.apply(parameter, divisor) for parameter in now] if sliced else now
-
-    return parameters
-
-
-def _standing(layer: MoELayer) -> list[Tensor]:
-    return [layer.parameter(name) for name in layer.parameters]
-
-
-def _log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool) -> None:
-    """Say what replica slots take, and what the other choice would."""
-    memory = replica_memory([[local(p) for p in layer] for layer in homes], config.replica_slots, training)
-    sliced = [layer for layer in homes if is_sliced(layer[0])]
-    if sliced:
-        whole = whole_copies_memory(sliced, config.replica_slots)
-        logger.info(
-            "replica slots: %d per rank and layer, sliced as the experts are, %s; memory per rank: %.3g MiB kept, "
-            "%.3g MiB shared between layers, besides %.3g MiB of gradients and at most %.3g MiB of one layer's whole "
-            "copies",
-            config.replica_slots,
-            "shared between layers" if config.shared_between_layers else "kept",
-            memory.kept / 2**20,
-            memory.shared / 2**20,
-            memory.held_back / 2**20,
-            whole / 2**20,
-        )
-        return
-    logger.info(
-        "replica slots: %d per rank and layer, %s; "
-        "memory per rank: %.3g MiB kept (and %.3g MiB with no_sync), %.3g MiB shared between layers",
-        config.replica_slots,
-        "shared between layers" if config.shared_between_layers else "kept",
-        memory.kept / 2**20,
-        memory.held_back / 2**20,
-        memory.shared / 2**20,
-    )

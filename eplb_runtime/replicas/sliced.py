@@ -105,7 +105,6 @@ class SlicedReplicas(SharedReplicas):
         homes: the whole homes, as FSDP lets them stand in the module while it computes.
         divisor: of the homes' gradients, ahead of FSDP's average.
         whole: where copies are put together.
-        kept: whether slices of copies stay from step to step, or are fetched from their homes' each time.
     """
 
     def __init__(
@@ -118,13 +117,11 @@ class SlicedReplicas(SharedReplicas):
         homes: Callable[[], Sequence[Tensor]],
         divisor: float,
         whole: WholeCopies,
-        kept: bool,
     ) -> None:
         super().__init__(compute, layer, bank, sync)
         self._parameters = homes
         self._divisor = divisor
         self._whole = whole
-        self._kept = kept
         self._dtypes: list[torch.dtype] = []
 
     def at_homes(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -137,15 +134,15 @@ class SlicedReplicas(SharedReplicas):
     def fetch(self) -> None:
         if not self._sync.has_copies(self._layer):
             return
-        if self._kept:
-            self._gather()
-        else:
+        if self._sync.shared:
             self._sync.fetch(self._layer)
+        else:
+            self._gather()
 
     def fetched(self) -> list[Tensor]:
         if not self._whole.is_fetching(self._layer):
             self.fetch()
-        if not self._kept:
+        if self._sync.shared:
             self._gather()
         return self._whole.take()
 

@@ -78,7 +78,7 @@ class ReplicaSync:
         self._group = group
         self._ep_rank = ep_rank
         self._divisor = gradient_divisor
-        self._shared = shared
+        self.shared = shared
         self._links = {layer: _Links([], [], [], [], False) for layer in banks}
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
@@ -177,7 +177,7 @@ class ReplicaSync:
     def refresh(self, layers: Collection[int] | None = None) -> None:
         """The homes' weights are new, of these layers or all. Post them to their copies, in layer order; shared rows
         are fetched when used."""
-        if self._shared:
+        if self.shared:
             self.wait_all()
             self._fetched = None
             return
@@ -237,7 +237,7 @@ class ReplicaSync:
         if not self.takes(layer, edges):
             return
         self._finish()
-        hold = self._banks[layer].is_sliced or (self._deferring and not self._shared)
+        hold = self._banks[layer].is_sliced or (self._deferring and not self.shared)
         self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
         if not hold:
             self._send(layer)

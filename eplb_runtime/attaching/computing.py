@@ -1,0 +1,95 @@
+"""What computes the experts of a layer on this rank: homes alone, or with copies, whole or sliced over EDP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from ..config import BalancerConfig
+from ..experts.compute import LocalExperts
+from ..experts.slices import DividedGradient, is_sliced, local
+from ..ranks import Job
+from ..replicas.bank import ReplicaBank, replica_memory, whole_copies_memory
+from ..replicas.kept import KeptReplicas
+from ..replicas.shared import SharedReplicas
+from ..replicas.sliced import SlicedReplicas, WholeCopies
+from ..replicas.sync import ReplicaSync
+from .description import MoELayer
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def local_experts(
+    index: int,
+    layer: MoELayer,
+    job: Job,
+    replicas: ReplicaSync | None,
+    bank: ReplicaBank | None,
+    whole: WholeCopies,
+) -> LocalExperts:
+    """The slots of one layer, as dispatch calls them.
+
+    Args:
+        index: of the layer in the whole model.
+        replicas, bank: None without replica slots.
+        whole: where sliced copies are put together.
+    """
+    assert layer.compute is not None
+    # FSDP averages over EDP; the rest of the division is done before.
+    divisor = job.gradient_divisor / len(job.edp_ranks)
+    if replicas is None and layer.standing is not None:
+        return LocalExperts(layer.compute, layer.standing)
+    if replicas is None:
+        return LocalExperts(layer.compute, _parameters_of(layer, divisor))
+    assert bank is not None
+    if bank.is_sliced:
+        standing = partial(_standing, layer)
+        return SlicedReplicas(layer.compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
+    return (SharedReplicas if replicas.shared else KeptReplicas)(layer.compute, index, bank, replicas)
+
+
+def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:
+    """What stands in the module when it computes."""
+    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
+
+    def parameters() -> Sequence[Tensor]:
+        now = _standing(layer)
+        return [DividedGradient.apply(parameter, divisor) for parameter in now] if sliced else now
+
+    return parameters
+
+
+def _standing(layer: MoELayer) -> list[Tensor]:
+    return [layer.parameter(name) for name in layer.parameters]
+
+
+def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool) -> None:
+    """Say what replica slots take, and what the other choice would."""
+    memory = replica_memory([[local(p) for p in layer] for layer in homes], config.replica_slots, training)
+    sliced = [layer for layer in homes if is_sliced(layer[0])]
+    if sliced:
+        whole = whole_copies_memory(sliced, config.replica_slots)
+        logger.info(
+            "replica slots: %d per rank and layer, sliced as the experts are, %s; memory per rank: %.3g MiB kept, "
+            "%.3g MiB shared between layers, besides %.3g MiB of gradients and at most %.3g MiB of one layer's whole "
+            "copies",
+            config.replica_slots,
+            "shared between layers" if config.shared_between_layers else "kept",
+            memory.kept / 2**20,
+            memory.shared / 2**20,
+            memory.held_back / 2**20,
+            whole / 2**20,
+        )
+        return
+    logger.info(
+        "replica slots: %d per rank and layer, %s; "
+        "memory per rank: %.3g MiB kept (and %.3g MiB with no_sync), %.3g MiB shared between layers",
+        config.replica_slots,
+        "shared between layers" if config.shared_between_layers else "kept",
+        memory.kept / 2**20,
+        memory.held_back / 2**20,
+        memory.shared / 2**20,
+    )
