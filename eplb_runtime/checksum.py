@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 CHECKSUM_BYTES = 16
-_HASH_BLOCK_BYTES = 1024
+HASH_BLOCK_BYTES = 1024
 _HASH_CHUNK_BYTES = 16 << 20
 """Hashed at once, which takes as much device memory again."""
 
@@ -32,7 +32,7 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
     for row in rows:
         rest = row
         if row.device.type != "cpu":
-            whole = row.shape[0] // _HASH_BLOCK_BYTES * _HASH_BLOCK_BYTES
+            whole = row.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
             for first in range(0, whole, _HASH_CHUNK_BYTES):
                 hashes = block_hashes(row[first : min(first + _HASH_CHUNK_BYTES, whole)])
                 hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
@@ -50,14 +50,19 @@ def block_hashes(data: Tensor) -> Tensor:
     Args:
         data: uint8 ``[B * 1024]``.
     """
+    return (block_words(data) * hash_factors(data.device)).sum(dim=1)
+
+
+def block_words(data: Tensor) -> Tensor:
+    """int64 ``[B, 128]``: uint8 ``[B * 1024]`` as the words of blocks; a copy if they begin at no multiple of 8."""
     aligned = data if data.storage_offset() % 8 == 0 else data.clone()
-    words = aligned.view(torch.int64).view(-1, _HASH_BLOCK_BYTES // 8)
-    return (words * _hash_factors(data.device)).sum(dim=1)
+    return aligned.view(torch.int64).view(-1, HASH_BLOCK_BYTES // 8)
 
 
 @functools.cache
-def _hash_factors(device: torch.device) -> Tensor:
+def hash_factors(device: torch.device) -> Tensor:
+    """int64 ``[128]``, odd: one for each word of a block."""
     generator = torch.Generator().manual_seed(0x45504C42)
     bounds = torch.iinfo(torch.int64)
-    factors = torch.randint(bounds.min, bounds.max, (_HASH_BLOCK_BYTES // 8,), generator=generator, dtype=torch.int64)
+    factors = torch.randint(bounds.min, bounds.max, (HASH_BLOCK_BYTES // 8,), generator=generator, dtype=torch.int64)
     return (factors | 1).to(device)

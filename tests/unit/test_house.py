@@ -15,12 +15,14 @@ import eplb_runtime
 PACKAGE = Path(eplb_runtime.__file__).parent
 GROUND = {
     "checksum",
+    "checksum_kernel",
     "config",
     "events",
     "files",
     "job_store",
     "launching",
     "load_series",
+    "on_triton",
     "phases",
     "placement",
     "placement_file",
