@@ -71,7 +71,10 @@ class SeriesWriter:
 
         Raises:
             OSError: they cannot be written.
+            FileError: another writer has begun a file after ours: two jobs in one series would read as one.
         """
+        if _path(self._folder, self._number + 1).exists():
+            raise FileError(f"another job writes its load to {self._folder.parent} now")
         if os.fstat(self._descriptor).st_size > _FILE_BYTES:
             self._next()
         self._write({"steps": steps, **encode(load_TLE)})
@@ -88,7 +91,7 @@ class SeriesWriter:
         while self._descriptor < 0:
             self._number += 1
             try:
-                self._descriptor = os.open(self._folder / f"{self._number:06}{ENDING}", flags, 0o666)
+                self._descriptor = os.open(_path(self._folder, self._number), flags, 0o666)
             except FileExistsError:
                 continue
         self._write(self._header)
@@ -172,6 +175,10 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
         raise ValueError("the saved load has another size than it says")
     load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
     return load[max(0, windows - most_windows) :]
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}{ENDING}"
 
 
 def _files(folder: Path) -> list[Path]:

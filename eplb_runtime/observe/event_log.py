@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..files import FileError
 from .records import FORMAT, JOB, Record, RecordError, from_json, to_json
@@ -35,6 +35,8 @@ class EventWriter:
     Attributes:
         file_bytes, most_files: when a file is set aside, and how many are kept.
 
+    Where another process begins to write to the same folder, the older one stops: two jobs would read as one.
+
     Raises:
         OSError: the folder cannot be written to.
     """
@@ -44,6 +46,7 @@ class EventWriter:
         self._job = dict(job)
         self._descriptor = -1
         self._written = 0
+        self._followed = False
         self.file_bytes, self.most_files = file_bytes, most_files
         run.mkdir(parents=True, exist_ok=True)
         self._next()
@@ -52,8 +55,10 @@ class EventWriter:
         """Add a record; it is with the operating system when this returns, whatever becomes of the process.
 
         Raises:
-            OSError: it cannot be written (a full disk); what is half written is set aside before the next one.
+            OSError: it cannot be written (a full disk); what is half written is taken back.
+            FileError: another process has begun to write to this folder.
         """
+        self._require_ours()
         if self._descriptor < 0 or self._written > self.file_bytes:
             self._next()
         self._append(record)
@@ -78,18 +83,39 @@ class EventWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
         self._written = 0
-        self._append(self._job)
+        try:
+            self._append(self._job)
+        except OSError:  # setting files without a record aside, again and again, would push out those that have some
+            self.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def _append(self, record: Mapping[str, Any]) -> None:
         data = memoryview(json.dumps(to_json(record)).encode() + b"\n")
+        whole = self._written
         try:
             while data:
                 written = os.write(self._descriptor, data)
                 self._written += written
                 data = data[written:]
         except OSError:
-            self.close()  # perhaps half a line: the next record begins a new file
+            try:
+                os.ftruncate(self._descriptor, whole)  # perhaps half a line
+                self._written = whole
+            except OSError:
+                self.close()  # the next record begins a new file
             raise
+
+    def _require_ours(self) -> None:
+        """Raises `FileError` from when another process has set our file aside."""
+        if self._descriptor >= 0 and not self._followed:
+            try:
+                newest = os.stat(self._run / NAME).st_ino
+            except FileNotFoundError:
+                return  # somebody tidies up
+            self._followed = newest != os.fstat(self._descriptor).st_ino
+        if self._followed:
+            raise FileError(f"another job writes to {self._run} now: events of this one are not written any more")
 
 
 class EventReader:
@@ -128,7 +154,7 @@ class EventReader:
                 present.add(status.st_ino)
                 offset = self._offsets.get(status.st_ino, 0)
                 file.seek(offset if offset <= status.st_size else 0)
-                while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
+                while (line := _next_line(file)) is not None:
                     self._offsets[status.st_ino] = file.tell()
                     record = self._record(line)
                     if record is not None:
@@ -148,6 +174,14 @@ class EventReader:
         except RecordError:
             self.skipped += 1
             return None
+
+
+def _next_line(file: BinaryIO) -> bytes | None:
+    """The next whole line, empty where it is longer than any of ours; None: there is none yet."""
+    line = part = file.readline(MOST_LINE_BYTES)
+    while len(part) == MOST_LINE_BYTES and not part.endswith(b"\n"):
+        line, part = b"", file.readline(MOST_LINE_BYTES)
+    return line if part.endswith(b"\n") else None
 
 
 def read_events(run: Path) -> list[Record]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files import FileError
 from ..load_series import SeriesWriter
 from ..worker import Worker
 
@@ -60,6 +61,6 @@ class Recorder:
             return
         try:
             self._writer.append(load_TLE, steps)
-        except OSError as error:
+        except (OSError, FileError) as error:
             self._ended = str(error)
             logger.warning("%s: load is not recorded any more: %s", self._run, error)

@@ -2,8 +2,8 @@
 
 It answers GET for a fixed list of paths and opens no file that a request names. Requests from other web pages (another
 Origin, another Host than this server's names: DNS rebinding) are refused; where a token is set it is wanted for
-everything. Each connection serves one request on a thread of its own, with a deadline, and there are few of them: a
-browser that hangs holds up nobody, least of all training.
+everything. Each connection serves one request on a thread of its own, with a deadline for all of it, and there are few
+of them: a browser that hangs, or sends a letter now and then, holds up nobody, least of all training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -26,6 +28,7 @@ logger = logging.getLogger("eplb_runtime")
 
 MOST_CONNECTIONS = 16
 REQUEST_SECONDS = 10.0
+"""From the first byte of a request to the last of its answer; who is not through by then is cut off."""
 COOKIE = "eplb_runtime_token"
 CLOSING_SECONDS = 5.0
 _LEAST_COMPRESSED = 1000
@@ -92,6 +95,7 @@ class PageServer:
         closing.start()
         closing.join(CLOSING_SECONDS)
         self._server.server_close()
+        self._server.cut_off(0.0)
 
 
 class _Server(ThreadingHTTPServer):
@@ -107,6 +111,7 @@ class _Server(ThreadingHTTPServer):
         self.token, self.routes = token, routes
         self.names = {"localhost", address[0].lower(), socket.gethostname().lower()}
         self._free = threading.Semaphore(MOST_CONNECTIONS)
+        self._open: dict[socket.socket, float] = {}
         super().__init__(address, Handler)
 
     def server_bind(self) -> None:
@@ -117,16 +122,39 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        assert isinstance(request, socket.socket)
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)  # type: ignore[arg-type]
+        self._open[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        except BaseException:  # no thread to be had
+            self._is_over(request)
+            raise
 
     def process_request_thread(self, request: object, client_address: object) -> None:
+        assert isinstance(request, socket.socket)
         try:
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
         finally:
-            self._free.release()
+            self._is_over(request)
+
+    def service_actions(self) -> None:
+        """Between requests, several times a second."""
+        self.cut_off(Handler.timeout)
+
+    def cut_off(self, seconds: float) -> None:
+        """End connections that are older: a deadline for each read alone would never come for who drips."""
+        now = time.monotonic()
+        for request, began in list(self._open.items()):
+            if now - began >= seconds:
+                with suppress(OSError):  # it ends by itself meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def _is_over(self, request: socket.socket) -> None:
+        self._open.pop(request, None)
+        self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         logger.debug("a request to the page failed", exc_info=True)

@@ -105,6 +105,19 @@ def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest
     assert np.array_equal(read_series(tmp_path)[0], np.concatenate([windows(number, 1) for number in range(5)]))
 
 
+def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older = Recorder(tmp_path, LAYERS, EXPERTS)
+    newer = Recorder(tmp_path, LAYERS, EXPERTS)
+    older.write(windows(0, 1), 1)
+    newer.write(windows(7, 1), 1)
+    older.close()
+    newer.close()
+    assert np.array_equal(read_series(tmp_path)[0], windows(7, 1))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: load is not recorded any more: another job writes its load to {tmp_path} now"
+    ]
+
+
 def test_a_full_disk_ends_the_recording_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -181,6 +181,51 @@ def test_a_full_disk_costs_events_and_no_more(tmp_path: Path, monkeypatch: pytes
     assert names(told) == names([heard[0], heard[2]])
 
 
+def test_a_disk_that_stays_full_costs_nothing_that_was_written_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try that sets a file aside would push an older one out."""
+    heard, real = records()[1:5], os.write
+    written(tmp_path, *heard[:2]).close()
+    writer = written(tmp_path, heard[2], most_files=3, file_bytes=1)
+
+    def write(descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", write)
+    for _ in range(9):
+        with pytest.raises(OSError, match="No space"):
+            writer.write(heard[3])
+    monkeypatch.setattr(os, "write", real)
+    writer.write(heard[3])
+    writer.close()
+    assert names([record for record in read_events(tmp_path) if record["event"] != "JobAttached"]) == names(heard)
+
+
+def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
+    first, heard = written(tmp_path, records()[1]), records()[2]
+    second = written(tmp_path, heard)
+    for _ in range(2):
+        with pytest.raises(FileError, match="another job writes to"):
+            first.write(heard)
+    second.write(heard)
+    first.close()
+    second.close()
+    assert names(read_events(tmp_path)) == ["JobAttached", records()[1]["event"], "JobAttached", *[heard["event"]] * 2]
+
+
+def test_a_line_beyond_all_bounds_hides_none_that_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_runtime.observe.event_log.MOST_LINE_BYTES", 1 << 14)
+    heard = records()[1:3]
+    writer = written(tmp_path, heard[0])
+    with open(tmp_path / NAME, "ab") as file:
+        file.write(b"x" * 40_000 + b"\n")
+    writer.write(heard[1])
+    writer.close()
+    reader = EventReader(tmp_path)
+    assert names(list(reader.new())) == ["JobAttached", *names(heard)] and reader.skipped == 1
+
+
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One that hangs costs events, one that fails is told of once, and the others get all."""
     monkeypatch.setattr(observer_module, "MOST_WAITING", 4)

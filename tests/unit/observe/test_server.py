@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
@@ -238,6 +239,36 @@ def test_browsers_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     for connection in hanging:
         connection.close()
     assert made.state.rebalances == 1
+
+
+def test_a_browser_that_drips_is_cut_off_and_does_not_outlive_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is in time, the request never is."""
+    monkeypatch.setattr(server_module.Handler, "timeout", 1.0)
+    made, _ = shown()
+    assert made.server is not None
+    with closing(socket.create_connection(("127.0.0.1", made.server.port))) as dripping:
+        dripping.sendall(b"GET /state HTTP/1.1\r\nX: ")
+        dripping.settimeout(0.1)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                dripping.sendall(b"a")
+                answer = dripping.recv(100)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                answer = b""
+            break
+        else:
+            pytest.fail("it may drip for ever")
+        assert answer == b""
+    monkeypatch.setattr(server_module.Handler, "timeout", 600.0)
+    with closing(socket.create_connection(("127.0.0.1", made.server.port), timeout=60)) as hanging:
+        hanging.sendall(b"GET /state HTTP/1.1\r\n")
+        assert get(made.server, "/state").status == 200  # by now the one before was taken
+        made.close()
+        with contextlib.suppress(ConnectionError):
+            assert hanging.recv(100) == b""
 
 
 def dies(thread: threading.Thread | None) -> None:
