@@ -18,7 +18,7 @@ from .train import MoEStack, Workload, choices
 
 INTERVAL = 16
 """Steps of a block; in each, every expert moves once."""
-WORK = Workload(layers=12, experts=8, hidden=256, width=512, tokens=512)
+WORK = Workload(layers=8, experts=8, hidden=256, width=512, tokens=256)
 ELSEWHERE_SECONDS = 0.015
 """Of a layer's forward on a device, as it were."""
 
@@ -142,7 +142,7 @@ class _Variant:
 def run(
     device: torch.device, repeats: int = 6, *, on_progress: Callable[[str], None] = lambda said: None
 ) -> dict[str, Any]:
-    """Every expert of 12 layers changes its rank in each block of 16 steps, one thread a rank. Collective.
+    """Every expert of 8 layers changes its rank in each block of 16 steps, one thread a rank. Collective.
 
     Args:
         device: of this rank; the CPU.
