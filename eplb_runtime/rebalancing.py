@@ -299,6 +299,7 @@ class Rebalancer:
         self.decisions.close()
         self._engine.close()
         if self._maps.replicas is not None:
+            self._let_copies_arrive()
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
         self.events.emit(BalancingEnded(self.step, "closed"))
 
@@ -368,6 +369,7 @@ class Rebalancer:
     def _migrate(self, target: Placement) -> Outcome:
         before = self.placement
         key = self._new_key("migration")
+        self._let_copies_arrive()
         try:
             current, target = self.placement.over(self._holders), target.over(self._holders)
             outcome = self._engine.migrate(current, target, key, self._get_ready)
@@ -402,9 +404,12 @@ class Rebalancer:
             self._stands(placement)
             follow()
 
-        if self._maps.replicas is not None:
-            self._maps.replicas.wait_all()  # copies are read from homes that are about to be written
         return take_over
+
+    def _let_copies_arrive(self) -> None:
+        """Copies are read from homes that are about to be written. On every rank, before anything can fail on one."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.wait_all()
 
     def _stands(self, placement: Placement) -> None:
         """From here on."""

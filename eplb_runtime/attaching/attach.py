@@ -294,6 +294,7 @@ class _Attaching:
             self._job.ep_rank,
             self._job.gradient_divisor,
             self.config.shared_between_layers,
+            self.topology.ranks_per_node,
         )
         splitter = BatchSplitter(
             self.placement,

@@ -4,7 +4,8 @@ Both are point to point between the ranks concerned, on a group of their own, in
 the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
 A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
 is on its way, beside the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients
-leave after the backward pass: FSDP may be writing those of the homes until its end.
+leave after the backward pass: FSDP may be writing those of the homes until its end. Weights cross to a node once: of
+its copies of an expert the one on the lowest rank gets them from the home, and hands them on to the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated
+from .nearest import nearest_sources
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class _Links:
 
     Args:
         lent: copies of this rank's homes, in the order of their slots.
-        weights: from homes to copies.
+        weights: from homes to copies: all of the home's node, and the first one of each other node.
+        handed_on: from those to the other copies on their nodes.
         gradients: from copies to ``arrivals``: for each lent copy, one row per trained tensor.
         anywhere: whether any rank has copies.
     """
 
     lent: list[_Copy]
     weights: list[dist.P2POp]
+    handed_on: list[dist.P2POp]
     gradients: list[dist.P2POp]
     arrivals: list[list[Tensor]]
     anywhere: bool
@@ -64,6 +68,7 @@ class ReplicaSync:
         ep_rank: this rank in it.
         gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
+        ranks_per_node: consecutive ranks of the group that share a node; 0: all of them.
     """
 
     def __init__(
@@ -73,17 +78,20 @@ class ReplicaSync:
         ep_rank: int,
         gradient_divisor: int,
         shared: bool = False,
+        ranks_per_node: int = 0,
     ) -> None:
         self._banks = banks
         self._group = group
         self._ep_rank = ep_rank
         self._divisor = gradient_divisor
         self.shared = shared
-        self._links = {layer: _Links([], [], [], [], False) for layer in banks}
+        self._ranks_per_node = ranks_per_node or group.size()
+        self._links = {layer: _Links([], [], [], [], [], False) for layer in banks}
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
+        self._to_hand_on: dict[int, list[dist.P2POp]] = {}
         self._fetched: int | None = None
         self._sent: tuple[int, list[dist.Work]] | None = None
         self._deferring = False
@@ -133,13 +141,10 @@ class ReplicaSync:
             [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
             for index in range(len(lent))
         ]
+        source_RK = nearest_sources(home_RK, slots, self._ranks_per_node)
         return _Links(
             lent,
-            self._messages(
-                2 * layer,
-                [(copy.rank, local(p)[copy.home_row].detach()) for copy in lent for p in bank.parameters],
-                [(copy.home_rank, row) for copy in held for row in bank.replica_rows(copy.replica)],
-            ),
+            *self._messages_of_weights(layer, home_RK, source_RK, lent, held),
             self._messages(
                 2 * layer + 1,
                 [(copy.home_rank, row) for copy in held for row in bank.gradient_rows(copy.replica)],
@@ -148,6 +153,36 @@ class ReplicaSync:
             arrivals,
             bool((home_RK != EMPTY).any()),
         )
+
+    def _messages_of_weights(
+        self, layer: int, home_RK: np.ndarray, source_RK: np.ndarray, lent: Sequence[_Copy], held: Sequence[_Copy]
+    ) -> tuple[list[dist.P2POp], list[dist.P2POp]]:
+        """From homes, and from the copies that hand them on."""
+        bank, me = self._banks[layer], self._ep_rank
+        of_homes, of_copies = (
+            [c for c in held if (source_RK[me, c.replica] == c.home_rank) == d] for d in (True, False)
+        )
+        from_homes = self._messages(
+            2 * layer,
+            [
+                (copy.rank, local(parameter)[copy.home_row].detach())
+                for copy in lent
+                if source_RK[copy.rank, copy.replica] == me
+                for parameter in bank.parameters
+            ],
+            [(copy.home_rank, row) for copy in of_homes for row in bank.replica_rows(copy.replica)],
+        )
+        replica_of = {int(home): replica for replica, home in enumerate(home_RK[me]) if home != EMPTY}
+        handed_on = [
+            (int(rank), row)
+            for rank, replica in np.argwhere(source_RK == me)
+            if home_RK[rank, replica] in replica_of
+            for row in bank.replica_rows(replica_of[int(home_RK[rank, replica])])
+        ]
+        arriving = [
+            (int(source_RK[me, copy.replica]), row) for copy in of_copies for row in bank.replica_rows(copy.replica)
+        ]
+        return from_homes, self._messages(2 * layer, handed_on, arriving)
 
     def check_homes(self, layer: int) -> None:
         """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
@@ -195,10 +230,12 @@ class ReplicaSync:
         self._post_weights(layer)
 
     def wait(self, layer: int) -> None:
-        """Until this layer's copies are fresh and its homes may change again."""
-        if self._pending[layer]:
+        """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on."""
+        if self._pending[layer] or layer in self._to_hand_on:
             with phase("wait for copies", "", layer):
                 for work in self._pending[layer]:
+                    work.wait()
+                for work in _post(self._to_hand_on.pop(layer, [])):
                     work.wait()
         self._pending[layer] = []
 
@@ -214,6 +251,8 @@ class ReplicaSync:
         self._versions[layer] = self._versions_now(layer)
         with phase("refresh copies", "", layer):
             self._pending[layer] = _post(self._links[layer].weights)
+            if self._links[layer].handed_on:
+                self._to_hand_on[layer] = self._links[layer].handed_on
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -45,11 +46,13 @@ class Job:
     length: int = 24
     ep_size: int = 4
     experts_alone: bool = False
+    ranks_per_node: int = 4
     damage: Callable[[], None] = break_nothing
 
 
 def train(rank: int, job: Job) -> dict:
     job.damage()
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.ranks_per_node)
     model = make_model("gpt_oss", experts=EXPERTS, top_k=2).to(job.dtype)
     model.set_experts_implementation("eager" if job.dtype == torch.float64 else "grouped_mm")
     with torch.no_grad():
@@ -89,7 +92,9 @@ def train(rank: int, job: Job) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         imbalances.append(rank_imbalance(rows))
+    replicas = balancer._rebalancer._maps.replicas
     result = {
+        "handed_on": sum(len(links.handed_on) for links in replicas._links.values()) if replicas else 0,
         "losses": losses,
         "norms": norms,
         "imbalance": imbalances,
@@ -156,19 +161,19 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
 @pytest.mark.parametrize(
     "job",
     [
-        Job(replica_slots=2),
+        Job(replica_slots=2, ranks_per_node=2),
         Job(replica_slots=1, split="even"),
         Job(replica_slots=1, checkpointing=True),
         Job(replica_slots=1, shared=True),
-        Job(replica_slots=2, shared=True),
+        Job(replica_slots=2, shared=True, ranks_per_node=2),
         Job(replica_slots=1, shared=True, checkpointing=True),
     ],
     ids=[
-        "two copies a rank",
+        "two copies a rank on two nodes",
         "even split",
         "activation checkpointing",
         "shared between layers",
-        "two shared between layers",
+        "two shared between layers on two nodes",
         "shared and activation checkpointing",
     ],
 )
@@ -176,6 +181,7 @@ def test_so_it_is_with(without: list[dict], job: Job) -> None:
     results = run_ranks(4, train, job)
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) < 1e-12
+    assert (sum(result["handed_on"] for result in results) > 0) == (job.ranks_per_node < 4)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
@@ -457,6 +463,16 @@ def let_copies_decay() -> None:
     ReplicaSync.refresh = decayed
 
 
+def hand_nothing_on() -> None:
+    post = ReplicaSync._post_weights
+
+    def forgetful(self, layer):
+        post(self, layer)
+        self._to_hand_on.clear()
+
+    ReplicaSync._post_weights = forgetful
+
+
 def split_anew_in_recompute() -> None:
     from eplb_runtime.routing.splitter import BatchSplitter
 
@@ -479,10 +495,12 @@ def split_anew_in_recompute() -> None:
         miss_a_refresh,
         count_copies_in_the_norm,
         let_copies_decay,
+        hand_nothing_on,
     ],
 )
 def test_control_a_broken_rule_is_noticed(without: list[dict], damage: Callable[[], None]) -> None:
-    results = run_ranks(4, train, Job(replica_slots=1, damage=damage))
+    nodes = {"replica_slots": 2, "ranks_per_node": 2} if damage is hand_nothing_on else {"replica_slots": 1}
+    results = run_ranks(4, train, Job(**nodes, damage=damage))
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) > 1e-9
 
