@@ -91,10 +91,7 @@ class Placement:
             PlacementError: ``num_ranks`` does not divide ``num_experts``.
         """
         if num_ranks < 1 or num_experts % num_ranks:
-            raise PlacementError(
-                f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: "
-                f"choose an EP size that divides {num_experts}"
-            )
+            raise PlacementError(uneven(num_experts, num_ranks))
         homes = num_experts // num_ranks
         row = np.full((num_ranks, homes + replica_slots), EMPTY, dtype=np.int32)
         row[:, :homes] = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, homes)
@@ -446,3 +443,14 @@ def _frozen_copy(values: ArrayLike, name: str) -> IntArray:
 def _read_only(array: NDArray[np.int32]) -> IntArray:
     array.setflags(write=False)
     return array
+
+
+def uneven(num_experts: int, num_ranks: int) -> str:
+    """What is said where ranks do not divide the experts: with the nearest sizes that do."""
+    sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+    fewer, more = ([size for size in sizes if (size < num_ranks) == below] for below in (True, False))
+    nearest = [f"with {size} of them" for size in fewer[-1:]] + [f"with {size}" for size in more[:1]]
+    return (
+        f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: go on {' or '.join(nearest)} "
+        f"(EP sizes that divide {num_experts})"
+    )

@@ -17,7 +17,7 @@ from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import local, why_not_rows, why_not_slices
 from ..gradients.division import has_gradient_hooks
-from ..placement import Placement, PlacementError
+from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Stage, spread_of
@@ -294,9 +294,7 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
 def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placement:
     ranks = job.ep_size
     if experts % ranks:
-        raise AttachError(
-            f"{experts} experts cannot be spread evenly over {ranks} ranks: choose an EP size that divides {experts}"
-        )
+        raise AttachError(uneven(experts, ranks))
     if config.replica_slots > experts - experts // ranks:
         raise AttachError(
             f"replica_slots={config.replica_slots}: a rank has only {experts - experts // ranks} experts of other "

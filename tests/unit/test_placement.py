@@ -130,7 +130,9 @@ def test_a_job_starts_in_logical_order_with_empty_replica_slots(
 
 @pytest.mark.parametrize("ranks", [3, 0, -1])
 def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: int) -> None:
-    assert f"8 experts cannot be spread evenly over {ranks} ranks" in refusal(lambda: Placement.initial(1, 8, ranks))
+    said = refusal(lambda: Placement.initial(1, 8, ranks))
+    assert f"8 experts cannot be spread evenly over {ranks} ranks: go on with" in said
+    assert ("with 2 of them or with 4 (" in said) == (ranks == 3)
 
 
 # -- derived maps ----------------------------------------------------------------------------------------------------
