@@ -26,6 +26,9 @@ RANKS_PER_NODE=${RANKS_PER_NODE:-gpu}        # "gpu": one rank a GPU; a number o
 JOB_ID=${JOB_ID:-eplb}                       # tells apart jobs that meet at the same host and port
 WAIT_SECONDS=${WAIT_SECONDS:-600}            # how long hosts wait for each other at the start
 RESTARTS=${RESTARTS:-0}                      # how often to start anew after a failure; the script must resume by itself
+MIN_NODES=${MIN_NODES:-$NODES}               # fewer than NODES: goes on with so many if hosts are lost (not host 0)
+LAST_CALL_SECONDS=${LAST_CALL_SECONDS:-30}   # with MIN_NODES: how long those that are there wait for more
+HOST_LOST_SECONDS=${HOST_LOST_SECONDS:-15}   # a host that says nothing for so long is lost
 INTERFACE=${INTERFACE:-}                     # network interface between the hosts (eth0, bond0), if the default is wrong
 LOCAL_ADDRESS=${LOCAL_ADDRESS:-}             # this host's address on it, if its host name does not lead the others here
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # CPU threads of a rank
@@ -39,10 +42,16 @@ fi
 if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
+nodes=$NODES
+[ "$MIN_NODES" = "$NODES" ] || nodes=$MIN_NODES:$NODES
+# A second life must not find the first one's addresses in the store that torchrun shares with the ranks.
+[ "$RESTARTS" = 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 is_host=$([ "$NODE_INDEX" = 0 ] && echo 1 || echo 0) # host 0 keeps the store where the ranks meet
+conf=is_host=$is_host,join_timeout=$WAIT_SECONDS,read_timeout=$WAIT_SECONDS,last_call_timeout=$LAST_CALL_SECONDS
+conf=$conf,keep_alive_interval=$(((HOST_LOST_SECONDS + 2) / 3)),keep_alive_max_attempt=3
 exec "$PYTHON" -m torch.distributed.run \
-    --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$RESTARTS" \
+    --nnodes "$nodes" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$RESTARTS" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB_ID" \
-    --rdzv-conf "is_host=$is_host,join_timeout=$WAIT_SECONDS,read_timeout=$WAIT_SECONDS" \
+    --rdzv-conf "$conf" \
     ${LOCAL_ADDRESS:+--local-addr "$LOCAL_ADDRESS"} "$@"

@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci/run"])
 OURS = ("NODES", "NODE_INDEX", "HEAD", "PORT", "PYTHON", "RANKS_PER_NODE", "JOB_ID", "INTERFACE", "LOCAL_ADDRESS")
+OURS += ("RESTARTS", "MIN_NODES", "LAST_CALL_SECONDS", "HOST_LOST_SECONDS")
 
 
 def executable(path: Path, text: str) -> Path:
@@ -120,6 +121,25 @@ def test_every_host_starts_torchrun_and_host_0_keeps_the_store(python_that_tells
         assert option(done.stdout, "--rdzv-endpoint") == "head:29400"
         assert option(done.stdout, "--rdzv-conf").startswith(f"is_host={int(index == 0)},")
         assert "--local-addr" not in done.stdout
+
+
+def test_a_launcher_of_an_elastic_job_takes_fewer_hosts(python_that_tells: Path) -> None:
+    done = run(
+        "launch/multi_node.sh",
+        ["job.py"],
+        NODES="4",
+        NODE_INDEX="1",
+        HEAD="head",
+        RESTARTS="3",
+        MIN_NODES="1",
+        HOST_LOST_SECONDS="60",
+        PYTHON=str(python_that_tells),
+    )
+    assert done.returncode == 0, done.stderr
+    assert option(done.stdout, "--nnodes") == "1:4"
+    assert option(done.stdout, "--max-restarts") == "3"
+    settings = dict(pair.split("=") for pair in option(done.stdout, "--rdzv-conf").split(","))
+    assert int(settings["keep_alive_interval"]) * int(settings["keep_alive_max_attempt"]) >= 60
 
 
 def test_slurm_starts_one_launcher_a_host(tmp_path: Path, python_that_tells: Path) -> None:

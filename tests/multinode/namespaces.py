@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +59,7 @@ class Cluster:
         self._folder = folder
         self._rate = rate
         self._agents: list[subprocess.Popen[bytes]] = []
+        self._lost: frozenset[int] = frozenset()
 
     def __enter__(self) -> Cluster:
         remove_leftovers()
@@ -86,7 +87,7 @@ class Cluster:
             run(f"ip -n {host} link set lo up")
             run(f"ip -n {host} link set eth0 up")
             if self._rate is not None:
-                run(f"tc -n {host} qdisc add dev eth0 root tbf rate {self._rate} burst 256kb latency 50ms")
+                run(f"tc -n {host} qdisc add dev eth0 root tbf rate {self._rate} burst 512kb latency 50ms")
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
@@ -98,8 +99,8 @@ class Cluster:
     def plug_cable(self, host: int) -> None:
         run(f"ip -n {self._switch} link set cable{host} up")
 
-    def start(self, ranks_per_host: int, script: Path, *arguments: object) -> None:
-        """Start a script on all hosts through ``launch/multi_node.sh``."""
+    def start(self, ranks_per_host: int, script: Path, *arguments: object, **settings: object) -> None:
+        """Start a script on all hosts through ``launch/multi_node.sh``, with further settings of it."""
         for number, host in enumerate(self._hosts):
             environment = {
                 **os.environ,
@@ -111,6 +112,7 @@ class Cluster:
                 "LOCAL_ADDRESS": self.address(number),
                 "PYTHON": sys.executable,
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+                **{name: str(value) for name, value in settings.items()},
             }
             named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{number}"]
             command = ["bash", str(ROOT / "launch/multi_node.sh"), str(script), *map(str, arguments)]
@@ -124,21 +126,22 @@ class Cluster:
                     )
                 )
 
-    def wait(self, seconds: float) -> None:
-        """Until every host's launcher has ended well.
+    def wait(self, seconds: float, lost: Collection[int] = ()) -> None:
+        """Until every host's launcher has ended: well, or, of hosts that are meant to be lost, killed.
 
         Raises:
             AssertionError: one failed or is not done in time; the message holds the ends of all logs.
         """
+        over = self._lost = frozenset(lost)
         self.wait_until(lambda: all(agent.poll() is not None for agent in self._agents), "the job ends", seconds)
         codes = [agent.returncode for agent in self._agents]
-        assert not any(codes), f"exit status by host: {codes}\n{self._logs()}"
+        assert all(bool(code) == (host in over) for host, code in enumerate(codes)), f"{codes}\n{self._logs()}"
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         """Until ``condition`` holds; fails when that takes too long or a host's launcher failed."""
         deadline = time.monotonic() + seconds
         while not condition():
-            failed = [agent.returncode for agent in self._agents if agent.poll()]
+            failed = [a.returncode for host, a in enumerate(self._agents) if a.poll() and host not in self._lost]
             assert not failed, f"the job failed before this: {what}\n{self._logs()}"
             assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}\n{self._logs()}"
             time.sleep(0.02)

@@ -1,10 +1,12 @@
-"""Train twice from the same seed over two hosts: rebalanced while somebody cuts a cable, then with experts fixed.
+"""Train from the same seed over two hosts: rebalanced while somebody cuts a cable, then with experts fixed.
 
 The command line names a folder, a transport, and points. At each point (a phase of the migration protocol, one
 rebalance each) every rank writes ``<folder>/<point>.<rank>`` and waits for ``<folder>/cut.<point>``; when it has
 dropped the rebalance it writes ``<folder>/dropped.<point>.<rank>``, and when it has then waited for the others for
-several timeouts ``<folder>/waited.<rank>``. Files, because they need no cable. Ends with
-``<folder>/result.<rank>.json``.
+several timeouts ``<folder>/waited.<rank>``. The point ``beside`` stands for a training of its own, in which experts
+migrate beside the steps: there the thread that carries them waits with some of them on their way, training does not,
+and the rebalance is dropped when that thread has waited for the others in vain. Files, because they need no cable. Ends
+with ``<folder>/result.<rank>.json``.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.engine import Phase
+from eplb_runtime.migration.agreement import Verdict
+from eplb_runtime.migration.engine import Phase, Posted
+from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS, INTERVAL, TIMEOUT_SECONDS = 40, 4, 4.0
+BESIDE = "beside"
 
 
 class CableCutter:
@@ -36,13 +41,25 @@ class CableCutter:
         self._points = points
         self._open: str | None = None
         self._rounds = 0
-        balancer._rebalancer._engine.probe = self._at
+        engine = balancer._rebalancer._engine
+        engine.probe = self._at
+        if points == [BESIDE]:
+            self._vote, engine.vote = engine.vote, self._vote_beside  # type: ignore[method-assign]
         balancer.events.subscribe(self._on_event)
+
+    def _vote_beside(self, posted: Posted, key: str = "") -> Verdict:
+        """On the thread that carries experts: training waits for the other host, too, and hears of it later."""
+        verdict = self._vote(posted, key)
+        if self._open is not None:
+            self._say(f"dropped.{self._open}")
+            self._open = None
+        return verdict
 
     def _at(self, phase: Phase, subject: object) -> None:
         if phase is Phase.PREPARED:
             self._rounds = len(subject.rounds)  # type: ignore[attr-defined]
-        if self._open is not None or not self._points or phase.value != self._points[0]:
+        point = self._points[0].replace(BESIDE, Phase.STAGED.value) if self._points else ""
+        if self._open is not None or phase.value != point:
             return
         if phase is Phase.COMMITTED and self._rounds == 1:
             return  # nothing left to be cut off
@@ -52,7 +69,7 @@ class CableCutter:
             time.sleep(0.01)
 
     def _on_event(self, event: object) -> None:
-        if isinstance(event, RebalanceAborted) and self._open is not None:
+        if isinstance(event, RebalanceAborted) and self._open not in (None, BESIDE):
             self._say(f"dropped.{self._open}")
             self._open = None
             waited = threading.Timer(3 * TIMEOUT_SECONDS, self._say, ["waited"])
@@ -68,7 +85,10 @@ def is_over(step: int, points: list[str], events: EventLog) -> bool:
     paused, resumed = events.of_type(BalancingPaused), events.of_type(BalancingResumed)
     moved = [e.step for e in events.of_type(RebalanceCommitted)]
     since = max((e.step for e in resumed), default=0)
-    return step >= STEPS and not points and len(paused) == len(resumed) and max(moved, default=0) > since
+    over = step >= STEPS and not points and 0 < len(paused) == len(resumed) and max(moved, default=0) > since
+    everywhere = torch.tensor(int(over))
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def train(
@@ -83,12 +103,15 @@ def train(
         dense_gradients="allreduce",
         timeout_seconds=TIMEOUT_SECONDS,
         transport=transport,
+        overlap=points == [BESIDE],
         staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
     )
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
     balancer = eplb.attach(model, optimizer, config=config)
     dist.barrier()
     balancer._wait_until_compiled()  # a planner that is still being compiled moves nothing
+    if points == [BESIDE]:
+        balancer._plan_with(plan_shuffle)
     CableCutter(folder, points, balancer)
     losses = []
     for step in itertools.count():
@@ -108,16 +131,21 @@ def train(
 def main(folder: Path, transport: str, points: list[str]) -> None:
     dist.init_process_group("gloo")
     logging.basicConfig(level=logging.WARNING)
-    losses, state, balancer = train("incremental", folder, transport, points, None)
-    fixed_losses, fixed, _ = train("static", folder, transport, [], len(losses))
-    carrier = balancer._rebalancer._engine._exchanger._transport
-    result = {
-        "carriers": vars(carrier.choice) if transport == "auto" else transport,
-        "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
-        "committed": [(e.step, e.digest) for e in balancer.events.of_type(RebalanceCommitted)],
-        "same_losses": losses == fixed_losses,
-        "same_state": state.keys() == fixed.keys() and all(torch.equal(fixed[name], state[name]) for name in fixed),
-    }
+    parts = [part for part in ([p for p in points if p != BESIDE], [p for p in points if p == BESIDE]) if part]
+    trained = [train("incremental", folder, transport, list(part), None) for part in parts]
+    result = []
+    for losses, state, balancer in trained:
+        fixed_losses, fixed, _ = train("static", folder, transport, [], len(losses))
+        carrier = balancer._rebalancer._engine._exchanger._transport
+        said = {
+            "carriers": vars(carrier.choice) if transport == "auto" else transport,
+            "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
+            "resumed": [e.step for e in balancer.events.of_type(BalancingResumed)],
+            "committed": [(e.step, e.digest) for e in balancer.events.of_type(RebalanceCommitted)],
+            "same_losses": losses == fixed_losses,
+            "same_state": state.keys() == fixed.keys() and all(torch.equal(fixed[name], state[name]) for name in fixed),
+        }
+        result.append(said)
     (folder / f"result.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
