@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,20 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, str(FOLDER / name), *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")
+def test_ray_train_runs_the_example(tmp_path: Path) -> None:
+    said = []
+    for options in ([], ["--static"]):
+        command = [str(FOLDER / "ray_train.py"), "--steps", "8", "--output", str(tmp_path), *options]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        lines = set(re.findall(r"rank (\d): loss (\S+) after 8 steps, (\d+) experts moved", output))
+        said.append({int(rank): (loss, int(moved)) for rank, loss, moved in lines})
+    balanced, static = said
+    assert balanced.keys() == static.keys() == {0, 1}
+    for rank, (loss, moved) in balanced.items():
+        assert moved > 0 == static[rank][1]
+        assert loss == static[rank][0], "not bit-identical"
