@@ -85,8 +85,13 @@ def name_of_job(store: dist.Store, ranks: Sequence[int], rank: int) -> str:
 
     The launcher counts the lives of a job that fails and starts anew; its store may outlive them. Within one life each
     rank counts, in the store, how often it came with these very ranks.
+
+    Each host's launcher counts for itself, and one that only follows the others counts nothing. Where every life has a
+    store of its own, as it must when hosts come and go, lives need no number.
     """
-    life = launcher_environment().get("TORCHELASTIC_RESTART_COUNT", "0")
+    environment = launcher_environment()
+    own_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+    life = "0" if own_store else environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     together = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=8).hexdigest()
     base = f"eplb_runtime/life {life}/{together}"
     number = int(store.add(f"{base}/made by {rank}", 1))

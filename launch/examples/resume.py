@@ -95,7 +95,7 @@ def train(args: argparse.Namespace, life: int, ranks: int, working: dist.Process
 
     losses = {}
     for step in range(first + 1, args.steps + 1):
-        if step == args.die_at and life == 0 and dist.get_rank() == ranks - 1:
+        if step == args.die_at and life == 0 == first and dist.get_rank() == ranks - 1:
             if args.with_torchrun:
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -82,3 +82,14 @@ def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch
             names.append(here[0])
         names.append(name_of_job(store, (0, 2), 0))
     assert len(set(names)) == 6
+
+
+def test_hosts_that_count_lives_differently_find_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an elastic job: a launcher that follows the others into a new life does not count it."""
+    for own_store, names in (("False", 1), ("True", 2)):
+        store, said = dist.HashStore(), set()
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", own_store)
+        for rank, life in enumerate(("2", "1")):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
+            said.add(name_of_job(store, (0, 1), rank))
+        assert len(said) == names
