@@ -20,6 +20,7 @@ from eplb_runtime import background
 from eplb_runtime.background import BackgroundMigration
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationEngine, Phase
+from eplb_runtime.migration.transports import nixl_agent
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 RANKS, EXPERTS, LAYERS = 3, 6, 3
@@ -223,6 +224,55 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
     assert first["quiet"] and first["state"] and first["decided now"]
     assert first["paused so far"] == 0 and first["lost"]
     assert not first["written"]
+
+
+def what_other_carriers_make_of_it(rank: int, transports: list[str]) -> dict[str, dict[str, Any]]:
+    """A job over each of them, with a fault at each point of the protocol; then the same steps without migrations."""
+    said: dict[str, dict[str, Any]] = {}
+    for transport in transports:
+        job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000)
+        heard = said[transport] = {}
+        for where, who, fault in (
+            (Phase.PREPARED, 1, fail),
+            (Phase.STAGED, 2, flip_a_bit),
+            (Phase.STAGED, 0, fail),
+            (Phase.VERIFIED, 2, fail),
+        ):
+            job.until(RebalanceCommitted)
+            with at(job, who, where, fault):
+                heard[f"{where.value} {who}"] = job.until(RebalanceAborted).cause
+        job.until(RebalanceCommitted)
+        with late_in(job, layer=1):
+            late = job.background.late_rounds
+            while job.background.late_rounds < late + 1:
+                job.step()
+        job.until(RebalanceCommitted)
+        heard["paused"] = len(job.balancer.events.of_type(BalancingPaused))
+        carrier = job.engine._exchanger._transport
+        with at(job, 0, Phase.STAGED, lambda staged, carrier=carrier: carrier.close()):
+            heard["closed"] = bool(job.until(BalancingPaused).cause)
+        job.until(BalancingResumed, most=2000)
+        job.until(RebalanceCommitted)
+        still = Job(rank, overlap=False)
+        while still.steps < job.steps:
+            still.step()
+        heard["same"] = job.losses == still.losses and same(job.state(), still.state())
+        heard["digest"] = job.balancer.placement.digest()
+        for each in (job, still):
+            each.balancer.close()
+    return said
+
+
+def test_so_it_is_with_other_carriers() -> None:
+    transports = ["shm"] if nixl_agent.missing() else ["shm", "nixl"]
+    results = run_ranks(RANKS, what_other_carriers_make_of_it, transports)
+    for transport in transports:
+        first = results[0][transport]
+        assert "rank 1" in first["prepared 1"] and "checksum" in first["staged 2"]
+        assert "rank 0" in first["staged 0"] and "rank 2" in first["verified 2"]
+        assert first["paused"] == 0 and first["closed"]
+        assert all(result[transport]["same"] for result in results)
+        assert len({result[transport]["digest"] for result in results}) == 1
 
 
 def with_copies(rank: int, overlap: bool, shared: bool) -> dict[str, Any]:
