@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ import torch.distributed as dist
 
 from ..dispatch.all_to_all import AllToAll
 from ..dispatch.base import Dispatcher
+from ..launching import launcher_environment
+from ..topology import Topology
+from . import dispatch_ways
 
 TOKENS = (256, 2048)
 
 
 def run(
-    device: torch.device, repeats: int = 20, tokens: tuple[int, ...] = TOKENS, hidden: int = 512, top_k: int = 4
+    device: torch.device,
+    repeats: int = 20,
+    tokens: tuple[int, ...] = TOKENS,
+    hidden: int = 512,
+    top_k: int = 4,
+    ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
     """Dispatch and combine with experts that do nothing; choices are even, four slots a rank. Collective.
 
@@ -28,11 +37,12 @@ def run(
         device: of this rank.
         repeats: the two ways take turns; a repeat takes as long as its slowest rank, the median counts.
         tokens: of each rank; a row for each.
+        ranks_per_node: what is taken for a node by `dispatch_ways`, which see; None: what the launcher says.
 
     Returns:
         JSON-able; ``"dispatch"`` rows have ``pass`` (``"forward"``, or ``"forward + backward"``), ``tokens``, ``mib``
         (a row for each choice of a rank, both ways), ``ms``, ``all_to_all_ms`` and ``ratio`` (1: no slower than these
-        rows themselves).
+        rows themselves). Besides what `dispatch_ways.run` returns, with the fewest tokens.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -42,7 +52,12 @@ def run(
         for count in tokens
         for backward in (False, True)
     ]
-    return {"ranks": group.size(), "device": device.type, "hidden": hidden, "top_k": top_k, "dispatch": rows}
+    sizes = {"ranks": group.size(), "device": device.type, "hidden": hidden, "top_k": top_k}
+    topology = Topology.from_launcher(launcher_environment(), group.size())
+    if ranks_per_node is not None:
+        topology = Topology(group.size(), ranks_per_node)
+    timed = partial(slowest_rank_ms, repeats=repeats, group=group, device=device)
+    return {**sizes, "dispatch": rows, **dispatch_ways.run(timed, device, topology, min(tokens), hidden)}
 
 
 def _row(

@@ -93,6 +93,8 @@ def _add_on_ranks(benches: Any, what: str) -> None:
     add = adder(command)
     add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
     add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+    if what == "dispatch":
+        add("--ranks-per-node", "G", positive, "ranks taken for a node (default: those of this machine)")
     if what == "train":
         add(
             "--width",
@@ -250,20 +252,26 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         require_extra("transformers", f"bench {arguments.what}")
     from importlib import import_module
 
-    from ..launching import is_first, launched, process_group, start_ranks
+    from ..launching import is_first, launched, launcher_environment, process_group, start_ranks
 
     brief = "brief" in arguments and arguments.brief
+    per_node = arguments.ranks_per_node if "ranks_per_node" in arguments else None
+    ranks = int(launcher_environment()["WORLD_SIZE"]) if launched() else arguments.ranks
+    if per_node and ranks % per_node:
+        raise InputError(f"--ranks-per-node {per_node} does not divide {ranks} ranks")
     if brief and arguments.profile:
         raise InputError("--profile goes without --brief")
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
         options += ["--brief"] if brief else []
+        options += ["--ranks-per-node", str(per_node)] if per_node else []
         if "width" in arguments:
             options += ["--width", str(arguments.width)]
             options += ["--profile", str(arguments.profile)] if arguments.profile else []
         return start_ranks(["bench", arguments.what, *options], arguments.ranks)
     sizes = {"width": arguments.width} if "width" in arguments else {}
     sizes |= {"profile": arguments.profile} if sizes and not brief else {}
+    sizes |= {"ranks_per_node": per_node} if per_node else {}
     with process_group("cpu") as device, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and arguments.what in WITH_MODELS:
             sizes["on_progress"] = shown.update

@@ -18,6 +18,7 @@ from eplb_runtime.cli import main
 from eplb_runtime.observe.traces import analyse, compare, traces_in
 
 ROOT = Path(__file__).resolve().parents[2]
+SKEWED = ("skewed", "skewed, balanced")
 
 
 def shell(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
@@ -101,11 +102,19 @@ def test_bench_count_has_the_documented_keys(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_bench_that_needs_ranks_starts_them() -> None:
-    done = shell("bench", "dispatch", "--repeats", "1", "--json")
+    done = shell("bench", "dispatch", "--repeats", "1", "--ranks-per-node", "1", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert (result["ranks"], len(result["dispatch"])) == (2, 4)
     assert set(result["dispatch"][0]) == {"pass", "tokens", "mib", "ms", "all_to_all_ms", "ratio"}
+    assert (result["experts"], result["ranks_per_node"]) == (64, 1)
+    ways = [("all_to_all", "logical"), ("hierarchical", "logical"), ("hierarchical", "by_rank")]
+    assert [(row["dispatch"], row["order"]) for row in result["ways"]] == ways * 6
+    times = {f"{call}_{what}" for call in ("dispatch", "combine") for what in ("ms", "gbps")}
+    assert set(result["ways"][0]) == {"dispatch", "order", "routing", "load", "imbalance", *times}
+    skewed, balanced = [[r["imbalance"] for r in result["ways"] if r["load"] == load] for load in SKEWED]
+    assert all(after < 1.01 < before for before, after in zip(skewed, balanced, strict=True))
+    assert {row["dispatch"] for row in result["left_out"]} == {"deepep", "deepep_elastic"}
 
 
 def migrate(rank: int) -> dict:

@@ -1,0 +1,147 @@
+"""The tables of DeepEP's announcement for what is there: every dispatcher that these ranks can have, forward only.
+
+Eight experts a token, of all or of four of eight groups, as DeepSeek-V3 routes; load even, skewed, and skewed with
+homes moved by the planner. Bandwidth is counted as DeepEP's own test counts it, the same for all: a row for each token
+that visits the busiest rank, over the time of the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import lcm
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DISPATCHES, BalancerConfig
+from ..dispatch import choose_together, maker
+from ..dispatch.base import Dispatched, Dispatcher
+from ..placement import Placement
+from ..planner import plan
+from ..topology import Topology
+
+TOP_K, GROUPS, TOP_GROUPS = 8, 8, 4
+LEAST_EXPERTS = 64
+SKEW = 1.0
+"""Standard deviation of the logarithm of how much experts are liked."""
+Timed = Callable[[list[Callable[[], object]]], list[float]]
+
+
+def run(timed: Timed, device: torch.device, topology: Topology, tokens: int, hidden: int) -> dict[str, Any]:
+    """Collective over all ranks.
+
+    Args:
+        timed: milliseconds of each way, the slowest rank's.
+        topology: which ranks are taken for a node.
+        tokens: of each rank.
+        hidden: D, in bfloat16.
+
+    Returns:
+        JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``routing``, ``load``, ``imbalance`` (of choices over
+        ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second of the busiest
+        rank); and ``"left_out"``: what these ranks cannot have, and why.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = topology.num_ranks
+    slots = lcm(ranks, GROUPS) * -(-LEAST_EXPERTS // lcm(ranks, GROUPS)) // ranks
+    ways, left_out = _ways(group, device, topology, slots)
+    rows = []
+    for routing in ("free", f"{TOP_GROUPS} of {GROUPS} groups"):
+        for load in ("even", "skewed", "skewed, balanced"):
+            ids_TK = _choices(tokens, ranks * slots, routing != "free", 0.0 if load == "even" else SKEW).to(device)
+            home_E = _homes(ids_TK, topology, slots, load == "skewed, balanced").to(device)
+            rows += _rows(ways, timed, home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
+    return {"experts": ranks * slots, "ranks_per_node": topology.ranks_per_node, "ways": rows, "left_out": left_out}
+
+
+def _ways(
+    group: dist.ProcessGroup, device: torch.device, topology: Topology, slots: int
+) -> tuple[dict[tuple[str, str], Dispatcher], list[dict[str, str]]]:
+    made: dict[tuple[str, str], Dispatcher] = {}
+    left_out = []
+    for name in DISPATCHES:
+        if name == "auto":
+            continue
+        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device)
+        if choice.problem:
+            left_out.append({"dispatch": name, "why": choice.problem})
+            continue
+        made[name, "logical"] = maker(BalancerConfig(dispatch=name), choice, topology)(group, slots)
+        if name != "all_to_all":
+            by_rank = BalancerConfig(dispatch=name, combine_order="by_rank")
+            made[name, "by_rank"] = maker(by_rank, choice, topology)(group, slots)
+    return made, left_out
+
+
+def _rows(
+    ways: dict[tuple[str, str], Dispatcher],
+    timed: Timed,
+    slots_TK: Tensor,
+    slots: int,
+    hidden: int,
+    named: dict[str, str],
+) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    hidden_TD = torch.randn(slots_TK.shape[0], hidden, generator=generator).to(slots_TK.device, torch.bfloat16)
+    weights_TK = torch.full(slots_TK.shape, 1 / TOP_K, device=slots_TK.device)
+    of_rank_TK = slots_TK // slots
+    choices_R = torch.bincount(of_rank_TK.reshape(-1).cpu(), minlength=dist.get_world_size())
+    visits_TR = torch.zeros(slots_TK.shape[0], len(choices_R)).scatter_(1, of_rank_TK.cpu(), 1.0)
+    both = torch.stack([choices_R.double(), visits_TR.sum(dim=0).double()]).to(slots_TK.device)
+    dist.all_reduce(both)
+    busiest_bytes = both[1].max().item() * hidden_TD[0].nbytes
+    arrived: dict[tuple[str, str], Dispatched] = {}
+
+    def there(way: tuple[str, str]) -> None:
+        arrived[way] = ways[way].dispatch(hidden_TD, slots_TK, weights_TK)
+
+    def back(way: tuple[str, str]) -> None:
+        ways[way].combine(arrived[way].rows_MD, arrived[way].handle)
+
+    calls: list[Callable[[], object]] = []
+    for way in ways:
+        calls += [lambda way=way: there(way), lambda way=way: back(way)]  # type: ignore[misc]
+    with torch.no_grad():
+        ms = timed(calls)
+    return [
+        {
+            "dispatch": name,
+            "order": order,
+            **named,
+            "imbalance": (both[0].max() / both[0].mean()).item(),
+            "dispatch_ms": dispatch_ms,
+            "dispatch_gbps": busiest_bytes / dispatch_ms / 1e6,
+            "combine_ms": combine_ms,
+            "combine_gbps": busiest_bytes / combine_ms / 1e6,
+        }
+        for (name, order), dispatch_ms, combine_ms in zip(ways, ms[::2], ms[1::2], strict=True)
+    ]
+
+
+def _choices(tokens: int, experts: int, group_limited: bool, skew: float) -> Tensor:
+    """int64 ``[T, K]`` logical ids, other ones on each rank; which experts are liked is the same everywhere."""
+    liked_E = torch.randn(experts, generator=torch.Generator().manual_seed(1)) * skew
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())
+    score_TE = liked_E - torch.rand(tokens, experts, generator=generator).log().neg().log()
+    if group_limited:
+        # A group is as good as its two best experts.
+        of_group_TG = score_TE.view(tokens, GROUPS, -1).topk(2, dim=2).values.sum(dim=2)
+        taken_TG = torch.zeros(tokens, GROUPS).scatter_(1, of_group_TG.topk(TOP_GROUPS, dim=1).indices, 1.0)
+        score_TE = score_TE.masked_fill(taken_TG.repeat_interleave(experts // GROUPS, dim=1) == 0, -torch.inf)
+    return score_TE.topk(TOP_K, dim=1).indices
+
+
+def _homes(ids_TK: Tensor, topology: Topology, slots: int, balanced: bool) -> Tensor:
+    """int64 ``[E]``: the slot of each expert, in logical order or as planned for this very load."""
+    experts = topology.num_ranks * slots
+    load_E = torch.bincount(ids_TK.reshape(-1).cpu(), minlength=experts).to(ids_TK.device)
+    dist.all_reduce(load_E)
+    placement = Placement.initial(1, experts, topology.num_ranks)
+    if balanced:
+        load_LE = load_E.cpu().numpy()[None]
+        placement = plan(load_LE, topology, slots_per_rank=slots, current=placement, gate="off").placement
+    return torch.from_numpy(placement.require_homes()[0].astype(np.int64))
