@@ -93,7 +93,8 @@ class ReplicaSync:
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
         self._to_hand_on: dict[int, list[dist.P2POp]] = {}
         self._fetched: int | None = None
-        self._sent: tuple[int, list[dist.Work]] | None = None
+        self._sent: tuple[int, _Links, list[dist.Work]] | None = None
+        self._held: dict[int, _Links] = {}
         self._deferring = False
         self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
@@ -278,7 +279,9 @@ class ReplicaSync:
         self._finish()
         hold = self._banks[layer].is_sliced or (self._deferring and not self.shared)
         self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
-        if not hold:
+        if hold:
+            self._held[layer] = self._links[layer]
+        else:
             self._send(layer)
         if self._handed_over:
             return
@@ -311,7 +314,7 @@ class ReplicaSync:
     def abandon(self) -> None:
         """A forward in training begins: what a backward pass that never ended has under way is of no use any more."""
         sent, self._sent = self._sent, None
-        for work in sent[1] if sent is not None else ():
+        for work in sent[2] if sent is not None else ():
             work.wait()
 
     def reduce_gradients(self, layers: Collection[int] | None = None) -> None:
@@ -324,19 +327,20 @@ class ReplicaSync:
         self._finish()
 
     def _send(self, layer: int) -> None:
-        self._sent = layer, _post(self._links[layer].gradients)
+        # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
+        links = self._held.pop(layer, self._links[layer])
+        self._sent = layer, links, _post(links.gradients)
 
     def _finish(self) -> None:
         """Add what has been on its way to the homes' gradients; the rows that it left from are free then."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        layer, works = sent
+        layer, links, works = sent
         with phase("gradients of copies", "B", layer):
             for work in works:
                 work.wait()
-            bank, links = self._banks[layer], self._links[layer]
-            self._add_to_homes(links.lent, bank.trained(), links.arrivals)
+            self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
 
     @torch.no_grad()
     def _add_to_homes(

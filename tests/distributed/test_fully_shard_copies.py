@@ -40,6 +40,7 @@ class Job:
         options: of ``fully_shard``.
         change: done to the model before anything else.
         between: done before each step.
+        close_early: end balancing between the last backward pass and the optimizer's step.
     """
 
     replica_slots: int = 1
@@ -49,6 +50,7 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
     change: Callable[[nn.Module], None] = nothing
     between: Callable[[nn.Module, torch.optim.Optimizer, int, int], None] = nothing
+    close_early: bool = False
     damage: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -101,6 +103,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         for step in range(STEPS):
             job.between(model, optimizer, rank, step)
             losses.append(0.0)
+            copies = int((balancer.placement.copy_count > 1).sum())
             for part in range(job.micro_batches):
                 last = part == job.micro_batches - 1
                 if "fsdp" in job.holds:
@@ -109,6 +112,8 @@ def train(rank: int, job: Job) -> dict[str, Any]:
                     loss = loss_of(model, rank, step, part, job.micro_batches)
                     loss.backward()
                 losses[-1] += loss.item()
+            if job.close_early and step == STEPS - 1:
+                balancer.close()
             norms.append(balancer.clip_grad_norm_(CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -117,7 +122,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         "norms": norms,
         "state": eplb.logical_state_dict(model, optimizer),
         "committed": len(balancer.events.of_type(RebalanceCommitted)),
-        "copies": int((balancer.placement.copy_count > 1).sum()),
+        "copies": copies,
     }
     balancer.close()
     return result
@@ -213,7 +218,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float6
 UNCUT = (("reshard_after_forward", False),)
 TWO = Job(micro_batches=2)
 RIGHT = {
-    "kept": Job(between=discard),
+    "kept": Job(between=discard, close_early=True),
     "two slots": replace(TWO, replica_slots=2, holds=("fsdp",), options=UNCUT, between=evaluate),
     "held back by both": replace(TWO, holds=("fsdp", "balancer"), change=freeze),
     "shared": replace(TWO, shared=True, holds=("balancer",), change=recompute, between=take_state_anew),
