@@ -138,7 +138,6 @@ def _spread(layers: Sequence[MoELayer], ep_ranks: tuple[int, ...], parallel_dims
 
 _NOT_TRIED = {
     "pp": "pipeline_parallel_degree",
-    "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
 }
@@ -152,7 +151,7 @@ def _refuse(
         if getattr(parallel_dims, name) > 1:
             raise AttachError(
                 f"parallelism.{option}={getattr(parallel_dims, name)}: torchtitan's experts are balanced under "
-                "expert_parallel_degree and data_parallel_shard_degree alone so far"
+                "expert_parallel_degree, data_parallel_shard_degree and tensor_parallel_degree alone so far"
             )
     if not parallel_dims.ep_enabled:
         raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
@@ -170,12 +169,23 @@ def _refuse(
         raise AttachError("replica_slots: copies are not there for torchtitan yet, whose FSDP owns the experts' memory")
     if config.initial_placement is not None:
         raise AttachError("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
+    compiled = [name for name, block in model_parts[0].named_modules() if _is_compiled(block)]
+    if compiled:
+        raise AttachError(
+            f"{compiled[0]} is compiled as one graph, and a batch meets other ranks in the middle of it: leave 'model' "
+            "out of compile.components, or set compile.enable=False"
+        )
     for name, routed in routed_experts(model_parts[0]):
         if type(routed.token_dispatcher) is not AllToAllTokenDispatcher:
             raise AttachError(
                 f"{name} has a {type(routed.token_dispatcher).__name__}, and the balancer carries tokens itself: "
                 "choose the model with moe_comm_backend='standard', and BalancerConfig(dispatch=...)"
             )
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    """Whether torchtitan has compiled a block that has routed experts."""
+    return block._compiled_call_impl is not None and any(True for _ in routed_experts(block))
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
