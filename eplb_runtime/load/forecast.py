@@ -108,6 +108,45 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
     return result
 
 
+def foretell(load: Load, method: str = "auto", ranks: int = 8) -> tuple[Load, Load, Load]:
+    """`forecast` and `scenarios`, where a layer may have had windows without any tokens: they say nothing of where
+    tokens go, and are left out, of that layer alone.
+
+    Args:
+        load: float64 ``[T, L, E]``, oldest first.
+        method, ranks: as for `forecast`.
+
+    Returns:
+        float64 ``[L, E]``, ``[W, L, E]`` and ``[V, L, E]``; a layer that has fewer windows than others has scenarios
+        more than once.
+
+    Raises:
+        ValueError: the method is unknown.
+    """
+    empty_TL: NDArray[np.bool_] = load.max(axis=2) == 0
+    if not empty_TL.any():
+        expected = forecast(load, method, ranks=ranks)
+        return expected, *scenarios(load, expected)
+    left_L = (~empty_TL).sum(axis=0)
+    found = []
+    for left in np.unique(left_L):
+        layers = np.flatnonzero(left_L == left)
+        # Windows with tokens, in their order; of layers without any, one empty one.
+        newest = np.sort(np.argsort(empty_TL[:, layers], axis=0, kind="stable")[: max(int(left), 1)], axis=0)
+        here = np.ascontiguousarray(np.take_along_axis(load[:, layers], newest[:, :, None], axis=0))
+        expected = forecast(here, method, ranks=ranks)
+        found.append((layers, expected, *scenarios(here, expected)))
+    result = np.empty(load.shape[1:])
+    may_come = np.empty((max(len(one[2]) for one in found), *load.shape[1:]))
+    mixes = np.empty((max(len(one[3]) for one in found), *load.shape[1:]))
+    for layers, expected, seen, mixed in found:
+        result[layers] = expected
+        may_come[:, layers] = seen[np.arange(len(may_come)) % len(seen)]
+        again = mixed if len(mixed) else seen
+        mixes[:, layers] = again[np.arange(len(mixes)) % len(again)]
+    return result, may_come, mixes
+
+
 def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
     """float64 ``[L, E]``: by the average or trend that would have balanced each layer's past best.
 

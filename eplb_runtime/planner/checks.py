@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..placement import Placement
-from .policies import LAYOUTS, POLICIES
+from .policies import LAYOUTS, OPTIONS, POLICIES
 from .terms import Settled
 from .types import PlanError, PlanRequest
 
@@ -15,6 +17,10 @@ KNOWS_SPEEDS = ("incremental", "static")
 KNOWS_ABSENCE = ("free", "incremental")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
+MOST_TOKENS = 1e300
+"""Of all windows; sums of more, and their squares' scale, leave float64, and what cannot be added up looks even."""
+SLOWEST = 1e-3
+"""A rank that is slower beside the fastest is broken, or its number is in another unit."""
 
 
 def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
@@ -24,7 +30,10 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
         PlanError: not numbers, wrong shape, empty, NaN, infinite or negative; the message names the first place.
     """
     try:
-        array = np.asarray(load, dtype=np.float64)
+        array = np.asarray(load)
+        if array.dtype.kind == "c":
+            raise TypeError
+        array = array.astype(np.float64)
     except (TypeError, ValueError):
         raise PlanError(
             f"{name} is not an array of numbers: give [layers, experts] or [windows, layers, experts]"
@@ -41,6 +50,8 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
                 f"{name} of window {window}, layer {layer}, expert {expert} is {array[window, layer, expert]}, {what}: "
                 "give token counts, zero where nothing was counted"
             )
+    if array.max() > MOST_TOKENS / array.size:
+        raise PlanError(f"{name} goes up to {array.max():.3g}, too much to add up: give token counts")
     return array
 
 
@@ -64,8 +75,19 @@ def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float
             raise PlanError("rank_speed: give every rank a number above 0; ranks that are gone stand in available=")
         if policy not in KNOWS_SPEEDS and (speed_R != speed_R[0]).any():
             raise PlanError(f"policy {policy!r} takes all ranks for equally fast: choose incremental for rank_speed")
+        if speed_R.min() < SLOWEST * speed_R.max():
+            raise PlanError(
+                f"rank_speed: {speed_R.min():g} beside {speed_R.max():g}: a rank that is {1 / SLOWEST:g} times slower "
+                "is broken, or measured in another unit; ranks that are gone stand in available="
+            )
         speed_R = None if (speed_R == speed_R[0]).all() else speed_R / speed_R.max()
-    if settled.available is None or (there_R := _one_a_rank(settled.available, "available", ranks).astype(bool)).all():
+    if settled.available is None:
+        return speed_R
+    given_R = _one_a_rank(settled.available, "available", ranks)
+    there_R = given_R.astype(bool)
+    if (there_R != given_R).any():
+        raise PlanError("available: give True or False for each rank; how fast ranks are stands in rank_speed=")
+    if there_R.all():
         return speed_R
     if not there_R.any():
         raise PlanError("available: no rank is left to plan for")
@@ -90,6 +112,29 @@ def check_gate(settled: Settled, current: Placement | None) -> None:
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
     if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
+
+
+def check_whole(settled: Settled, slots_per_rank: object) -> None:
+    """What is counted is a whole number: with nan no limit holds, and half a move means another thing to each reader."""
+    numbers = {
+        "slots_per_rank": slots_per_rank,
+        "groups": settled.groups,
+        "max_moves": settled.max_moves,
+        "max_bytes": settled.max_bytes,
+    }
+    for name, value in numbers.items():
+        if value is None and name.startswith("max_"):
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise PlanError(f"{name}={value!r}: give a whole number")
+
+
+def check_options(settled: Settled) -> None:
+    """A setting that no policy looks at would be a mistake that nobody sees."""
+    known = {option for options in OPTIONS.values() for option in options}
+    for name in settled.options or {}:
+        if name not in known:
+            raise PlanError(f"options: no policy has {name!r}; there are: {', '.join(sorted(known))}")
 
 
 def check_sizes(

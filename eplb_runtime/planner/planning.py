@@ -14,7 +14,16 @@ from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
 from .available import lost_experts, on_the_ranks_left, without_gone_ranks
-from .checks import check_gate, check_shapes, check_sizes, checked_layout, checked_load, checked_speed
+from .checks import (
+    check_gate,
+    check_options,
+    check_shapes,
+    check_sizes,
+    check_whole,
+    checked_layout,
+    checked_load,
+    checked_speed,
+)
 from .cost import HYSTERESIS
 from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
@@ -84,6 +93,8 @@ def plan(
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
     check_gate(settled, current)
+    check_whole(settled, slots_per_rank)
+    check_options(settled)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
@@ -145,10 +156,9 @@ def _load_to_come(
         known = coarsen(known)
         return known.mean(axis=0), known, known[:0]
     try:
-        expected = forecasts.forecast(windows, settled.forecast, ranks=ranks)
+        return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    return expected, *forecasts.scenarios(windows, expected)
 
 
 def _on_fewer_ranks(request: PlanRequest, policy: str, settled: Settled, began: float) -> Plan:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..placement import PlacementError
 from .drop_in import rebalance_experts
 from .types import PlanError
 
@@ -50,7 +51,7 @@ def vllm(
         return rebalance_experts(
             weight, num_replicas, num_groups, num_nodes, num_ranks, policy=policy, current=current
         )[0]
-    except PlanError as error:
+    except (PlanError, PlacementError) as error:
         raise AssertionError(str(error)) from None
 
 

@@ -29,3 +29,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "incremental": ("home",),
 }
 """The layouts each policy plans; the first is its default."""
+
+OPTIONS: dict[str, tuple[str, ...]] = {"hierarchical": ("spilled_experts", "global_above")}
+"""What ``options`` may hold, by policy."""

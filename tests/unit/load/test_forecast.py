@@ -9,6 +9,7 @@ from eplb_runtime.load.forecast import (
     coarsen,
     exponential_average,
     forecast,
+    foretell,
     is_restless,
     last_change,
     past_imbalance,
@@ -123,3 +124,23 @@ def test_a_long_history_is_merged_into_means_that_keep_the_newest() -> None:
     merged = coarsen(load)
     assert len(merged) <= 64
     assert merged[-1, 0, 0] == pytest.approx(np.mean([127, 128, 129]))
+
+
+def test_windows_without_tokens_say_nothing() -> None:
+    """A layer that some windows do not reach is foretold as if they had not been; the others have them all."""
+    generator = np.random.default_rng(5)
+    load = generator.poisson(200 * generator.lognormal(0, 0.5, 16), (8, 3, 16)).astype(np.float64)
+    load[[2, 5], 1] = 0
+    load[:, 2] = 0
+    expected, seen, mixes = foretell(load)
+    reached = load[[0, 1, 3, 4, 6, 7], 1:2]
+    alone = foretell(reached)
+    assert np.array_equal(expected[1:2], alone[0]) and np.array_equal(seen[:6, 1:2], alone[1])
+    assert np.array_equal(mixes[:, 1:2], alone[2]) and (seen[:, :2].sum(axis=2) > 0).all()
+    whole = foretell(load[:, :1])
+    assert all(
+        np.array_equal(one[..., :1, :], other) for one, other in zip((expected, seen, mixes), whole, strict=True)
+    )
+    assert not expected[2].any() and not seen[:, 2].any()
+    gaps = np.concatenate([reached, np.zeros_like(reached)])
+    assert all(np.array_equal(one, other) for one, other in zip(foretell(gaps), alone, strict=True))

@@ -82,3 +82,23 @@ def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
     with pytest.raises(PlanError, match=says) as caught:
         plan(load, Topology(2), slots_per_rank=2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
+        ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
+        ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
+        ({"options": {"spilled": 1}}, "options: no policy has 'spilled'"),
+        ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
+        ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
+        ({"rank_speed": [1e-9, 1, 1, 1]}, "rank_speed: 1e-09 beside 1"),
+        ({"available": [0.5, 1, 1, 1]}, "available: give True or False"),
+        ({"available": [float("nan"), 1, 1, 1]}, "available: give True or False"),
+    ],
+)
+def test_a_number_that_would_mean_something_else_is_refused(asked: dict, says: str) -> None:
+    question = {"load": np.ones((1, 8)), "slots_per_rank": 2, "current": Placement.initial(1, 8, 4), **asked}
+    with pytest.raises(PlanError, match=says):
+        plan(question.pop("load"), Topology(4), **question)

@@ -60,3 +60,8 @@ def test_vllm_ascend_gets_a_table_in_which_who_stays_keeps_the_slot() -> None:
     assert again == 0 and torch.equal(torch.tensor(same), made)
     windows = torch.stack([work, work])
     assert serving.vllm_ascend(None, table, windows)[2] == new
+
+
+def test_vllm_gets_the_error_it_knows_where_what_stands_is_no_placement() -> None:
+    with pytest.raises(AssertionError, match="expert 1 stands in no slot"):
+        serving.vllm(torch.ones(1, 4), 4, 1, 1, 2, torch.zeros(1, 4, dtype=torch.int64))
