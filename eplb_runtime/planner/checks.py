@@ -115,7 +115,7 @@ def check_gate(settled: Settled, current: Placement | None) -> None:
 
 
 def check_whole(settled: Settled, slots_per_rank: object) -> None:
-    """What is counted is a whole number: with nan no limit holds, and half a move means another thing to each reader."""
+    """What is counted is a whole number: with nan no limit holds, and half a move is one to some, none to others."""
     numbers = {
         "slots_per_rank": slots_per_rank,
         "groups": settled.groups,
