@@ -37,11 +37,11 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
 def test_ray_train_runs_the_example(tmp_path: Path) -> None:
     said = []
     for options in ([], ["--static"]):
-        command = [str(FOLDER / "ray_train.py"), "--steps", "8", "--output", str(tmp_path), *options]
+        command = [str(FOLDER / "ray_train.py"), "--steps", "40", "--output", str(tmp_path), *options]
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
-        lines = set(re.findall(r"rank (\d): loss (\S+) after 8 steps, (\d+) experts moved", output))
+        lines = set(re.findall(r"rank (\d): loss (\S+) after 40 steps, (\d+) experts moved", output))
         said.append({int(rank): (loss, int(moved)) for rank, loss, moved in lines})
     balanced, static = said
     assert balanced.keys() == static.keys() == {0, 1}
