@@ -254,6 +254,13 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
             f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that hold the "
             "same experts and shard_placement_fn=lambda parameter: Shard(1)"
         )
+    state = layer.experts._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
+    groups_of_parameters = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    if any(group.gradient_divide_factor is not None for group in groups_of_parameters):
+        raise AttachError(
+            f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for FSDP's own "
+            "average over EDP; leave it out"
+        )
 
 
 def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:

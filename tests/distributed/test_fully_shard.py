@@ -190,7 +190,9 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     ep_group, said = mesh["ep"].get_group(), []
 
-    def refused(placement: Shard | None, mesh_of: str = "edp", spread: bool = True, **options: object) -> None:
+    def refused(
+        placement: Shard | None, mesh_of: str = "edp", spread: bool = True, divided: bool = False, **options: object
+    ) -> None:
         model = make_model("olmoe", experts=EXPERTS)
         if spread:
             eplb.shard_experts(model, ep_group=ep_group)
@@ -199,6 +201,8 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
                 fully_shard(
                     layer.mlp.experts, mesh=mesh[mesh_of], shard_placement_fn=lambda parameter, at=placement: at
                 )
+        if divided:
+            model.model.layers[0].mlp.experts.set_gradient_divide_factor(1.0)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(AttachError) as error:
@@ -209,6 +213,7 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
     refused(Shard(1), mesh_of="ep")
     refused(None)
     refused(Shard(1), spread=False)
+    refused(Shard(1), divided=True)
     refused(Shard(1), dense_gradients="allreduce")
     twice = make_model("olmoe", experts=EXPERTS)
     eplb.shard_experts(twice, ep_group=ep_group)
@@ -225,6 +230,7 @@ def test_other_ways_to_shard_are_refused_with_the_way_that_works() -> None:
         "hold the same experts: call fully_shard on the experts module itself",
         "call fully_shard on the experts module itself",
         "call eplb_runtime.shard_experts(model) first",
+        "set_gradient_divide_factor was called",
         "leave dense_gradients='host'",
         "shard_experts is called once",
         "give both the same config and ep_group",
