@@ -84,6 +84,7 @@ def _simulation(source: Path) -> dict[str, Any]:
         windows = found["windows"]
         policies = [_policy(summary, windows) for summary in found["policies"]]
         first = min(int(window["window"]) for window in windows)
+        json.dumps(policies, allow_nan=False)  # a browser knows no numbers that are none
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileError(
             f"{source}: neither the folder of a run nor what `eplb-runtime simulate -o FILE.json` writes "

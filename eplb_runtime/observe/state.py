@@ -150,7 +150,7 @@ class RunState:
         load, rank_load = _array(record, "load", layers, experts), record["rank_load"]
         imbalance = np.array(record["imbalance"], dtype=np.float64).reshape(-1, layers)
         at_start = np.array(record["imbalance_start"], dtype=np.float64).reshape(-1, layers)
-        steps, seconds = int(record["steps"]), float(record["step_seconds"])
+        steps, seconds = int(record["steps"]), _seconds(record["step_seconds"])
         if rank_load.shape != (2, layers, ranks) or not (np.isfinite(imbalance).all() and np.isfinite(at_start).all()):
             raise ValueError("a load of another job")
         self.measured = {
@@ -190,9 +190,10 @@ class RunState:
         by_layer = record.get("by_layer")
         if by_layer is not None:
             by_layer = np.array(by_layer, dtype=np.float64).reshape(3, self.job["layers"])
+        plan_seconds = _seconds(record["plan_seconds"])
         self.planned = {**row, "by_layer": by_layer}
         self.decided[record["decision"], kind] += 1
-        self.phase_seconds["plan"] += float(record["plan_seconds"])
+        self.phase_seconds["plan"] += plan_seconds
         self.decisions.append({**row, "step": int(record["step"]), "time": float(record["time"]), "outcome": "stay"})
         if record["decision"] == "rebalance":
             self.decisions[-1]["outcome"] = "under way"
@@ -204,6 +205,8 @@ class RunState:
             self.job["ranks_per_node"],
         )
         placement = _array(record, "placement", layers, slots)
+        pause = _seconds(record["pause_seconds"])
+        phases = {name: _seconds(value) for name, value in record["phase_seconds"].items() if name in _PHASES}
         transfers = record["transfers"][0]
         layer, _, source, destination = transfers.T
         nbytes = np.array([*record["expert_bytes"], *[0] * layers], dtype=np.int64)[layer]
@@ -212,10 +215,8 @@ class RunState:
         for number, name in enumerate(LINKS):
             self.moved_experts[name] += int((link == number).sum())
             self.moved_bytes[name] += int(nbytes[link == number].sum())
-        pause = float(record["pause_seconds"])
-        for name, seconds in record["phase_seconds"].items():
-            if name in _PHASES:
-                self.phase_seconds[name] += float(seconds)
+        for name, seconds in phases.items():
+            self.phase_seconds[name] += seconds
         self.pause_seconds += pause
         self.rebalances += 1
         self.placement_before, self.placement, self.placed_at = self.placement, placement, int(record["step"])
@@ -337,6 +338,14 @@ def _kind(text: object, known: Iterable[tuple[str, str]]) -> str:
     """One of a few words for a sentence: labels of metrics must stay few."""
     lowered = str(text).lower()
     return next((word for begins, word in known if begins in lowered), "other")
+
+
+def _seconds(value: Any) -> float:
+    """One that is not a number would stay in a sum for ever, and a negative one would make it fall."""
+    seconds = float(value)
+    if not 0.0 <= seconds < np.inf:
+        raise ValueError(f"{value} seconds")
+    return seconds
 
 
 def _array(record: Record, name: str, rows: int, columns: int) -> NDArray[np.int64]:

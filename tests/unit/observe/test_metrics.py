@@ -161,6 +161,14 @@ def test_a_record_that_contradicts_the_job_is_left_out() -> None:
     assert state_of([record for record in whole if record["event"] != "JobAttached"])[1] > 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -5.0])
+def test_seconds_that_are_none_do_not_stay_in_the_totals(bad: float) -> None:
+    whole = records(3, with_troubles=False)
+    names = {"pause_seconds", "plan_seconds", "step_seconds"}
+    broken = [{**record, **dict.fromkeys(names & record.keys(), bad)} for record in whole[1:]]
+    assert state_of(broken)[1] and values(state_of([*whole, *broken])[0]) == values(state_of(whole)[0])
+
+
 def test_prometheus_reads_back_what_stands() -> None:
     client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families

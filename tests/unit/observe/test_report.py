@@ -89,8 +89,15 @@ def test_a_simulation_is_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture
         assert shown["moved_slots"] == sum(window["moved_slots"] for window in own)
 
 
+WINDOW = {"window": 1, "policy": "a", "imbalance_mean": 1.0, "step_seconds": float("nan")}
+WINDOW |= dict.fromkeys(("moved_slots", "bytes_intra_node", "bytes_inter_node"), 0)
+POLICY = {"policy": "a", "imbalance": {"mean": 1.0, "max": 1.0}, "balancedness": {"mean": 1.0}}
+NOT_A_NUMBER = {"windows": [WINDOW], "policies": [{**POLICY, "rebalances": 0, "step_seconds": 1.0}]}
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"policies": [], "windows": []}', '{"policies": [1], "windows": 2}']
+    "content",
+    ["", "[]", "{}", '{"policies": [], "windows": []}', '{"policies": [1], "windows": 2}', json.dumps(NOT_A_NUMBER)],
 )
 def test_what_is_no_run_is_refused_in_one_line(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
