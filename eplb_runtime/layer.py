@@ -101,6 +101,7 @@ class ExpertParallelLayer:
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
         self.before(self.index)
+        self._meeting.routes(int(self._table.changes_L[self.index]))
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:

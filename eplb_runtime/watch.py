@@ -27,6 +27,10 @@ _MEND = (
 )
 
 
+_PLACEMENT = 0xFC
+"""Bits of a `Meeting`'s word that tell by which placement tokens go."""
+
+
 class Watch:
     """One rank's.
 
@@ -36,6 +40,7 @@ class Watch:
         timeout_seconds: how long a wait may be before it is said.
 
     Attributes:
+        rank: this one, in the world.
         said: the last warning.
     """
 
@@ -48,7 +53,7 @@ class Watch:
         self._count = 0
         self.said = ""
         self._store = store
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -79,7 +84,7 @@ class Watch:
                 raise
             line = str(error).strip().splitlines()[0]
             raise RuntimeError(
-                f"rank {self._rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
+                f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
             ) from error
         finally:
             del self._waits[thread]
@@ -112,12 +117,12 @@ class Watch:
                 logger.debug("the watch ends: %s", error)
                 return
         with suppress(RuntimeError):
-            self._store.set(f"closed/{self._rank}", "")
+            self._store.set(f"closed/{self.rank}", "")
 
     def _answer(self, asked: int) -> None:
         wait = self._longest()
         waits = "" if wait is None else f"waits for {time.monotonic() - wait.since:.0f} s in "
-        self._store.set(f"{asked}/{self._rank}", waits + self._shown())
+        self._store.set(f"{asked}/{self.rank}", waits + self._shown())
 
     def _report(self, asked: int) -> None:
         """One rank speaks for all that wait in the same place."""
@@ -131,7 +136,7 @@ class Watch:
             else:
                 place = "no answer: it has ended, or is stuck"
             places.setdefault(_without_seconds(place), []).append(rank)
-        mine = _without_seconds(next(place for place, ranks in places.items() if self._rank in ranks))
+        mine = _without_seconds(next(place for place, ranks in places.items() if self.rank in ranks))
         others = "; ".join(
             f"rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: {place}"
             for place, ranks in places.items()
@@ -141,7 +146,7 @@ class Watch:
             f"rank {', '.join(map(str, places[mine][:8]))} has waited for more than {self._timeout:g} s in "
             f"{mine.removeprefix(_WAITS)} and others do not come: {others or 'all are there'}; {_MEND}"
         )
-        if places[mine][0] == self._rank:
+        if places[mine][0] == self.rank:
             logger.warning("%s", self.said)
 
     def _shown(self) -> str:
@@ -205,6 +210,10 @@ class Meeting:
         self._here.place = layer, epoch
         self.watch.at(word)
 
+    def routes(self, changes: int) -> None:
+        """This forward's tokens go by the layer's placement as it stands after so many changes."""
+        self._here.word = (self.word & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
+
     def check(self, words: NDArray[np.int64]) -> None:
         """Raises on every rank of the group, if any is elsewhere.
 
@@ -215,6 +224,7 @@ class Meeting:
             OutOfStepError: they are not equal.
         """
         if (words != self.word).any():
+            self._check_placements(words)
             places: dict[int, list[int]] = {}
             for rank, word in zip(self._ranks, words.tolist(), strict=True):
                 places.setdefault(word, []).append(rank)
@@ -222,6 +232,16 @@ class Meeting:
                 f"rank {', '.join(map(str, ranks[:8]))} in {_forward(word)}" for word, ranks in sorted(places.items())
             )
             raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
+
+    def _check_placements(self, words: NDArray[np.int64]) -> None:
+        """Raises if all are in the same forward, and do not agree on where its experts are."""
+        if ((words ^ self.word) & ~_PLACEMENT).any():
+            return
+        others = ", ".join(str(rank) for rank, word in zip(self._ranks, words, strict=True) if word != self.word)
+        raise OutOfStepError(
+            f"ranks have parted: rank {self.watch.rank} and rank {others} have different placements of MoE layer "
+            f"{self.word >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+        )
 
 
 def _forward(word: int) -> str:

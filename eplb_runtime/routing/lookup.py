@@ -16,6 +16,7 @@ class SlotTable:
 
     Attributes:
         epoch: of that placement.
+        changes_L: int64, on the host: how often each layer's has changed.
     """
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
@@ -23,6 +24,7 @@ class SlotTable:
         # Both maps in one piece: a commit copies both to the device at once.
         self._both_L2E = torch.empty(layers, 2 * experts, dtype=torch.int64, device=device)
         self.epoch = placement.epoch
+        self.changes_L = np.zeros(layers, dtype=np.int64)
         self._home_LE = self._both_L2E[:, :experts]
         self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
         self.update(placement)
@@ -43,6 +45,7 @@ class SlotTable:
         def take_over() -> None:
             self._both_L2E.index_copy_(0, index, new)
             self.epoch = placement.epoch
+            self.changes_L[rows] += 1
 
         return take_over
 

@@ -88,6 +88,14 @@ def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:
         job.optimizer.zero_grad()
         said.append(job.heard(work))
         # Who was ahead has met no one yet in what the others have behind them.
+
+    def parted() -> None:
+        """As after a commit that has reached one rank only."""
+        if rank == 0:
+            job.balancer._maps.table.prepare(job.balancer.placement, [1])()
+        job.step(0)
+
+    said.append(job.heard(parted))
     threads = [thread.name for thread in threading.enumerate()]
     job.balancer.close()
     assert "eplb_runtime watch" in threads
@@ -98,7 +106,9 @@ def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("slots", [0, 1])
 def test_forwards_that_do_not_belong_together_are_noticed_where_they_meet(slots: int) -> None:
     results = run_ranks(2, meeting, slots)
-    for before, batches, answers, after in results:
+    for rank, (before, batches, answers, after, parted) in enumerate(results):
+        start = f"OutOfStepError: ranks have parted: rank {rank} and rank {1 - rank} have different placements of"
+        assert parted[0].startswith(f"{start} MoE layer 1,")
         assert before == after == ("", []), "right use is silent, before and after"
         for error, warnings in (batches, answers):
             assert error.startswith("OutOfStepError: ranks run different forwards at once: rank ")
