@@ -184,6 +184,10 @@ def check_shapes(request: PlanRequest) -> None:
         raise PlanError("max_bytes needs the bytes of an expert: give cost=CostModel(home_bytes=..., ...)")
     current = request.current
     if current is None:
+        if request.max_moves is not None or request.max_bytes is not None:
+            raise PlanError(
+                "max_moves and max_bytes limit moves from a placement that stands: give it (current=, --current)"
+            )
         return
     mine = (current.num_layers, current.num_experts, current.num_ranks, current.slots_per_rank)
     wanted = (request.num_layers, experts, ranks, slots_per_rank)

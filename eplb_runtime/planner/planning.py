@@ -53,7 +53,8 @@ def plan(
         policy: a name in ``POLICIES``.
         layout: ``"home"`` or ``"free"``; None: the policy's own.
         groups: expert groups of group-limited routing, for the policies that know them; default 1.
-        max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit.
+        max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit. For a
+            plan from ``current``; what ranks that are gone held moves besides.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
         gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent. ``"always"``, the
