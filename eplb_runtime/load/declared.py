@@ -28,7 +28,11 @@ def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray
         DeclaredLoadError: another shape, no numbers, or not finite, negative or all zero.
     """
     try:
-        values = load.detach().to("cpu", torch.float64).numpy() if isinstance(load, torch.Tensor) else load
+        if torch.is_tensor(load):
+            load = load.detach().cpu() if load.is_complex() else load.detach().cpu().double()  # bfloat16 is not numpy's
+        values = np.asarray(load)
+        if values.dtype.kind == "c":
+            raise TypeError
         array = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise DeclaredLoadError("a declared load is an array of numbers: give [layers, experts]") from None

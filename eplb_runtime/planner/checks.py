@@ -30,7 +30,7 @@ def checked_load(load: ArrayLike, name: str = "load") -> NDArray[np.float64]:
         PlanError: not numbers, wrong shape, empty, NaN, infinite or negative; the message names the first place.
     """
     try:
-        array = np.asarray(load)
+        array = np.asarray(load.detach().cpu() if hasattr(load, "detach") else load)
         if array.dtype.kind == "c":
             raise TypeError
         array = array.astype(np.float64)
