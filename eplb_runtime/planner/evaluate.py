@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
+from ..routing.speeds import split_by_speed
 from ..routing.tables import SplitTables
-from ..routing.water_filling import ballast, split_totals
 from ..topology import Topology
 from .search.bounds import lower_bound
 from .types import PlanRequest
@@ -51,8 +51,7 @@ def filled_rank_load(
         speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
     """
     units_LE = in_units(load)
-    weights_LR = None if speed_R is None else ballast(units_LE.sum(axis=1), speed_R)
-    quota_LEC = split_totals(units_LE, tables, ballast_LR=weights_LR)
+    quota_LEC = split_by_speed(units_LE, tables, speed_R)
     layer = np.arange(len(load))[:, None, None] * tables.num_ranks
     flat = layer + np.maximum(tables.rank_LEC, 0)
     filled = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(load) * tables.num_ranks)

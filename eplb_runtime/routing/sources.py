@@ -10,8 +10,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from .speeds import split_by_speed
 from .tables import SplitTables
-from .water_filling import SWEEPS, Mode, ballast, split_totals
+from .water_filling import SWEEPS, Mode
 
 
 def split_for_rank(
@@ -43,14 +44,14 @@ def split_for_rank(
     """
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
     totals_LE = _column_sums(counts)[None]
-    quota_LEC = split_totals(
+    quota_LEC = split_by_speed(
         totals_LE,
         tables,
+        speed_R,
         mode=mode,
         sweeps=sweeps,
         warm_LEC=None if warm_EC is None else warm_EC[None],
         layers=slice(layer, layer + 1),
-        ballast_LR=None if speed_R is None else ballast(totals_LE.sum(axis=1), speed_R),
     )
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
     received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)

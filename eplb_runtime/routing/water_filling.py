@@ -78,16 +78,15 @@ def split_totals(
     return quota_LEC
 
 
-def ballast(totals_L: NDArray[np.integer], speed_R: NDArray[np.float64]) -> NDArray[np.int64]:
+def ballast(level_L: NDArray[np.floating], speed_R: NDArray[np.float64]) -> NDArray[np.int64]:
     """int64 ``[L, R]``: tokens that each rank counts beside its own, so that ranks which then count alike take equally
     long.
 
     Args:
-        totals_L: integer ``[L]``, tokens of all experts.
+        level_L: float64 ``[L]``, what ranks are to take, in tokens of the fastest.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; at least 0.
     """
-    share_R = (1.0 - speed_R) / max(float(speed_R.sum()), 1e-12)
-    return np.asarray(np.floor(totals_L[:, None] * share_R), dtype=np.int64)
+    return np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

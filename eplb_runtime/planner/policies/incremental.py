@@ -198,7 +198,7 @@ class _Search:
         speed_R = self._request.speed_R
         ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
         if speed_R is not None:
-            ballast_WR = ballast(load_WE.sum(axis=1), speed_R)
+            ballast_WR = ballast(load_WE.sum(axis=1) / speed_R.sum(), speed_R)
         node = self._request.topology.ranks_per_node
         question = Question(
             self._home_LE[layer],

@@ -15,6 +15,7 @@ from scipy.sparse import coo_matrix
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.routing import sources, water_filling, water_filling_torch
+from eplb_runtime.routing.speeds import split_by_speed
 from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.topology import Topology
 
@@ -40,15 +41,17 @@ def rank_loads(quota_EC: np.ndarray, slot_EC: np.ndarray, placement: Placement) 
     return loads
 
 
-def optimum(totals_E: np.ndarray, slot_EC: np.ndarray, placement: Placement) -> float:
-    """The exact minimum of the busiest rank's load, by HiGHS."""
+def optimum(
+    totals_E: np.ndarray, slot_EC: np.ndarray, placement: Placement, speed_R: np.ndarray | float = 1.0
+) -> float:
+    """The exact minimum of the busiest rank's load, or of the slowest rank's time, by HiGHS."""
     expert, copy = np.nonzero(slot_EC >= 0)
     rank = slot_EC[expert, copy] // placement.slots_per_rank
     count = len(expert)
     variables = np.arange(count)
     at_most = coo_matrix(
         (
-            np.r_[np.ones(count), -np.ones(placement.num_ranks)],
+            np.r_[np.ones(count), -np.ones(placement.num_ranks) * speed_R],
             (np.r_[rank, np.arange(placement.num_ranks)], np.r_[variables, np.full(placement.num_ranks, count)]),
         )
     )
@@ -212,6 +215,21 @@ def test_a_slow_rank_gets_tokens_by_its_speed() -> None:
         loads = rank_loads(sent.sum(axis=0), tables.copy_slot_LEC[0], ring)
         assert np.abs(loads / speed - 4000 / np.sum(speed)).max() <= 8, "equally long, to a few tokens"
         assert np.array_equal(sent.sum(axis=2), counts)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_slow_ranks_cannot_be_filled_the_others_take_no_longer_than_they_must(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    ranks, homes = [(4, 1), (6, 1), (4, 4), (16, 4)][seed % 4]
+    placement = random_placement(generator, 1, ranks, homes, 1 + seed % 3)
+    totals_E = (generator.pareto(1.0, ranks * homes) * 10**6).astype(np.int64)
+    speed_R = generator.choice([1.0, 0.8, 0.5, 0.2], ranks)
+    speed_R[0] = 1.0
+    tables = SplitTables.of(placement)
+    quota_EC = split_by_speed(totals_E[None], tables, speed_R)[0]
+    assert (quota_EC.sum(axis=1) == totals_E).all()
+    slowest = (rank_loads(quota_EC, tables.copy_slot_LEC[0], placement) / speed_R).max()
+    assert slowest <= 1.005 * optimum(totals_E, tables.copy_slot_LEC[0], placement, speed_R)
 
 
 def test_choices_fill_the_copies_in_order_of_tokens() -> None:
