@@ -253,8 +253,7 @@ def fail_after_the_vote(rank: int, phase: str, committed: int) -> tuple[list[str
     return said, cluster.engine.broken, len(cluster.epochs)
 
 
-@pytest.mark.parametrize("committed", [0, 2])
-@pytest.mark.parametrize("phase", ["decided", "committed", "take over"])
+@pytest.mark.parametrize(("phase", "committed"), [("decided", 0), ("committed", 2), ("take over", 0)])
 def test_a_rank_that_fails_after_an_agreement_is_broken_for_good_and_says_so(phase: str, committed: int) -> None:
     results = run_ranks(RANKS, fail_after_the_vote, phase, committed)
     for rank, (said, broken, _) in enumerate(results):
