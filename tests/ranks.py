@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,7 +63,7 @@ def run_ranks(
     compile_once()
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
+        start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
@@ -94,6 +95,21 @@ def run_ranks(
                 errors.append(f"rank {rank}:\n{error}")
         assert not errors, "\n".join(errors)
     return results
+
+
+@cache
+def start_server() -> None:
+    """What ranks are forked from. It finds modules by the environment alone, and passes over what it does not find."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @cache
