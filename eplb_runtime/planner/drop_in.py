@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from ..placement import EMPTY, Placement
 from ..topology import Topology
+from .checks import checked_load
 from .planning import plan
+from .policies.deepseek import balance
 from .policies.hierarchical import has_rule
 from .types import PlanError
 
@@ -41,7 +43,8 @@ def rebalance_experts(
         num_nodes: nodes; divides ``num_gpus``.
         num_gpus: R.
         policy: a policy of the free layout; None: ``"hierarchical"`` where there are groups to keep together, else
-            ``"free"``. ``"deepseek"`` gives the very plan of deepseek-ai/EPLB.
+            ``"free"``. ``"deepseek"`` gives the very plan of deepseek-ai/EPLB; so does None where a rank has more slots
+            than there are experts for it (on its node, where groups are kept together) and must hold some twice.
         current: integer ``[L, P]``, the expert in each slot now: the plan stays near it, and layers that would gain
             nothing stay as they are. None: plan anew.
         available: bool ``[R]``; ranks that are False are gone: every expert gets a copy elsewhere, by the fewest moves
@@ -72,9 +75,15 @@ def rebalance_experts(
     if num_replicas % num_gpus:
         raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
     groups = num_groups if num_groups is not None and has_rule(num_groups, num_nodes) else 1
+    load = torch.as_tensor(weight).detach().to("cpu", torch.float64).numpy()
+    slots_per_rank = num_replicas // num_gpus
+    within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)
+    if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None and available is None:
+        planned = balance(checked_load(load).mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
+        slots, copies, count = (torch.from_numpy(map_.astype(np.int64)) for map_ in planned)
+        return slots, copies, count
     if policy is None:
         policy = "hierarchical" if groups > 1 else "free"
-    load = torch.as_tensor(weight).detach().to("cpu", torch.float64).numpy()
     standing = None
     if current is not None:
         standing = Placement(torch.as_tensor(current).cpu().numpy(), load.shape[-1], num_gpus)
@@ -82,7 +91,7 @@ def rebalance_experts(
     made = plan(
         load,
         Topology(num_gpus, num_gpus // num_nodes),
-        slots_per_rank=num_replicas // num_gpus,
+        slots_per_rank=slots_per_rank,
         current=standing,
         policy=policy,
         layout="free",

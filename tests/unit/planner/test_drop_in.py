@@ -45,6 +45,19 @@ def test_the_policy_can_be_chosen() -> None:
     assert np.array_equal(by_slot.numpy(), balance(WEIGHT, 80, 1, 1, 8)[0])
 
 
+@pytest.mark.parametrize(("slots", "groups", "nodes", "ranks"), [(160, 64, 16, 32), (72 * 8, 1, 1, 8)])
+def test_where_a_rank_must_hold_an_expert_twice_the_plan_is_deepseeks(
+    slots: int, groups: int, nodes: int, ranks: int
+) -> None:
+    planned = eplb_runtime.rebalance_experts(WEIGHT, slots, groups, nodes, ranks)
+    theirs = balance(WEIGHT, slots, groups, nodes, ranks)
+    assert all(np.array_equal(ours.numpy(), map_) for ours, map_ in zip(planned, theirs, strict=True))
+    windows = eplb_runtime.rebalance_experts(torch.stack([WEIGHT, WEIGHT]), slots, groups, nodes, ranks)
+    assert all(torch.equal(ours, of_windows) for ours, of_windows in zip(planned, windows, strict=True))
+    with pytest.raises(PlanError, match="hold an expert twice"):
+        eplb_runtime.rebalance_experts(WEIGHT, slots, groups, nodes, ranks, available=torch.ones(ranks))
+
+
 def test_a_plan_near_the_current_one_moves_less() -> None:
     current = torch.arange(80).remainder(64).repeat(3, 1)
     anew, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, None, 1, 8)
