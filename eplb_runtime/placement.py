@@ -149,10 +149,10 @@ class Placement:
         """int32 ``[L, E, C]``: the slots of each expert, home first, then ascending; padded with -1."""
         layers, slots = np.nonzero(self.physical_to_logical != EMPTY)
         experts = self.physical_to_logical[layers, slots]
-        not_home = np.ones(len(slots), dtype=bool) if self.home is None else self.home[layers, experts] != slots
-        order = np.lexsort((slots, not_home, experts, layers))
-        layers, experts, slots = layers[order], experts[order], slots[order]
         group = layers * self.num_experts + experts
+        is_home = np.zeros(len(slots), dtype=bool) if self.home is None else self.home[layers, experts] == slots
+        order = np.argsort(2 * group + ~is_home, kind="stable")  # slots ascend already
+        layers, experts, slots, group = layers[order], experts[order], slots[order], group[order]
         first = np.searchsorted(group, np.arange(self.num_layers * self.num_experts))
         copy = np.arange(len(group)) - first[group]
         table = np.full((self.num_layers, self.num_experts, int(self.copy_count.max())), -1, dtype=np.int32)

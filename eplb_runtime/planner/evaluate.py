@@ -52,10 +52,7 @@ def filled_rank_load(
     """
     units_LE = in_units(load)
     quota_LEC = split_by_speed(units_LE, tables, speed_R)
-    layer = np.arange(len(load))[:, None, None] * tables.num_ranks
-    flat = layer + np.maximum(tables.rank_LEC, 0)
-    filled = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(load) * tables.num_ranks)
-    return np.asarray(filled.reshape(len(load), tables.num_ranks), dtype=np.float64)
+    return tables.sum_by_rank(quota_LEC).astype(np.float64)
 
 
 def imbalance(rank_load: NDArray[np.float64], speed_R: NDArray[np.float64] | None = None) -> NDArray[np.float64]:

@@ -41,7 +41,7 @@ def split_by_speed(
         return split_totals(totals_LE, tables, mode=mode, sweeps=sweeps, warm_LEC=warm_LEC, layers=layers)
     least_L = np.asarray(totals_LE, dtype=np.int64).sum(axis=1) / max(float(speed_R.sum()), 1e-12)
     level_L, reached_L = least_L, np.full(len(least_L), np.inf)
-    quota_LEC = np.zeros((*np.shape(totals_LE), tables.rank_LEC.shape[2]), dtype=np.int64)
+    quota_LEC = np.zeros((*np.shape(totals_LE), tables.copy_slot_LEC.shape[2]), dtype=np.int64)
     for _ in range(LEVELS):
         weights_LR = ballast(level_L, speed_R)
         tried_LEC = split_totals(
@@ -61,8 +61,5 @@ def _slowest(
     quota_LEC: NDArray[np.int64], tables: SplitTables, speed_R: NDArray[np.float64], layers: slice
 ) -> NDArray[np.float64]:
     """float64 ``[L]``: how long the rank takes that takes longest."""
-    rank_LEC = np.maximum(tables.rank_LEC[layers], 0)
-    flat = rank_LEC + np.arange(len(rank_LEC))[:, None, None] * tables.num_ranks
-    tokens = np.bincount(flat.ravel(), quota_LEC.ravel(), minlength=len(rank_LEC) * tables.num_ranks)
     used = speed_R > 0
-    return np.asarray((tokens.reshape(-1, tables.num_ranks)[:, used] / speed_R[used]).max(axis=1, initial=0.0))
+    return np.asarray((tables.sum_by_rank(quota_LEC, layers)[:, used] / speed_R[used]).max(axis=1, initial=0.0))

@@ -46,6 +46,12 @@ class SplitTables:
         """int32 ``[L, E, C]``: the rank of each copy; padded with -1."""
         return self.copy_slot_LEC // np.int32(self.slots_per_rank)
 
+    def sum_by_rank(self, quota_LEC: NDArray[np.int64], layers: slice = slice(None)) -> NDArray[np.int64]:
+        """int64 ``[L, R]``: tokens of each rank, of those of each copy, in these layers."""
+        rank_load_LR = np.zeros((len(quota_LEC), self.num_ranks), dtype=np.int64)
+        _sum_by_rank(quota_LEC, self.copy_slot_LEC[layers], self.slots_per_rank, rank_load_LR)
+        return rank_load_LR
+
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
         slot = np.asarray(placement.logical_to_physical)
@@ -66,6 +72,20 @@ class SplitTables:
         count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
         first = np.ascontiguousarray(rank[:, :, 0])
         return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks, placement.slots_per_rank)
+
+
+@njit(nogil=True, cache=True)
+def _sum_by_rank(
+    quota_LEC: NDArray[np.int64], slot_LEC: NDArray[np.int32], slots_per_rank: int, rank_load_LR: NDArray[np.int64]
+) -> None:
+    layers, experts, copies = slot_LEC.shape
+    for layer in range(layers):
+        for expert in range(experts):
+            for copy in range(copies):
+                slot = slot_LEC[layer, expert, copy]
+                if slot < 0:
+                    break
+                rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
 
 
 def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDArray[np.int32]:
