@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks one
-# after another. Arguments go to pytest:
+# after another, and beside them those of several hosts, which wait for links and deadlines for most of their time.
+# Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
 # shellcheck source=launch/environment.sh
@@ -23,5 +24,11 @@ say "pytest"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "$@"
 failed=0
 .venv/bin/python -m pytest tests/unit --numprocesses auto --dist loadfile || failed=$?
-.venv/bin/python -m pytest tests --ignore tests/unit || failed=$?
+of_hosts=$(mktemp)
+.venv/bin/python -m pytest tests/multinode >"$of_hosts" 2>&1 &
+hosts=$!
+trap 'kill "$hosts" 2>/dev/null; rm -f "$of_hosts"' EXIT
+.venv/bin/python -m pytest tests --ignore tests/unit --ignore tests/multinode || failed=$?
+wait "$hosts" || failed=$?
+cat "$of_hosts"
 exit "$failed"
