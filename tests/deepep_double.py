@@ -40,7 +40,10 @@ class Buffer:
         num_rdma_bytes: int = 0,
     ) -> None:
         assert num_nvl_bytes > 0
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        # The real one needs the group while it is made, and not afterwards.
+        members = dist.get_process_group_ranks(group)
+        self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes = num_nvl_bytes
 
     @staticmethod
@@ -106,6 +109,7 @@ class Buffer:
         assert num_tokens_per_rank is not None and num_tokens_per_expert is not None and is_token_in_rank is not None
         assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
         assert len(topk_idx) == len(topk_weights) == len(x) == len(is_token_in_rank)
+        assert topk_idx.shape[1] <= 32
         local = len(num_tokens_per_expert) // self.group_size
         rows, received = self._exchange(x, is_token_in_rank)
         ids, _ = self._exchange(topk_idx, is_token_in_rank)
@@ -117,7 +121,14 @@ class Buffer:
         prefix = torch.tensor(received, dtype=torch.int32).cumsum(0).unsqueeze(1)
         none = torch.empty(0, dtype=torch.int32)
         handle = (prefix, none, none, position.squeeze(1), is_token_in_rank, none)
-        return rows, ids, torch.where(here, weights, 0), counts, handle, None
+        weights = torch.where(here, weights, 0)
+        if num_worst_tokens:  # nothing is known on the host; what is not there is not initialised
+            assert num_worst_tokens >= len(rows)
+            more, counts = num_worst_tokens - len(rows), []
+            rows = torch.cat([rows, rows.new_full((more, rows.shape[1]), float("nan"))])
+            ids = torch.cat([ids, ids.new_full((more, ids.shape[1]), -1)])
+            weights = torch.cat([weights, weights.new_full((more, weights.shape[1]), float("nan"))])
+        return rows, ids, weights, counts, handle, None
 
     def combine(
         self,

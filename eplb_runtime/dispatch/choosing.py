@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..config import BalancerConfig, ConfigError
+from ..migration.transports import deepep_package
 from ..migration.transports.meeting import tell_all
 from ..topology import Topology
-from . import deepep_buffer
 from .all_to_all import AllToAll
 from .base import Dispatcher
 from .deepep import Carrier, DeepEP, DeepEPByRank
@@ -52,13 +52,13 @@ def lacks(asked: str, device: torch.device, num_ranks: int, ranks_per_node: int)
         asked: ``BalancerConfig.dispatch``.
     """
     elastic = asked == "deepep_elastic"
-    why = "" if elastic else deepep_buffer.unfit(num_ranks, ranks_per_node)
-    why = why or deepep_buffer.missing(device)
+    why = "" if elastic else deepep_package.unfit(num_ranks, ranks_per_node)
+    why = why or deepep_package.missing(device)
     if not why:
         try:
-            package = deepep_buffer.imported("ElasticBuffer" if elastic else "Buffer")
+            package = deepep_package.imported("ElasticBuffer" if elastic else "Buffer")
             if not elastic:
-                deepep_buffer.settings(package, num_ranks)
+                deepep_package.settings(package, num_ranks)
         except ConfigError as error:
             return str(error)
     return why

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..config import ConfigError
 from ..experts.compute import SlotCounts
+from ..migration.transports.deepep_package import NUM_SMS
 from ..phases import phase
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
@@ -30,9 +31,6 @@ from .base import CountExchange, Dispatched, Dispatcher, Handle
 from .deepep_buffer import Arrival, BufferCarrier
 from .lanes import Lane, Lanes
 from .memory import RowMemory
-
-NUM_SMS = 20
-"""Multiprocessors for communication, DeepEP's own choice."""
 
 
 class Carrier(Protocol):

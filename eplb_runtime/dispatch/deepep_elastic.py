@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .deepep_buffer import Arrival, imported, parts, refuse_filled_memory, whole
+from ..migration.transports.deepep_package import imported, refuse_filled_memory
+from .deepep_buffer import Arrival, parts, whole
 from .lanes import Lane, Lanes
 
 _SPARE_EIGHTHS = 1

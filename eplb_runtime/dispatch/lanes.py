@@ -67,6 +67,10 @@ class Lanes:
             return self._first
         return self._second if in_backward() or get_ident() == self._beside else self._first
 
+    def is_first(self, lane: Lane) -> bool:
+        """Whether it is the way that there was at the start."""
+        return lane is self._first
+
     def both(self, here: Callable[[], T], beside: Callable[[], U]) -> tuple[T, U]:
         """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
 

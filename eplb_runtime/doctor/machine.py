@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..compiling import cache_folder, is_compiled
-from ..dispatch import deepep_buffer
+from ..migration.transports import deepep_package
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 POLICY = "incremental"
@@ -85,7 +85,7 @@ def _nccl() -> Backend:
 
 
 def _deepep() -> Backend:
-    missing = deepep_buffer.missing()
+    missing = deepep_package.missing()
     return Backend("deep_ep", not missing, missing or "tokens between GPUs: dispatch='auto' takes it where ranks fit")
 
 

@@ -40,7 +40,7 @@ def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], within: str,
 
 def test_every_carrier_says_whether_it_can_be_used() -> None:
     found = {finding.name: finding for finding in probe(CPU)}
-    assert set(found) == {"torch", "shm", "nixl", "nvshmem"}
+    assert set(found) == {"torch", "shm", "nixl", "nvshmem", "deepep"}
     assert found["torch"].usable and found["shm"].usable and all(finding.why for finding in found.values())
     on_gpu = {finding.name: finding for finding in probe(torch.device("cuda"))}
     assert on_gpu["torch"].usable and not on_gpu["shm"].usable

@@ -7,16 +7,19 @@ import torch
 import torch.distributed as dist
 from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
+from transport_contract import random_bytes, soon
 
-from eplb_runtime.dispatch import choosing, deepep_buffer
+from eplb_runtime.dispatch import choosing
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.migration.transports import TRANSPORTS, deepep_package
+from eplb_runtime.migration.transports.base import Message
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(deepep_buffer.missing()), reason=deepep_buffer.missing()),
+    pytest.mark.skipif(bool(deepep_package.missing()), reason=deepep_package.missing()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
@@ -83,3 +86,35 @@ def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         for one, another in zip(expected, found, strict=True):
             torch.testing.assert_close(one.float(), another.float(), rtol=0.05, atol=0.1 * float(one.abs().max()))
+
+
+# -- experts by the same buffer ----------------------------------------------------------------------------------------
+
+
+def experts_beside_tokens(rank: int) -> list[bool]:
+    """Messages of several sizes, some of more than one call, while tokens go by the same buffer."""
+    device = device_of(rank)
+    use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    group = dist.new_group([0, 1], backend="nccl")
+    transport = TRANSPORTS["deepep"](group, "nccl", device, 60.0)
+    transport.warm_up(soon())
+    carrier = choosing.CARRIERS["deepep"](dist.group.WORLD, SLOTS, 20)
+    hidden = torch.randn(256, WIDTH, device=device, dtype=torch.bfloat16)
+    slots = torch.arange(256, device=device).remainder(RANKS * SLOTS).unsqueeze(1)
+    right = []
+    for size in (1, 4097, 100 << 20):
+        payload, into = random_bytes(rank, size, device), transport.empty(size)
+        pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
+        arrivals = [carrier.carry(hidden, slots) for _ in range(5)]
+        back = [carrier.back(arrival.rows_UC, arrival.ticket) for arrival in arrivals]
+        pending.wait(soon())
+        right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]
+    transport.close()
+    return right
+
+
+def test_experts_go_by_the_buffer_of_tokens() -> None:
+    skip_without("deepep")
+    for right in run_ranks(RANKS, experts_beside_tokens, backend=NCCL, start_method="spawn"):
+        assert all(right)

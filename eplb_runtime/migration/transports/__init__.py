@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from .automatic import Automatic
 from .base import Transport
+from .deepep import DeepEP
 from .nixl import Nixl
 from .nvshmem import Nvshmem
 from .shm import SharedMemory
@@ -19,6 +20,7 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
     "shm": SharedMemory,
     "nixl": Nixl,
     "nvshmem": Nvshmem,
+    "deepep": DeepEP,
     "auto": Automatic,
 }
 """``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,

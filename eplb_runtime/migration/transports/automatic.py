@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import nixl_agent, nvshmem_heap, shm
+from . import deepep_package, nixl_agent, nvshmem_heap, shm
 from .base import Message, Pending, Transport, TransportError
 from .meeting import tell_all
 from .mixed import Mixed
@@ -57,11 +57,13 @@ def probe(device: torch.device) -> tuple[Finding, ...]:
     missing = shm.missing(device)
     no_nixl = nixl_agent.missing()
     no_nvshmem = nvshmem_heap.missing(device)
+    no_deepep = deepep_package.missing(device)
     return (
         Finding("torch", True, "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend"),
         Finding("shm", not missing, missing or "between the ranks of one node"),
         Finding("nixl", not no_nixl, no_nixl or f"over {', '.join(nixl_agent.rdma_devices()) or 'TCP'}"),
         Finding("nvshmem", not no_nvshmem, no_nvshmem or "between GPUs, where it is asked for"),
+        Finding("deepep", not no_deepep, no_deepep or "between GPUs, where it is asked for"),
     )
 
 

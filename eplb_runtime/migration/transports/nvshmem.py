@@ -9,11 +9,10 @@ nothing to fear from a peer that comes late.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,39 +22,14 @@ from torch import Tensor
 from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
 from .meeting import tell_all
-from .nvshmem_heap import HALVES, Library, Window, missing, wait_until, window_of
+from .nvshmem_heap import HALVES, Library, Window, missing, window_of
+from .side_stream import SideStream, wait_until
 
 LOOK_SECONDS = 0.0002
 ARRIVED, TAKEN, GOODBYE = range(3)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
 _LEFT_SECONDS = 5.0
 """What is on the stream when a rank gives up may take so long."""
-
-
-class _Stream:
-    """Where writes and copies run in order; on a CPU they are done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.pointer = 0 if self._stream is None else self._stream.cuda_stream
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[int]:
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            yield self.pointer
-
-    def after_current(self) -> None:
-        """What comes from here on runs after what the current stream has to do now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def mark(self) -> Callable[[], bool]:
-        """Asks whether all so far is done."""
-        if self._stream is None:
-            return lambda: True
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event.query
 
 
 @dataclass
@@ -115,7 +89,7 @@ class Nvshmem(Transport):
         self._timeout = timeout_seconds
         self._library = library
         self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
-        self._stream, self._reading = _Stream(device), _Stream(device)
+        self._stream, self._reading = SideStream(device), SideStream(device)
         self._window: Window | None = None
         self._notes_RKN = torch.zeros(0)
         self._lock = threading.RLock()

@@ -7,7 +7,6 @@ collectives end the process where several ranks share a GPU.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, util
@@ -166,15 +165,3 @@ def _started(group: dist.ProcessGroup, device: torch.device, library: Library, n
     memory: Tensor = library.core.tensor((nbytes,), dtype=torch.uint8)
     memory.zero_()
     return memory
-
-
-def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
-    """Asks again and again.
-
-    Raises:
-        TransportError: the deadline passed.
-    """
-    while not done():
-        if time.monotonic() > deadline:
-            raise TransportError(f"{what} was not done in time")
-        time.sleep(0.0002)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
-from eplb_runtime.dispatch import choosing, deepep_buffer, row_bytes
+from eplb_runtime.dispatch import choosing, row_bytes
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
 from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.migration.transports import deepep_package
 from eplb_runtime.topology import Topology
 from eplb_runtime.verification import runs
 
@@ -105,15 +106,15 @@ def test_control_bits_that_are_taken_for_bfloat16_do_not_survive_a_sum() -> None
 
 
 def test_a_machine_without_a_gpu_says_so() -> None:
-    assert "GPU" in deepep_buffer.missing(torch.device("cpu"))
+    assert "GPU" in deepep_package.missing(torch.device("cpu"))
     if not torch.cuda.is_available():
-        assert deepep_buffer.missing() == "torch sees no CUDA device"
+        assert deepep_package.missing() == "torch sees no CUDA device"
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_buffer.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
+    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
     with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
-        deepep_buffer.imported()
+        deepep_package.imported()
     assert "\n" not in str(said.value)
 
 
@@ -126,7 +127,7 @@ def not_there() -> ModuleNotFoundError:
     [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
 )
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
-    found = deepep_buffer.unfit(ranks, per_node)
+    found = deepep_package.unfit(ranks, per_node)
     assert said in found and bool(found) == bool(said)
 
 
@@ -134,9 +135,9 @@ def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with pytest.raises(RuntimeError, match="fill_uninitialized_memory = False"):
-        deepep_buffer.refuse_filled_memory()
+        deepep_package.refuse_filled_memory()
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    deepep_buffer.refuse_filled_memory()
+    deepep_package.refuse_filled_memory()
 
 
 def test_auto_takes_deepep_where_every_rank_has_it() -> None:
@@ -171,16 +172,16 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 
 def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_buffer, "missing", lambda device: "")
+    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
     monkeypatch.setattr(
-        deepep_buffer.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
+        deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
     )
     assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
 
 
 def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_buffer, "missing", lambda device: "")
-    monkeypatch.setattr(deepep_buffer.importlib, "import_module", lambda name: deepep_double)
+    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
+    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: deepep_double)
     assert choosing.lacks("deepep", torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
     assert choosing.lacks("deepep", torch.device("cuda"), 16, 8) == ""
     assert choosing.lacks("deepep_elastic", torch.device("cuda"), 40, 8) == ""

@@ -1,0 +1,149 @@
+"""The package `deep_ep`, where it is there: whether this process can use it, and the buffers that its users share.
+
+A buffer cannot be taken down by one rank (its end waits for all ranks on their GPUs), so a process keeps it. Tokens and
+experts go through the same one, in an order that all ranks keep (`turns.py`). Nothing is imported unless asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import ConfigError
+from .turns import Turns
+
+INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
+NUM_SMS = 20
+"""Multiprocessors for communication, DeepEP's own choice."""
+RANKS_OF_A_NODE = 8
+"""Ranks of one node in DeepEP's kernels where there are several nodes."""
+SIZED_FOR_ROW_BYTES = 16 << 10
+"""So that one buffer serves rows of all widths."""
+
+
+def missing(device: torch.device | None = None) -> str:
+    """Why this process cannot use DeepEP, in a line; empty: it can. Imports nothing.
+
+    Args:
+        device: the model's; None: the one that torch sees.
+    """
+    if device is not None and device.type != "cuda":
+        return f"it carries between GPUs, and this model is on {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "it is for Hopper and newer"
+    if util.find_spec("deep_ep") is None:
+        return f"the package deep_ep is not installed: {INSTALL}"
+    return ""
+
+
+def unfit(num_ranks: int, ranks_per_node: int) -> str:
+    """Why DeepEP cannot carry between so many ranks, in a line; empty: it can.
+
+    Args:
+        num_ranks: R of the EP group.
+        ranks_per_node: of them that share a node.
+    """
+    if num_ranks <= RANKS_OF_A_NODE:
+        if num_ranks not in (2, 4, 8):
+            return f"it carries between 2, 4 or 8 ranks of a node, not {num_ranks}"
+        if ranks_per_node < num_ranks:
+            return (
+                f"up to {RANKS_OF_A_NODE} ranks must share a node, and these {num_ranks} have {ranks_per_node} on each"
+            )
+    elif num_ranks % RANKS_OF_A_NODE or ranks_per_node % RANKS_OF_A_NODE:
+        return f"across nodes it wants {RANKS_OF_A_NODE} ranks of each, not {ranks_per_node} of {num_ranks}"
+    return ""
+
+
+def imported(interface: str = "Buffer", asked: str = "dispatch='deepep'") -> Any:
+    """The package `deep_ep`.
+
+    Args:
+        asked: the setting that wants it, for messages.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not have this interface.
+    """
+    try:
+        package = importlib.import_module("deep_ep")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{asked} needs the package deep_ep (no module {error.name}): {INSTALL}") from None
+    except (ImportError, OSError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{asked}: the package deep_ep cannot be imported ({reason}): {INSTALL}") from None
+    if not hasattr(package, interface):
+        raise ConfigError(f"this version of the package deep_ep has no {interface}: {INSTALL}")
+    return package
+
+
+def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
+    """DeepEP's own for so many ranks, with the multiprocessors that were set last: there, and back.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    try:
+        return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
+    except AssertionError:
+        raise ConfigError(f"dispatch='deepep' has no settings for {num_ranks} ranks") from None
+
+
+def refuse_filled_memory() -> None:
+    """DeepEP's kernels write on a stream of their own, and torch would fill the same memory on the first one."""
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "dispatch='deepep' and torch.use_deterministic_algorithms(True): set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False, or fresh memory is filled over what arrives"
+        )
+
+
+def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
+    """A buffer between the ranks of a group, for rows of any width that one call takes. Collective.
+
+    Args:
+        group: used while it is made, and not afterwards.
+        there, back: of `settings`.
+    """
+    ranks = group.size()
+    sizes = [
+        (
+            config.get_nvl_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks),
+            config.get_rdma_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks) if ranks > RANKS_OF_A_NODE else 0,
+        )
+        for config in (there, back)
+    ]
+    nvlink, rdma = (max(column) for column in zip(*sizes, strict=True))
+    return package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+
+
+class Shared:
+    """What a process has of DeepEP between the same ranks, whoever uses it.
+
+    Attributes:
+        turns: the order of calls.
+    """
+
+    def __init__(self, package: Any) -> None:
+        self.turns = Turns()
+        self._package = package
+        self._buffers: dict[int, Any] = {}
+
+    def buffer(self, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
+        """The one for so many multiprocessors; made by the first who asks. Collective then."""
+        if num_sms not in self._buffers:
+            self._buffers[num_sms] = new_buffer(self._package, group, there, back)
+        return self._buffers[num_sms]
+
+
+_kept: dict[tuple[int, tuple[int, ...]], Shared] = {}
+
+
+def shared_between(package: Any, group: dist.ProcessGroup) -> Shared:
+    """What this process has between the ranks of a group; kept until it ends."""
+    return _kept.setdefault((id(package), tuple(dist.get_process_group_ranks(group))), Shared(package))
