@@ -20,7 +20,7 @@ from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
-from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Stage, spread_of
+from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
 
@@ -82,20 +82,9 @@ def check(
     _same_everywhere(placement.digest(), "initial placement", groups, hint, over_stages=True)
     before = spread_of(layers[0].experts) if layers else None
     _same_everywhere(str(before is not None), "answer to whether shard_experts was called", groups, "call it on all")
-    if before is not None:
-        stands = before.placement
-        if not stands:
-            job = groups.job
-            stands = Placement.initial(job.num_layers, num_experts, job.ep_size, config.replica_slots).digest()
-            if placement.digest() != stands:
-                raise AttachError(
-                    "the model was made with its experts in logical order: leave initial_placement out, and go to a "
-                    "placement by balancer.load_state_dict"
-                )
-        if (stands, before.ep_ranks) != (placement.digest(), groups.job.ep_ranks):
-            raise AttachError(
-                "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
-            )
+    if _are_spread(before, bool(layers), groups):
+        if before is not None:
+            _check_spread(before, placement, num_experts, config, groups.job)
         return placement
     weights = {
         stage.prefix + name: tensor
@@ -141,6 +130,31 @@ def _check_here(
     if spread - {None}:
         for stage in stages:
             _check_sharded(stage.model, stage.host, config, groups.job)
+
+
+def _are_spread(before: Spread | None, has_layers: bool, groups: ProcessGroups) -> bool:
+    """Whether the experts of the job were cut before, also on ranks whose stages have none."""
+    answers = torch.tensor([has_layers and before is not None, has_layers and before is None], dtype=torch.uint8)
+    dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=groups.control)
+    if bool(answers.all()):
+        raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
+    return bool(answers[0])
+
+
+def _check_spread(before: Spread, placement: Placement, num_experts: int, config: BalancerConfig, job: Job) -> None:
+    """Experts that were cut before are cut as they are wanted now; the same on every rank."""
+    stands = before.placement
+    if not stands:
+        stands = Placement.initial(job.num_layers, num_experts, job.ep_size, config.replica_slots).digest()
+        if placement.digest() != stands:
+            raise AttachError(
+                "the model was made with its experts in logical order: leave initial_placement out, and go to a "
+                "placement by balancer.load_state_dict"
+            )
+    if (stands, before.ep_ranks) != (placement.digest(), job.ep_ranks):
+        raise AttachError(
+            "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
+        )
 
 
 def _experts_of_job(here: int, groups: ProcessGroups) -> int:

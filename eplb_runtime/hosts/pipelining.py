@@ -69,18 +69,23 @@ def attach(
     try:
         if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks: ranks has the EP group, too")
-        for stage in _stages(schedule):
+        for stage in stages_of(schedule):
             _check_stage(stage, schedule._has_backward)
     except Exception as error:
         problem = error
     chosen = ranks if ranks is not None else ranks_of(schedule, ep_group)
     _meet(chosen, "attach to a schedule", config, problem)
-    stages = _stages(schedule)
-    balancer = attach_models([stage.submod for stage in stages], optimizers, layers=layers, config=config, ranks=chosen)
-    schedule.step = _uninterrupted(schedule, balancer)  # type: ignore[method-assign]
-    for stage in stages:
-        _bring_copies_home(stage, balancer)
+    models = [stage.submod for stage in stages_of(schedule)]
+    balancer = attach_models(models, optimizers, layers=layers, config=config, ranks=chosen)
+    accompany(schedule, balancer)
     return balancer
+
+
+def accompany(schedule: Schedule, balancer: Balancer) -> None:
+    """What a schedule asks of the balancer that its stages are attached to."""
+    schedule.step = _uninterrupted(schedule, balancer)  # type: ignore[method-assign]
+    for stage in stages_of(schedule):
+        _bring_copies_home(stage, balancer)
 
 
 def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwardBackward:
@@ -97,7 +102,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
         AttachError: a stage is wrapped by ``fully_shard``, whose gathering of weights is of one thread.
         RuntimeError: the model is on a device, or copies are shared between layers.
     """
-    wrapped = [stage.stage_index for stage in _stages(schedule) if isinstance(stage.submod, FSDPModule)]
+    wrapped = [stage.stage_index for stage in stages_of(schedule) if isinstance(stage.submod, FSDPModule)]
     if wrapped:
         raise AttachError(
             f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
@@ -172,13 +177,13 @@ class OverlappedForwardBackward:
                 work.wait()
 
     def _here(self) -> dict[int, PipelineStage]:
-        return {stage.stage_index: stage for stage in _stages(self._schedule)}
+        return {stage.stage_index: stage for stage in stages_of(self._schedule)}
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
     """The stages that a schedule has on this rank, and the EP group of all of them."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
-    return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in _stages(schedule)))
+    return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in stages_of(schedule)))
 
 
 def mirrored_ranks(
@@ -202,8 +207,8 @@ def mirrored_ranks(
     return Ranks(ep=ep, stages=(min(position, mirror), max(position, mirror)), gradient_divisor=pipelines)
 
 
-def _stages(schedule: Schedule) -> list[PipelineStage]:
-    """By their numbers."""
+def stages_of(schedule: Schedule) -> list[PipelineStage]:
+    """Those of this rank, by their numbers."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     return sorted(stages, key=lambda stage: stage.stage_index)  # type: ignore[return-value, arg-type]
 

@@ -59,7 +59,7 @@ class Texts(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        infinite: bool = True  # torchtitan's validator sets it
 
     def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **options: Any) -> None:
         self._rank, self._shape, self._batch = dp_rank, (local_batch_size, seq_len + 1), 0

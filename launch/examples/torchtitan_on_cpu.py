@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch._utils
 import torch.distributed as dist
 import torch.utils._triton
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 class _Triton(types.ModuleType):
@@ -48,6 +50,27 @@ for name, made_up in {  # it looks at the device's memory, for its metrics
 torch.cpu.current_device = lambda: 0  # "cpu" in torch; torchtitan gives it to a barrier, which wants a number
 if not hasattr(dist, "set_timeout"):  # torch 2.13 has none; after the first step torchtitan shortens timeouts by it
     dist.set_timeout = lambda timeout, group=None: None
+
+
+def _take_micro_batches(schedule: type) -> None:
+    """Of torch 2.13, not of CPUs: its schedules cut a batch themselves, and torchtitan gives them micro-batches."""
+    own = schedule.step
+
+    def step(
+        self: Any, *args: Any, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, **options: Any
+    ) -> Any:
+        inputs = [torch.cat(parts) for parts in zip(*(arg_mbs or ()), strict=True)]
+        named = {name: torch.cat([part[name] for part in kwarg_mbs]) for name in (kwarg_mbs or [{}])[0]}
+        if target_mbs:
+            options["target"] = torch.cat(target_mbs)
+        return own(self, *args, *inputs, **named, **options)
+
+    schedule.step = step
+
+
+for schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+    if "arg_mbs" not in inspect.signature(schedule.step).parameters:
+        _take_micro_batches(schedule)
 
 import torchtitan.distributed.fsdp as _fsdp  # noqa: E402 (only now it can be imported)
 

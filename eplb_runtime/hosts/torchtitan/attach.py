@@ -19,13 +19,13 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from ...attaching.attach import attach_stages
 from ...attaching.checks import device_of
-from ...attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from ...attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ...balancer import Balancer
 from ...config import BalancerConfig
-from ...placement import Placement
 from ...ranks import Ranks
 from .. import _meet
 from .experts import balanced_experts, describe, routed_experts
+from .pipeline import accompany, build_pipeline, numbers_of
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order
 
 logger = logging.getLogger("eplb_runtime")
@@ -39,8 +39,9 @@ BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
 def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """Let a training that torchtitan makes of this config balance its routed experts.
 
-    It adds two overrides to ``config.override.imports``, and one more call after the model's own
-    ``post_optimizer_build_fn``. The balancer is ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
+    It adds two overrides to ``config.override.imports``, one more call after the model's own
+    ``post_optimizer_build_fn``, and one after its ``pipelining_fn``. The balancer is
+    ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
     Args:
         config: a ``Trainer.Config`` of torchtitan 0.3.0, before it is built; changed in place.
@@ -56,8 +57,10 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     if any(entry in config.override.imports for entry in imports):
         raise AttachError("this config is balanced already: call balance() once")
     config.override.imports = [*config.override.imports, *imports]
-    own = config.model_spec.post_optimizer_build_fn
-    config.model_spec.post_optimizer_build_fn = partial(_build, own, balancer_config or BalancerConfig())
+    spec = config.model_spec
+    spec.post_optimizer_build_fn = partial(_build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig())
+    if spec.pipelining_fn is not None:
+        spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
 
 
 def _path(function: Callable[..., Any]) -> str:
@@ -85,11 +88,13 @@ def _attach(
     try:
         _refuse(optimizers, model_parts, parallel_dims, config)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
+        numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
-        ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=True)
-        layers = [describe(name, routed) for name, routed in routed_experts(model_parts[0])]
-        _spread(layers, ep_ranks, parallel_dims)
-        stages = [Stage(0, model_parts[0], _host(layers))]
+        ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=True)
+        stages = [
+            Stage(number, part, _host(part, ep_ranks), f"stages.{number}." if len(numbers) > 1 else "")
+            for number, part in zip(numbers, model_parts, strict=True)
+        ]
         device = device_of(stages, None)
     except Exception as error:
         problem = error
@@ -104,16 +109,20 @@ def _attach(
             "place: results with other placements are equal to rounding; with at most 2 they are to the bit",
             shards,
         )
-    order = LogicalOrder(balancer, model_parts[0])
-    optimizers.order = order
-    for layer in stages[0].host.layers:
-        index = balancer.layer_of_parameter[f"{layer.name}.{layer.parameters[0]}"]
-        keep_order(model_parts[0], layer.experts, layer.name, index, order)
+    optimizers.order = order = LogicalOrder(balancer)
+    for layer in (layer for stage in stages for layer in stage.host.layers):
+        keep_order(layer, order)
+    if parallel_dims.pp_enabled:
+        accompany(model_parts, balancer)
     _clip_experts_once(model_parts, balancer)
     return balancer
 
 
-def _host(layers: Sequence[MoELayer]) -> HostModel:
+def _host(part: nn.Module, ep_ranks: tuple[int, ...]) -> HostModel:
+    """A model, or a stage of it: which may have no routed experts. The experts are where torchtitan has put them."""
+    layers = [describe(name, routed) for name, routed in routed_experts(part)]
+    for layer in layers:
+        mark_spread(layer.experts, Spread(layer.num_experts // len(ep_ranks), "", ep_ranks))
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers),
@@ -124,20 +133,7 @@ def _host(layers: Sequence[MoELayer]) -> HostModel:
     )
 
 
-def _spread(layers: Sequence[MoELayer], ep_ranks: tuple[int, ...], parallel_dims: ParallelDims) -> None:
-    """The experts are where torchtitan has put them: in logical order."""
-    if not layers:
-        raise AttachError("the model has no routed experts: nothing to balance")
-    if layers[0].num_experts % len(ep_ranks):
-        return  # refused for all ranks together
-    placement = Placement.initial(len(layers), layers[0].num_experts, len(ep_ranks))
-    rows = layers[0].num_experts // len(ep_ranks)
-    for layer in layers:
-        mark_spread(layer.experts, Spread(rows, placement.digest(), ep_ranks))
-
-
 _NOT_TRIED = {
-    "pp": "pipeline_parallel_degree",
     "cp": "context_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
 }
@@ -151,7 +147,8 @@ def _refuse(
         if getattr(parallel_dims, name) > 1:
             raise AttachError(
                 f"parallelism.{option}={getattr(parallel_dims, name)}: torchtitan's experts are balanced under "
-                "expert_parallel_degree, data_parallel_shard_degree and tensor_parallel_degree alone so far"
+                "expert_parallel_degree, data_parallel_shard_degree, pipeline_parallel_degree and "
+                "tensor_parallel_degree alone so far"
             )
     if not parallel_dims.ep_enabled:
         raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
@@ -169,13 +166,13 @@ def _refuse(
         raise AttachError("replica_slots: copies are not there for torchtitan yet, whose FSDP owns the experts' memory")
     if config.initial_placement is not None:
         raise AttachError("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
-    compiled = [name for name, block in model_parts[0].named_modules() if _is_compiled(block)]
+    compiled = [name for part in model_parts for name, block in part.named_modules() if _is_compiled(block)]
     if compiled:
         raise AttachError(
             f"{compiled[0]} is compiled as one graph, and a batch meets other ranks in the middle of it: leave 'model' "
             "out of compile.components, or set compile.enable=False"
         )
-    for name, routed in routed_experts(model_parts[0]):
+    for name, routed in (named for part in model_parts for named in routed_experts(part)):
         if type(routed.token_dispatcher) is not AllToAllTokenDispatcher:
             raise AttachError(
                 f"{name} has a {type(routed.token_dispatcher).__name__}, and the balancer carries tokens itself: "

@@ -24,13 +24,18 @@ from ...layer import ExpertParallelLayer
 
 
 class BalancedRoutedExperts(RoutedExperts):
-    """Routed experts whose tokens go where the placement says, instead of to the rank ``expert // (E/R)``."""
+    """Routed experts whose tokens go where the placement says, instead of to the rank ``expert // (E/R)``.
+
+    Attributes:
+        only_shapes: whether what comes is no batch, and shall only have the right shape afterwards.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         pass
 
     _layer: ExpertParallelLayer | None = None
+    only_shapes = False
 
     def forward(
         self,
@@ -46,6 +51,8 @@ class BalancedRoutedExperts(RoutedExperts):
                 "eplb_runtime.hosts.torchtitan.balance(config) on the config, and leave "
                 "config.model_spec.post_optimizer_build_fn as it sets it"
             )
+        if self.only_shapes:
+            return x_BLD.clone()
         if x_BLD.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph would repeat one batch's exchange of tokens for ever: set training.disable_cuda_graphs"

@@ -19,6 +19,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.config.override import derive
 
+from ...attaching.description import MoELayer
 from ...balancer import Balancer
 from ...experts.gathering import rearranged
 from ...experts.slices import local
@@ -31,11 +32,11 @@ class StateError(RuntimeError):
 class LogicalOrder:
     """The rows of an attached model's expert tensors, between logical order and the placement that stands."""
 
-    def __init__(self, balancer: Balancer, model: nn.Module) -> None:
+    def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
         self.come: Callable[[str], None] = balancer._come
-        experts = balancer.layer_of_parameter
-        self._layer_of = {id(p): experts[name] for name, p in model.named_parameters() if name in experts}
+        registry = balancer._registry
+        self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
 
     def layer_of(self, parameter: Tensor) -> int | None:
         """MoE layer index of an expert parameter, else None."""
@@ -71,18 +72,20 @@ class LogicalOrder:
         )
 
 
-def keep_order(model: nn.Module, experts: nn.Module, name: str, layer: int, order: LogicalOrder) -> None:
+def keep_order(layer: MoELayer, order: LogicalOrder) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of a model have one layer's experts in logical order.
 
     torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the same key holds
     later: so they are the same tensors each time, and never those of the model.
     """
     kept: dict[str, DTensor] = {}
-    names = [own for own, _ in experts.named_parameters()]
+    experts, name, names = layer.experts, layer.name, layer.parameters
+    index = order.layer_of(layer.parameter(names[0]))
+    assert index is not None
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for own in names:
-            tensor = order.saved(layer, state[prefix + own], f"{name}.{own}")
+            tensor = order.saved(index, state[prefix + own], f"{name}.{own}")
             if own in kept:
                 local(kept[own]).copy_(local(tensor))
             state[prefix + own] = kept.setdefault(own, tensor)
@@ -92,7 +95,7 @@ def keep_order(model: nn.Module, experts: nn.Module, name: str, layer: int, orde
             raise StateError(f"{name}: load_state_dict(assign=True) would replace the experts that are balanced")
         for own in names:
             if prefix + own in state:
-                state[prefix + own] = order.loaded(layer, state[prefix + own], f"{name}.{own}")
+                state[prefix + own] = order.loaded(index, state[prefix + own], f"{name}.{own}")
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
