@@ -16,6 +16,8 @@ from torch import Tensor
 
 CALLS: list[str] = []
 """Of all buffers of this process, in order."""
+DTYPES: list[torch.dtype] = []
+"""Of what was sent, beside `CALLS`."""
 
 
 @dataclass
@@ -95,17 +97,24 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, tuple | None, None]:
+        x, scales = x if isinstance(x, tuple) else (x, None)
         row_bytes = x.shape[1] * x.element_size()
         assert x.dim() == 2 and x.is_contiguous() and row_bytes % 32 == 0 and row_bytes // 2 + 8 <= 8192
+        if scales is not None:
+            assert x.dtype == torch.float8_e4m3fn and x.shape[1] % 128 == 0 and scales.dtype == torch.float32
+            assert scales.dim() == 2 and len(scales) == len(x) and x.shape[1] // 128 <= scales.shape[1] <= 128
+        else:
+            assert x.dtype == torch.bfloat16
         assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
         CALLS.append("again" if handle is not None else "dispatch")
+        DTYPES.append(x.dtype)
         if handle is not None:
             assert topk_idx is None and topk_weights is None
             prefix, _, _, arrived, in_rank, _ = handle
             assert len(in_rank) == len(x)
             rows, _ = self._exchange(x, in_rank)
             assert len(rows) == len(arrived)
-            return rows, None, None, None, None, None
+            return self._with_scales(rows, scales, in_rank), None, None, None, None, None
         assert num_tokens_per_rank is not None and num_tokens_per_expert is not None and is_token_in_rank is not None
         assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
         assert len(topk_idx) == len(topk_weights) == len(x) == len(is_token_in_rank)
@@ -128,7 +137,7 @@ class Buffer:
             rows = torch.cat([rows, rows.new_full((more, rows.shape[1]), float("nan"))])
             ids = torch.cat([ids, ids.new_full((more, ids.shape[1]), -1)])
             weights = torch.cat([weights, weights.new_full((more, weights.shape[1]), float("nan"))])
-        return rows, ids, weights, counts, handle, None
+        return self._with_scales(rows, scales, is_token_in_rank), ids, weights, counts, handle, None
 
     def combine(
         self,
@@ -146,6 +155,7 @@ class Buffer:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == len(arrived) and row_bytes % 16 == 0
         assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
         CALLS.append("combine")
+        DTYPES.append(x.dtype)
         received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
         sent = in_rank.sum(0).tolist()
         back = torch.empty(sum(sent), x.shape[1], dtype=x.dtype)
@@ -155,21 +165,19 @@ class Buffer:
             total[in_rank[:, rank]] += rows.float()
         return total.to(torch.bfloat16), None, None
 
+    def _with_scales(self, rows: Tensor, scales: Tensor | None, in_rank: Tensor) -> Any:
+        return rows if scales is None else (rows, self._exchange(scales, in_rank)[0])
+
     def _exchange(self, values: Tensor, in_rank: Tensor) -> tuple[Tensor, list[int]]:
         """Rows to every rank that is marked for them."""
+        dtype, values = values.dtype, values.view(torch.uint8)
         parts = [values[in_rank[:, rank]] for rank in range(self.group_size)]
         sent = torch.tensor([len(part) for part in parts])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         out = values.new_empty(int(received.sum()), *values.shape[1:])
-        dist.all_to_all_single(
-            out.view(torch.uint8),
-            torch.cat(parts).view(torch.uint8),
-            received.tolist(),
-            sent.tolist(),
-            group=self.group,
-        )
-        return out, received.tolist()
+        dist.all_to_all_single(out, torch.cat(parts), received.tolist(), sent.tolist(), group=self.group)
+        return out.view(dtype), received.tolist()
 
 
 topk_idx_t = torch.int64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,12 +138,20 @@ def assert_rows_in_order(results: list[dict], batch: Batch) -> None:
 
 
 def placed(
-    rank: int, dispatcher: Dispatcher, placement: Sequence[int], dtype: torch.dtype = torch.float32
+    rank: int,
+    dispatcher: Dispatcher,
+    placement: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> list[torch.Tensor]:
     """The same choices of logical experts with each in the slot that ``placement`` says; gradients of experts by
-    logical expert. In float32, eight choices a token: another order of sums has other bits."""
+    logical expert. In float32, eight choices a token: another order of sums has other bits.
+
+    Args:
+        change: hidden states before they are dispatched.
+    """
     generator = torch.Generator().manual_seed(rank)
-    hidden = torch.randn(40, 128, generator=generator).to(dtype).requires_grad_()
+    hidden = change(torch.randn(40, 128, generator=generator).to(dtype)).requires_grad_()
     ids = torch.stack([torch.randperm(12, generator=generator)[:8] for _ in range(40)])
     weights = torch.rand(40, 8, generator=generator).requires_grad_()
     logical = torch.randn(12, 128, generator=torch.Generator().manual_seed(9)).to(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch import SUMS_BY_RANK, Choice, choose_together, maker
+from ..dispatch import Choice, choose_together, maker, notes
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.registry import ExpertTensors
@@ -317,8 +317,8 @@ class _Attaching:
         dispatcher = maker(self.config, self.dispatch, self.topology)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
-        if self._job.is_planner and dispatcher.combine_order == "by_rank":
-            logger.warning("%s", SUMS_BY_RANK)
+        for note in notes(self.config) if self._job.is_planner else ():
+            logger.warning("%s", note)
         exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []

@@ -1,5 +1,5 @@
 """Carry tokens to the slots that were picked for them and bring the results back in logical top-k order."""
 
-from .choosing import SUMS_BY_RANK, Choice, choose_together, maker
+from .choosing import Choice, choose_together, maker, notes
 
-__all__ = ["SUMS_BY_RANK", "Choice", "choose_together", "maker"]
+__all__ = ["Choice", "choose_together", "maker", "notes"]

@@ -28,6 +28,10 @@ SUMS_BY_RANK = (
     "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
     "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
 )
+IN_FLOAT8 = (
+    "dispatch_dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
+    "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do without it"
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,12 @@ def choose_together(
     return choose(config.dispatch, [word.decode() for word in said])
 
 
+def notes(config: BalancerConfig) -> tuple[str, ...]:
+    """What these settings give up, a line each."""
+    by_rank, in_float8 = config.combine_order == "by_rank", config.dispatch_dtype == "float8"
+    return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8
+
+
 def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callable[..., Dispatcher]:
     """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
     ranks are in the same forward, and the ways of their exchanges."""
@@ -104,4 +114,5 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
         return partial(across_nodes, ranks_per_node=topology.ranks_per_node)
     kind = DeepEPByRank if by_rank else DeepEP
-    return partial(kind, num_sms=config.dispatch_sms, make_carrier=CARRIERS[choice.name])
+    in_float8 = config.dispatch_dtype == "float8"
+    return partial(kind, num_sms=config.dispatch_sms, make_carrier=CARRIERS[choice.name], in_float8=in_float8)

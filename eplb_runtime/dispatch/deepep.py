@@ -26,7 +26,7 @@ from ..migration.transports.deepep_package import NUM_SMS
 from ..phases import phase
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
-from . import permute, row_bytes
+from . import float8, permute, row_bytes
 from .base import CountExchange, Dispatched, Dispatcher, Handle
 from .deepep_buffer import Arrival, BufferCarrier
 from .lanes import Lane, Lanes
@@ -36,9 +36,9 @@ from .memory import RowMemory
 class Carrier(Protocol):
     """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`."""
 
-    def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival: ...
+    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival: ...
 
-    def again(self, rows_NC: Tensor, ticket: Any) -> Tensor: ...
+    def again(self, rows_NC: Any, ticket: Any) -> Any: ...
 
     def back(self, rows_UC: Tensor, ticket: Any) -> Tensor: ...
 
@@ -92,6 +92,7 @@ class DeepEP(Dispatcher):
         lanes: where there may be a second way beside these groups.
         num_sms: multiprocessors for communication.
         make_carrier: from group, slots, multiprocessors and lanes what takes rows to slots.
+        in_float8: hidden states are rounded to float8 on their way to the experts (`float8.py`), and nothing else is.
 
     Raises:
         ConfigError: DeepEP is not there or cannot serve this group.
@@ -109,9 +110,11 @@ class DeepEP(Dispatcher):
         *,
         num_sms: int = NUM_SMS,
         make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier] = BufferCarrier,
+        in_float8: bool = False,
     ) -> None:
         lanes = lanes or Lanes(Lane(group, counts_group or group))
         self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
+        self._in_float8 = in_float8
         self._meeting = meeting
         self._meet = CountExchange(group, meeting, lanes)
         self._memory = RowMemory()
@@ -125,7 +128,7 @@ class DeepEP(Dispatcher):
         counts: RowCounts | None = None,
         manifest: Route | None = None,
     ) -> Dispatched:
-        self._check(hidden_TD)
+        self._check(hidden_TD, weights_TK)
         if self._meeting is not None and manifest is None and counts is None:
             assert slots_TK is not None
             self._meet(slots_TK.new_empty(0))
@@ -140,8 +143,10 @@ class DeepEP(Dispatcher):
 
     # -- what the two orders differ in ---------------------------------------------------------------------------------
 
-    def _check(self, hidden_TD: Tensor) -> None:
+    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
         """Whether such hidden states can be carried."""
+        if self._in_float8 and (refused := float8.refusal(hidden_TD, weights_TK)):
+            raise ConfigError(refused)
 
     def _weights_travel(self) -> bool:
         return torch.is_grad_enabled()
@@ -149,9 +154,9 @@ class DeepEP(Dispatcher):
     def _weights_of_combine(self, weights_TK: Tensor, weights_M: Tensor | None) -> Tensor:
         return weights_TK.detach()
 
-    def outward(self, source_TD: Tensor, weights_TK: Tensor | None, choices: int) -> Tensor:
-        """Rows to be sent: one for each choice."""
-        return row_bytes.pack(source_TD, weights_TK, choices)
+    def times(self, choices: int) -> int:
+        """Rows that a token makes: one for each choice."""
+        return choices
 
     def addresses(self, slots_TK: Tensor) -> Tensor:
         """int64, the slots of each row that is sent."""
@@ -198,16 +203,40 @@ class DeepEP(Dispatcher):
         with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
             yield
 
+    def hidden_there(
+        self, hidden_TD: Tensor, weights_TK: Tensor | None, slots_TK: Tensor | None, route: Route | None
+    ) -> tuple[Tensor, Tensor | None, Route]:
+        """Hidden states ``[M, D]`` and weights ``[M]`` by slot, and how they went."""
+        pack = float8.pack if self._in_float8 else row_bytes.pack
+        rows, route = self.there(pack, hidden_TD, weights_TK, slots_TK, route)
+        width, dtype, behind = hidden_TD.shape[1], hidden_TD.dtype, route.place_UK.shape[1]
+        if self._in_float8:
+            rows_MD = float8.unpack(rows, route.from_M)
+        else:
+            rows_MD = row_bytes.unpack(rows, route.from_M, width, dtype)
+        if weights_TK is None:
+            return rows_MD, None, route
+        if self._in_float8:
+            weights_UK = float8.unpack_weights(rows, behind, weights_TK.dtype)
+        else:
+            weights_UK = row_bytes.unpack_weights(rows, dtype, width, behind, weights_TK.dtype)
+        return rows_MD, weights_UK.reshape(-1).index_select(0, route.choice_M), route
+
     def there(
-        self, source_TD: Tensor, weights_TK: Tensor | None, slots_TK: Tensor | None, route: Route | None
-    ) -> tuple[Tensor, Route]:
-        """What arrives, and how it went: a new way by ``slots_TK``, or that of an earlier one."""
+        self,
+        pack: Callable[[Tensor, Tensor | None, int], Any],
+        source_TD: Tensor,
+        weights_TK: Tensor | None,
+        slots_TK: Tensor | None,
+        route: Route | None,
+    ) -> tuple[Any, Route]:
+        """Rows that arrive, and how they went: a new way by ``slots_TK``, or that of an earlier one."""
         if route is not None:
-            rows_NC = self.outward(source_TD, weights_TK, route.choices)
+            rows_NC = pack(source_TD, weights_TK, self.times(route.choices))
             with self.waiting():
                 return self.carrier.again(rows_NC, route.ticket), route
         assert slots_TK is not None
-        rows_NC = self.outward(source_TD, weights_TK, slots_TK.shape[1])
+        rows_NC = pack(source_TD, weights_TK, self.times(slots_TK.shape[1]))
         with self.waiting():
             arrival = self.carrier.carry(rows_NC, self.addresses(slots_TK))
         return arrival.rows_UC, Route.of(arrival, slots_TK.shape[1])
@@ -221,7 +250,8 @@ class DeepEPByRank(DeepEP):
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
-    def _check(self, hidden_TD: Tensor) -> None:
+    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+        super()._check(hidden_TD, weights_TK)
         if hidden_TD.dtype != row_bytes.CARRIED:
             raise ConfigError(
                 f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
@@ -235,8 +265,8 @@ class DeepEPByRank(DeepEP):
         assert weights_M is not None
         return weights_M.detach()
 
-    def outward(self, source_TD: Tensor, weights_TK: Tensor | None, choices: int) -> Tensor:
-        return row_bytes.pack(source_TD, weights_TK)
+    def times(self, choices: int) -> int:
+        return 1
 
     def addresses(self, slots_TK: Tensor) -> Tensor:
         return slots_TK
@@ -288,15 +318,8 @@ class _Dispatch(torch.autograd.Function):
         route: Route | None,
         wire: DeepEP,
     ) -> tuple[Tensor, Tensor | None, Route]:
-        rows_UC, route = wire.there(hidden_TD, weights_TK, slots_TK, route)
+        rows_MD, weights_M, route = wire.hidden_there(hidden_TD, weights_TK, slots_TK, route)
         ctx.route, ctx.wire, ctx.place = route, wire, wire.place()
-        width, dtype = hidden_TD.shape[1], hidden_TD.dtype
-        rows_MD = row_bytes.unpack(rows_UC, route.from_M, width, dtype)
-        weights_M = None
-        if weights_TK is not None:
-            behind = route.place_UK.shape[1]
-            weights_UK = row_bytes.unpack_weights(rows_UC, dtype, width, behind, weights_TK.dtype)
-            weights_M = weights_UK.reshape(-1).index_select(0, route.choice_M)
         needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(one for one, need in needs if one is not None and not need))
         return rows_MD, weights_M, route
@@ -321,5 +344,5 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         with phase("combine", "B", *ctx.place):
             grad_TD = grad_TD.to(ctx.dtype)
-            rows_UC, route = ctx.wire.there(grad_TD, None, None, ctx.route)
+            rows_UC, route = ctx.wire.there(row_bytes.pack, grad_TD, None, None, ctx.route)
             return row_bytes.unpack(rows_UC, route.from_M, grad_TD.shape[1], ctx.dtype), None, None

@@ -30,13 +30,13 @@ class Arrival:
     """Rows that have come here: ordered by source rank, then by their position there.
 
     Args:
-        rows_UC: bfloat16 ``[U, C]``.
+        rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent.
         slots_UK: int64, of each row the local slots that it is for, -1 where a choice is elsewhere.
         counts: choices for each local slot.
         ticket: for `BufferCarrier.again` and `back`.
     """
 
-    rows_UC: Tensor
+    rows_UC: Any
     slots_UK: Tensor
     counts: list[int]
     ticket: Any
@@ -76,11 +76,11 @@ class BufferCarrier:
         self._there, self._back = settings(self._package, group.size())
         self._others: dict[Lane, Any] = {}
 
-    def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival:
+    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
         """Send each row once to every rank where it has a slot. One host sync, DeepEP's own.
 
         Args:
-            rows_NC: bfloat16; any bytes, they are copied.
+            rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
             slots_NK: int64, physical slots.
         """
         with self._turn() as buffer:
@@ -88,7 +88,7 @@ class BufferCarrier:
             to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
             first, *more = parts(rows_NC)
             # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
-            unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=rows_NC.device)
+            unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
             rows, slots_UK, _, counts, handle, _ = buffer.dispatch(
                 first,
                 num_tokens_per_rank=to_ranks,
@@ -102,7 +102,7 @@ class BufferCarrier:
             rows = whole([rows, *(self._again(buffer, part, handle) for part in more)])
         return Arrival(rows, slots_UK, counts, handle)
 
-    def again(self, rows_NC: Tensor, ticket: Any) -> Tensor:
+    def again(self, rows_NC: Any, ticket: Any) -> Any:
         """Other rows, the way of an earlier `carry`; no sync."""
         with self._turn() as buffer:
             return whole([self._again(buffer, part, ticket) for part in parts(rows_NC)])
@@ -112,8 +112,8 @@ class BufferCarrier:
         with self._turn() as buffer:
             return whole([buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC)])
 
-    def _again(self, buffer: Any, part: Tensor, handle: Any) -> Tensor:
-        rows: Tensor = buffer.dispatch(part, handle=handle, config=self._there)[0]
+    def _again(self, buffer: Any, part: Any, handle: Any) -> Any:
+        rows = buffer.dispatch(part, handle=handle, config=self._there)[0]
         return rows
 
     @contextlib.contextmanager
@@ -130,13 +130,15 @@ class BufferCarrier:
         yield self._others[lane]
 
 
-def parts(rows_NC: Tensor) -> list[Tensor]:
+def parts(rows_NC: Any) -> list[Any]:
     """In columns that one call takes."""
+    if not isinstance(rows_NC, Tensor):
+        return [rows_NC]
     most = _MOST_ROW_BYTES // rows_NC.element_size()
     if rows_NC.shape[1] <= most:
         return [rows_NC.contiguous()]
     return [part.contiguous() for part in rows_NC.split(most, dim=1)]
 
 
-def whole(parts: list[Tensor]) -> Tensor:
+def whole(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

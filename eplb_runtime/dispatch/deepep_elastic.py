@@ -49,7 +49,7 @@ class ElasticCarrier:
         self._buffers: dict[Lane, tuple[Any, tuple[int, int, int]]] = {}
 
     def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival:
-        """As `BufferCarrier.carry`; a token may not name a slot twice."""
+        """As `BufferCarrier.carry`, of bfloat16; a token may not name a slot twice."""
         first, *more = parts(rows_NC)
         sizes = torch.tensor([*first.shape, slots_NK.shape[1]], device=rows_NC.device)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self._lanes.here().counts)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig
-from ..dispatch import SUMS_BY_RANK
+from ..dispatch import notes as notes_of_dispatch
 from ..events import RebalanceAborted, RebalanceCommitted
 from ..hosts import attach
 from ..planner.shuffle import plan_shuffle
@@ -183,7 +183,7 @@ def _verdict(migrations: int) -> Verdict:
 
 
 def _notes(task: _Task, config: BalancerConfig, migrations: int) -> tuple[str, ...]:
-    notes = [SUMS_BY_RANK] if config.combine_order == "by_rank" else []
+    notes = [*notes_of_dispatch(config)]
     if len(task.ep_sets[0]) == 1:
         notes.append(
             "one rank has all experts: they changed slots, but nothing went between ranks; use torchrun with more"

@@ -31,7 +31,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch import choosing
+from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import CARRIERS
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
@@ -45,9 +45,10 @@ WIDE = 9000
 """Columns of bfloat16 that one call of DeepEP does not take."""
 
 
-def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS) -> DeepEP:
+def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS, in_float8: bool = False) -> DeepEP:
     carrier, order = kind
-    return ORDERS[order](group, slots, make_carrier=partial(CARRIERS[carrier], package=deepep_double))
+    make = partial(CARRIERS[carrier], package=deepep_double)
+    return ORDERS[order](group, slots, make_carrier=make, in_float8=in_float8)
 
 
 def without_manifest(result: dict) -> dict:
@@ -76,6 +77,8 @@ def all_of_it(rank: int) -> dict[str, Any]:
         kind = carrier, "logical"
         found[kind, "placed in float32"] = [placed(place, over(pair, kind, 6), one) for one in PLACEMENTS]
         found[kind, "wide"] = wide(pair, place, kind)
+    for order in ORDERS:
+        found[order, "float8"] = rounded(place, pair, order)
     plain = AllToAll(whole, SLOTS)
     found["attached"] = attached(rank)
     found["all_to_all"] = without_manifest(there_and_back(plain, IN_BFLOAT16, rank))
@@ -119,6 +122,32 @@ def cases_of(kind: Kind) -> dict[str, Batch]:
     if carrier == "deepep_elastic":
         del cases["everything to one slot"]
     return cases
+
+
+def rounded(rank: int, group: dist.ProcessGroup, order: str) -> dict[str, Any]:
+    """Hidden states that travel in float8, ones that were rounded so before they were dispatched, and ones that are not
+    rounded; each with experts in several places."""
+    found: dict[str, Any] = {}
+
+    def there_and_back_again(hidden: torch.Tensor) -> torch.Tensor:
+        return float8.unpack(float8.pack(hidden, None), torch.arange(len(hidden)))
+
+    ways = {
+        "travel": (True, lambda hidden: hidden),
+        "before": (False, there_and_back_again),
+        "not": (False, lambda hidden: hidden),
+    }
+    for name, (in_float8, change) in ways.items():
+        deepep_double.DTYPES.clear()
+        dispatcher = over(group, ("deepep", order), 6, in_float8)
+        found[name] = [placed(rank, dispatcher, one, torch.bfloat16, change) for one in PLACEMENTS]
+        found[name, "dtypes"] = deepep_double.DTYPES[:4]
+    hidden, weights = torch.randn(4, 128).bfloat16(), torch.rand(4, 3)
+    dispatcher = over(group, ("deepep", order), 6, True)
+    first = dispatcher.dispatch(hidden, torch.tensor([[0, 7, 3]] * 4), weights)
+    again = dispatcher.dispatch(hidden, None, weights, manifest=first.handle.manifest)
+    found["again"] = torch.equal(first.rows_MD, again.rows_MD)
+    return found
 
 
 def wide(group: dist.ProcessGroup, rank: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,6 +224,28 @@ def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, kind: Kind)
     for result in ranks:
         sent, came_back = result[kind, "wide"]
         assert torch.equal(sent, came_back)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(ranks: list, order: str) -> None:
+    for result in ranks:
+        found = result[order, "float8"]
+        assert all(all(map(torch.equal, *pair)) for pair in zip(found["travel"], found["before"], strict=True))
+        assert not torch.equal(found["travel"][0][0], found["not"][0][0]), "control: it is a rounding"
+        assert found["again"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_the_way_to_the_experts_is_in_float8(ranks: list, order: str) -> None:
+    for result in ranks:
+        there, *others = result[order, "float8"]["travel", "dtypes"]
+        assert there == float8.FLOAT8 and others == [torch.bfloat16] * 3
+
+
+def test_in_float8_where_experts_stand_changes_no_bit_in_logical_order(ranks: list) -> None:
+    for result in ranks:
+        first, *others = result["logical", "float8"]["travel"]
+        assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:

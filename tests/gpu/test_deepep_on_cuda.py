@@ -9,7 +9,7 @@ from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
-from eplb_runtime.dispatch import choosing
+from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
@@ -32,17 +32,30 @@ def skip_without(carrier: str) -> None:
 
 
 def step(
-    kind: tuple[str, str] | None, rank: int, device: torch.device, tokens: int, dtype: torch.dtype
+    kind: tuple[str, str] | None,
+    rank: int,
+    device: torch.device,
+    tokens: int,
+    dtype: torch.dtype,
+    in_float8: str = "",
 ) -> list[torch.Tensor]:
-    """Output and gradients of a forward, and of one that goes the same way again; None: over all-to-all."""
+    """Output and gradients of a forward, and of one that goes the same way again; None: over all-to-all.
+
+    Args:
+        in_float8: hidden states are rounded ``"before"`` they are dispatched, or ``"on the way"``.
+    """
     generator = torch.Generator().manual_seed(rank)
-    hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype).requires_grad_()
+    hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
+    if in_float8 == "before":
+        hidden = float8.unpack(float8.pack(hidden, None), torch.arange(tokens, device=device))
+    hidden.requires_grad_()
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()
     experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, dtype)
     dispatcher = AllToAll(dist.group.WORLD, SLOTS)
     if kind is not None:
-        dispatcher = ORDERS[kind[1]](dist.group.WORLD, SLOTS, make_carrier=choosing.CARRIERS[kind[0]])
+        make = choosing.CARRIERS[kind[0]]
+        dispatcher = ORDERS[kind[1]](dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8 == "on the way")
 
     def compute(rows: torch.Tensor, counts: SlotCounts, parameters: list[torch.Tensor]) -> torch.Tensor:
         return rows * parameters[0][counts.slot_of_rows(len(rows))]
@@ -86,6 +99,21 @@ def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         for one, another in zip(expected, found, strict=True):
             torch.testing.assert_close(one.float(), another.float(), rtol=0.05, atol=0.1 * float(one.abs().max()))
+
+
+def in_float8(rank: int, order: str) -> tuple[list, list]:
+    device = device_of(rank)
+    use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    job = (("deepep", order), rank, device, 300, torch.bfloat16)
+    return step(*job, "before"), step(*job, "on the way")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(order: str) -> None:
+    skip_without("deepep")
+    for expected, found in run_ranks(RANKS, in_float8, order, backend=NCCL, start_method="spawn"):
+        assert all(map(torch.equal, expected, found))
 
 
 # -- experts by the same buffer ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
-from eplb_runtime.dispatch import choosing, row_bytes
+from eplb_runtime.dispatch import choosing, float8, row_bytes
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
@@ -97,6 +97,44 @@ def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) ->
     assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
 
 
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("times", [1, 3])
+def test_float8_keeps_every_bit_of_weights_and_some_of_hidden_states(weights_dtype: torch.dtype, times: int) -> None:
+    hidden = torch.randn(5, 384, generator=torch.Generator().manual_seed(0)).bfloat16() * 1000
+    hidden[0], hidden[1, :128] = 0, float("inf")
+    weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)).to(weights_dtype)
+    rows, scales = float8.pack(hidden, weights, times)
+    assert rows.dtype == float8.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
+    assert torch.equal(float8.unpack_weights((rows, scales), 3 // times, weights_dtype).view(5, 3), weights)
+    back = float8.unpack((rows, scales), torch.arange(5) * times)
+    assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
+    torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
+    assert not torch.equal(back[2:], hidden[2:])
+
+
+def test_no_tokens_travel_in_float8() -> None:
+    rows = float8.pack(torch.empty(0, 256, dtype=torch.bfloat16), torch.empty(0, 2))
+    assert float8.unpack(rows, torch.empty(0, dtype=torch.int64)).shape == (0, 256)
+    assert float8.unpack_weights(rows, 2, torch.float32).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "choices", "said"),
+    [
+        (256, torch.bfloat16, 8, ""),
+        (15360, torch.bfloat16, 8, ""),
+        (256, torch.float32, 8, "torch.float32: train in bfloat16"),
+        (200, torch.bfloat16, 8, "the hidden size is 200"),
+        (16384, torch.bfloat16, 8, "has more"),
+    ],
+)
+def test_hidden_states_that_float8_does_not_carry_are_refused(
+    width: int, dtype: torch.dtype, choices: int, said: str
+) -> None:
+    refused = float8.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, choices))
+    assert said in refused and bool(said) == bool(refused) and "\n" not in refused
+
+
 def test_control_bits_that_are_taken_for_bfloat16_do_not_survive_a_sum() -> None:
     rows = torch.tensor([0x80007F81], dtype=torch.int64).to(torch.int32).view(torch.bfloat16)
     assert not torch.equal((torch.zeros(2) + rows.float()).to(torch.bfloat16).view(torch.int16), rows.view(torch.int16))
@@ -165,6 +203,9 @@ def test_the_order_of_sums_picks_the_kind() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="logical order"):
         BalancerConfig(combine_order="by_rank")
+    for dispatch in ("all_to_all", "deepep_elastic", "auto"):
+        with pytest.raises(ConfigError, match="only 'deepep' carries it"):
+            BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
     with pytest.raises(ConfigError, match="even"):
         BalancerConfig(dispatch_sms=7)
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
@@ -192,3 +233,5 @@ def test_a_verification_notes_that_sums_are_by_rank() -> None:
     by_rank = BalancerConfig(dispatch="deepep", combine_order="by_rank")
     assert runs._notes(task, by_rank, 3) == (choosing.SUMS_BY_RANK,)  # type: ignore[arg-type]
     assert runs._notes(task, BalancerConfig(), 3) == ()  # type: ignore[arg-type]
+    in_float8 = BalancerConfig(dispatch="deepep", dispatch_dtype="float8")
+    assert runs._notes(task, in_float8, 3) == (choosing.IN_FLOAT8,)  # type: ignore[arg-type]
