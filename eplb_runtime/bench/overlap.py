@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,47 +103,82 @@ def run(
     carried = job.link.carried
     spans = job.step(IN_TURN)[1]
     blocks = Blocks.of(spans)
-    computing = _mean(max(1e-6, blocks.total - blocks.waiting))
-    share_in_blocks = _mean(blocks.total) / _mean(sum(s.end - s.begin for s in spans if s.name == "step"))
-    sent = _mean(float(job.link.carried - carried)) * share_in_blocks
-    job.link.bytes_per_second = sent / computing / link_share
+    share_in_blocks = mean(blocks.total) / mean(sum(s.end - s.begin for s in spans if s.name == "step"))
+    slow_down(job.link, (job.link.carried - carried) * share_in_blocks, blocks, link_share)
     job.step(IN_TURN), job.step(AT_ONCE)
+    compared = compare(job.step, repeats)
+    if trace is not None:
+        write_trace(trace, dist.get_rank(), list(compared.last.items()))
+    job.balancer.close()
+    link = job.link.bytes_per_second
+    assert link is not None
+    return {
+        "ranks": dist.get_world_size(),
+        "pipeline_ranks": PIPELINE_RANKS,
+        "micro_batches": micro_batches,
+        "link_mbit_per_second": link * 8e-6,
+        **compared.result,
+    }
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Both ways.
+
+    Args:
+        result: ``rows``, ``hidden_share``, ``step_ratio`` and ``same_bits``, as `run` returns them.
+        last: the spans of the last step of each.
+    """
+
+    result: dict[str, Any]
+    last: dict[str, list[Span]]
+
+
+def compare(step: Callable[[str], tuple[float, list[Span], list[Tensor]]], repeats: int) -> Compared:
+    """Take turns. Collective.
+
+    Args:
+        step: of a way; seconds, where they went, and what must be the same both ways.
+    """
     taken: dict[str, list[tuple[float, Blocks]]] = {IN_TURN: [], AT_ONCE: []}
     seen: dict[str, list[Tensor]] = {}
     last: dict[str, list[Span]] = {}
     for _ in range(repeats):
         for way, of_way in taken.items():
-            seconds, last[way], seen[way] = job.step(way)
+            seconds, last[way], seen[way] = step(way)
             of_way.append((seconds, Blocks.of(last[way])))
-    if trace is not None:
-        write_trace(trace, dist.get_rank(), list(last.items()))
     same = all(torch.equal(one, other) for one, other in zip(seen[IN_TURN], seen[AT_ONCE], strict=True))
     rows = [_row(way, of_way) for way, of_way in taken.items()]
-    job.balancer.close()
-    return {
-        "ranks": dist.get_world_size(),
-        "pipeline_ranks": PIPELINE_RANKS,
-        "micro_batches": micro_batches,
-        "link_mbit_per_second": job.link.bytes_per_second * 8e-6,
+    result = {
         "rows": rows,
         "hidden_share": 1 - rows[1]["exposed_ms"] / rows[0]["exposed_ms"],
         "step_ratio": rows[1]["step_ms"] / rows[0]["step_ms"],
-        "same_bits": bool(_mean(float(same)) == 1.0),
+        "same_bits": bool(mean(float(same)) == 1.0),
     }
+    return Compared(result, last)
+
+
+def slow_down(link: SlowLink, carried: float, blocks: Blocks, link_share: float) -> None:
+    """Let a link be busy for ``link_share`` seconds for each second that a rank computes in its blocks. Collective.
+
+    Args:
+        carried: bytes, in the blocks.
+    """
+    link.bytes_per_second = mean(float(carried)) / mean(max(1e-6, blocks.total - blocks.waiting)) / link_share
 
 
 def _row(way: str, taken: list[tuple[float, Blocks]]) -> dict[str, Any]:
     """Means over ranks and steps; of the whole step the median."""
     return {
         "way": way,
-        "step_ms": 1e3 * _mean(statistics.median(seconds for seconds, _ in taken)),
-        "block_ms": 1e3 * _mean(statistics.fmean(blocks.total for _, blocks in taken)),
-        "waiting_ms": 1e3 * _mean(statistics.fmean(blocks.waiting for _, blocks in taken)),
-        "exposed_ms": 1e3 * _mean(statistics.fmean(blocks.exposed for _, blocks in taken)),
+        "step_ms": 1e3 * mean(statistics.median(seconds for seconds, _ in taken)),
+        "block_ms": 1e3 * mean(statistics.fmean(blocks.total for _, blocks in taken)),
+        "waiting_ms": 1e3 * mean(statistics.fmean(blocks.waiting for _, blocks in taken)),
+        "exposed_ms": 1e3 * mean(statistics.fmean(blocks.exposed for _, blocks in taken)),
     }
 
 
-def _mean(value: float) -> float:
+def mean(value: float) -> float:
     """Over the ranks. Collective."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)

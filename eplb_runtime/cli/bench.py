@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
     _add_overlap(benches)
+    _add_two_batches(benches)
     _add_soak(benches)
 
 
@@ -123,6 +124,23 @@ def _add_overlap(benches: Any) -> None:
     add("--micro-batches", "M", positive, "of a step, 4 at least (default: 16)", default=16)
     add("--trace", "DIR", Path, "write a Chrome trace of each rank's last steps there")
     add("--ranks", "R", positive, "ranks to start when not under torchrun, even, 4 at least (default: 4)", default=4)
+
+
+def _add_two_batches(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "two-batches",
+        _two_batches,
+        "what two batches at once hide in evaluation, over slow links",
+        """
+  eplb-runtime bench two-batches --trace traces                         # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench two-batches --json
+""",
+    )
+    add = adder(command)
+    add("--repeats", "N", positive, "of each way that count (default: 5)", default=5)
+    add("--trace", "DIR", Path, "write a Chrome trace of each rank's last forwards there")
+    add("--ranks", "R", positive, "ranks to start when not under torchrun, 2 at least (default: 2)", default=2)
 
 
 def _add_soak(benches: Any) -> None:
@@ -294,6 +312,20 @@ def _overlap(arguments: argparse.Namespace) -> int:
         return start_ranks(["bench", "overlap", *options, *(["--json"] if arguments.json else [])], arguments.ranks)
     with process_group("cpu") as device, spinner() if is_first() else nullcontext():
         result = run(device, arguments.repeats, micro_batches=arguments.micro_batches, trace=arguments.trace)
+    if is_first():
+        _print(result, arguments.json)
+    return 0
+
+
+def _two_batches(arguments: argparse.Namespace) -> int:
+    from ..bench.two_batches import run
+    from ..launching import is_first, launched, process_group, start_ranks
+
+    if not launched():
+        options = ["--repeats", str(arguments.repeats), *(["--trace", str(arguments.trace)] if arguments.trace else [])]
+        return start_ranks(["bench", "two-batches", *options, *(["--json"] if arguments.json else [])], arguments.ranks)
+    with process_group("cpu") as device, spinner() if is_first() else nullcontext():
+        result = run(device, arguments.repeats, trace=arguments.trace)
     if is_first():
         _print(result, arguments.json)
     return 0

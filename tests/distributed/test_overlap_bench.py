@@ -1,4 +1,4 @@
-"""`bench overlap`: its job is the same both ways, and what it says of spans is what they say."""
+"""`bench overlap` and `two-batches`: the job is the same both ways, and what they say of spans is what these say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from eplb_runtime.bench import overlap
+from eplb_runtime.bench import overlap, two_batches
 from eplb_runtime.bench.overlap_spans import BLOCK, PIPELINE, TOKENS, Blocks, SlowLink, Span
 
 
@@ -48,20 +48,23 @@ def test_messages_on_a_slow_link_wait_for_those_before_them() -> None:
     assert works[1].due - works[0].due == pytest.approx(40 / 1e4, abs=1e-6)
 
 
-def measure(rank: int, folder: str) -> dict[str, Any]:
+def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     sizes = {"micro_batches": 4, "tokens": 16, "width": 16, "layers_per_stage": 1}
-    return overlap.run(torch.device("cpu"), 1, trace=Path(folder), **sizes)
+    cpu = torch.device("cpu")
+    return [
+        overlap.run(cpu, 1, trace=Path(folder) / "pipeline", **sizes),
+        two_batches.run(cpu, 1, trace=Path(folder) / "batches", tokens=16, width=16, layers=2),
+    ]
 
 
 def test_both_ways_give_the_same_bits_and_a_trace(tmp_path: Path) -> None:
-    results = run_ranks(4, measure, str(tmp_path))
-    for result in results:
+    for result in [one for of_rank in run_ranks(4, measure, str(tmp_path)) for one in of_rank]:
         assert result["same_bits"] and [row["way"] for row in result["rows"]] == ["in turn", "at once"]
         assert result.keys() >= {"hidden_share", "step_ratio", "link_mbit_per_second"}
         for row in result["rows"]:
             assert row["block_ms"] >= row["exposed_ms"] > 0 and row["waiting_ms"] >= row["exposed_ms"] * 0.999
         assert result["rows"][0]["waiting_ms"] == pytest.approx(result["rows"][0]["exposed_ms"])
-    for rank in range(4):
-        events = json.loads((tmp_path / f"overlap-{rank}.json").read_text())["traceEvents"]
+    for path in [tmp_path / what / f"overlap-{rank}.json" for what in ("pipeline", "batches") for rank in range(4)]:
+        events = json.loads(path.read_text())["traceEvents"]
         lanes = {way: {e["tid"] for e in events if e.get("cat") == way} for way in ("in turn", "at once")}
         assert lanes == {"in turn": {0}, "at once": {0, 1}}
