@@ -26,6 +26,8 @@ TRANSPORTS = ("torch", "shm", "nixl", "nvshmem", "deepep", "auto")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
+MOST_LOW_LATENCY_TOKENS = 508
+"""DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
 GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
 LOOPBACK = "127.0.0.1"
@@ -80,6 +82,9 @@ class BalancerConfig:
         dispatch_dtype: how hidden states travel to the experts: ``"model"``, as they are, or ``"float8"``, rounded
             with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` and bfloat16 only.
             Results and gradients travel as they are.
+        low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
+            low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
+            508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
         dispatch_sms: multiprocessors of a GPU that DeepEP's kernels take; even.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
@@ -133,6 +138,7 @@ class BalancerConfig:
     dispatch: str = "all_to_all"
     combine_order: Literal["logical", "by_rank"] = "logical"
     dispatch_dtype: Literal["model", "float8"] = "model"
+    low_latency_tokens: int = 0
     dispatch_sms: int = 20
     dense_gradients: Literal["host", "allreduce"] = "host"
     move_gradients: bool = False
@@ -178,6 +184,7 @@ class BalancerConfig:
         self._one_of("dispatch_dtype", DISPATCH_DTYPES)
         if self.dispatch_dtype == "float8" and self.dispatch != "deepep":
             raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only 'deepep' carries it")
+        self._check_low_latency()
         self._at_least("dispatch_sms", 2)
         if self.dispatch_sms % 2:
             raise ConfigError(f"dispatch_sms={self.dispatch_sms}: give an even number")
@@ -218,6 +225,18 @@ class BalancerConfig:
             value = getattr(self, own.name)
             shown.append(f"{own.name}={value.digest() if isinstance(value, Placement) else value}")
         return " ".join(shown)
+
+    def _check_low_latency(self) -> None:
+        tokens = self.low_latency_tokens
+        if not 0 <= tokens <= MOST_LOW_LATENCY_TOKENS or tokens % 4:
+            raise ConfigError(
+                f"low_latency_tokens={tokens}: give a multiple of 4 up to {MOST_LOW_LATENCY_TOKENS}, or 0 for none"
+            )
+        if tokens and (self.dispatch != "deepep" or self.combine_order != "by_rank"):
+            raise ConfigError(
+                f"low_latency_tokens={tokens} with dispatch={self.dispatch!r}, combine_order={self.combine_order!r}: "
+                "they need dispatch='deepep' and combine_order='by_rank'"
+            )
 
     def _check_listening(self) -> None:
         if self.listen is None or isinstance(self.listen, bool):

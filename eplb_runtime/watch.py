@@ -198,6 +198,11 @@ class Meeting:
         return word
 
     @property
+    def training(self) -> bool:
+        """Whether the forward that this thread is in trains the model."""
+        return bool(self.word >> 1 & 1)
+
+    @property
     def place(self) -> tuple[int, int] | tuple[None, None]:
         """Layer and epoch of the forward that this thread is in."""
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))

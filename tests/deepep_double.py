@@ -40,8 +40,11 @@ class Buffer:
         group: Any,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
     ) -> None:
-        assert num_nvl_bytes > 0
+        assert num_nvl_bytes > 0 or (low_latency_mode and num_rdma_bytes > 0)
+        self.low_latency_mode, self.num_qps, self.num_rdma_bytes = low_latency_mode, num_qps_per_rank, num_rdma_bytes
         # The real one needs the group while it is made, and not afterwards.
         members = dist.get_process_group_ranks(group)
         self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
@@ -163,6 +166,98 @@ class Buffer:
         total = torch.zeros(len(in_rank), x.shape[1])
         for rank, rows in enumerate(back.split(sent)):
             total[in_rank[:, rank]] += rows.float()
+        return total.to(torch.bfloat16), None, None
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return num_max_dispatch_tokens_per_rank * hidden * num_experts * 8
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Any = None,
+        dispatch_wait_recv_cost_stats: Any = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Tensor, tuple, None, None]:
+        """Rows of a slot come in any order of ranks and tokens; what is not a row is not initialised."""
+        most, ranks = num_max_dispatch_tokens_per_rank, self.group_size
+        local, (_, hidden) = num_experts // ranks, x.shape
+        assert self.low_latency_mode and self.num_qps == local and 1024 >= (most + 1) * 2 and ranks * most % 4 == 0
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden % (512 if use_fp8 else 128) == 0
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11
+        assert len(x) == len(topk_idx) <= most
+        assert self.get_low_latency_rdma_size_hint(most, hidden, ranks, num_experts) <= self.num_rdma_bytes
+        CALLS.append("low latency dispatch")
+        token, column = torch.nonzero(topk_idx >= 0, as_tuple=True)
+        slot = topk_idx[token, column]
+        mine = torch.zeros(len(slot), ranks, dtype=torch.bool)
+        mine[torch.arange(len(slot)), slot // local] = True
+        rows, received = self._exchange(x[token], mine)
+        sent, _ = self._exchange(torch.stack([slot % local, token], dim=1), mine)
+        source = torch.repeat_interleave(torch.arange(ranks), torch.tensor(received))
+        packed = torch.full((local, ranks * most, hidden), float("nan"), dtype=x.dtype)
+        info = torch.full((local, ranks * most), 1 << 20, dtype=torch.int32)
+        layout, counts = torch.zeros(local, ranks, dtype=torch.int64), torch.zeros(local, dtype=torch.int32)
+        for here in range(local):
+            for rank in torch.randperm(ranks).tolist():
+                found = torch.nonzero((sent[:, 0] == here) & (source == rank)).squeeze(1)
+                found, begin = found[torch.randperm(len(found))], int(counts[here])
+                packed[here, begin : begin + len(found)] = rows[found]
+                info[here, begin : begin + len(found)] = sent[found, 1].int()
+                layout[here, rank] = begin << 32 | len(found)
+                counts[here] += len(found)
+        handle = (info, layout, most, hidden, num_experts)
+        if not use_fp8:
+            return packed, counts, handle, None, None
+        blocks = packed.float().view(local, ranks * most, hidden // 128, 128)
+        amax = blocks.abs().amax(dim=3).clamp(1e-4)
+        in_float8 = (blocks * (448.0 / amax).unsqueeze(3)).to(torch.float8_e4m3fn).view(packed.shape)
+        scales = (amax / 448.0).transpose(1, 2).contiguous().transpose(1, 2)
+        return (in_float8, scales), counts, handle, None, None
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor, None, None]:
+        """In float32 and in the order of a token's choices."""
+        info, layout, _most, hidden, _num_experts = handle
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and tuple(x.shape) == (*info.shape, hidden)
+        assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
+        assert topk_weights.shape == topk_idx.shape
+        CALLS.append("low latency combine")
+        ranges = [
+            (here, rank, int(layout[here, rank]) >> 32, int(layout[here, rank]) & 0xFFFFFFFF)
+            for rank in range(self.group_size)
+            for here in range(len(x))
+        ]
+        rows = torch.cat([x[here, begin : begin + count] for here, _, begin, count in ranges])
+        which = torch.cat([info[here, begin : begin + count] for here, _, begin, count in ranges]).long()
+        slot = torch.cat([torch.full((count,), here + self.rank * len(x)) for here, _, _, count in ranges])
+        to = torch.cat([torch.full((count,), rank) for _, rank, _, count in ranges])
+        there = to.unsqueeze(1) == torch.arange(self.group_size)
+        back, _ = self._exchange(rows, there)
+        words, _ = self._exchange(torch.stack([which, slot], dim=1), there)
+        place = {(token, of): number for number, (token, of) in enumerate(words.tolist())}
+        total = torch.zeros(len(topk_idx), hidden)
+        for token, slots in enumerate(topk_idx.tolist()):
+            for column, of in enumerate(slots):
+                total[token] += topk_weights[token, column] * back[place[token, of]].float()
         return total.to(torch.bfloat16), None, None
 
     def _with_scales(self, rows: Tensor, scales: Tensor | None, in_rank: Tensor) -> Any:

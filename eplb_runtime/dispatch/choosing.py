@@ -19,6 +19,7 @@ from .base import Dispatcher
 from .deepep import Carrier, DeepEP, DeepEPByRank
 from .deepep_buffer import BufferCarrier
 from .deepep_elastic import ElasticCarrier
+from .deepep_low_latency import LowLatency
 from .hierarchical import Hierarchical, HierarchicalByRank
 
 CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier, "deepep_elastic": ElasticCarrier}
@@ -31,6 +32,10 @@ SUMS_BY_RANK = (
 IN_FLOAT8 = (
     "dispatch_dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
     "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do without it"
+)
+LOW_LATENCY = (
+    "low_latency_tokens: batches without gradients in evaluation are summed in another order and rounding than in "
+    "training; outputs are equal to rounding only"
 )
 
 
@@ -101,7 +106,8 @@ def choose_together(
 def notes(config: BalancerConfig) -> tuple[str, ...]:
     """What these settings give up, a line each."""
     by_rank, in_float8 = config.combine_order == "by_rank", config.dispatch_dtype == "float8"
-    return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8
+    low_latency = config.low_latency_tokens > 0
+    return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
 
 
 def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callable[..., Dispatcher]:
@@ -114,5 +120,12 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
         return partial(across_nodes, ranks_per_node=topology.ranks_per_node)
     kind = DeepEPByRank if by_rank else DeepEP
-    in_float8 = config.dispatch_dtype == "float8"
-    return partial(kind, num_sms=config.dispatch_sms, make_carrier=CARRIERS[choice.name], in_float8=in_float8)
+    in_float8, most = config.dispatch_dtype == "float8", config.low_latency_tokens
+    low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
+    return partial(
+        kind,
+        num_sms=config.dispatch_sms,
+        make_carrier=CARRIERS[choice.name],
+        in_float8=in_float8,
+        make_low_latency=low_latency,
+    )

@@ -29,6 +29,7 @@ from ..watch import Meeting
 from . import float8, permute, row_bytes
 from .base import CountExchange, Dispatched, Dispatcher, Handle
 from .deepep_buffer import Arrival, BufferCarrier
+from .deepep_low_latency import LowLatency, LowLatencyRoute
 from .lanes import Lane, Lanes
 from .memory import RowMemory
 
@@ -93,6 +94,7 @@ class DeepEP(Dispatcher):
         num_sms: multiprocessors for communication.
         make_carrier: from group, slots, multiprocessors and lanes what takes rows to slots.
         in_float8: hidden states are rounded to float8 on their way to the experts (`float8.py`), and nothing else is.
+        make_low_latency: from group and slots what takes small batches where nothing learns; None: they go as others.
 
     Raises:
         ConfigError: DeepEP is not there or cannot serve this group.
@@ -111,10 +113,12 @@ class DeepEP(Dispatcher):
         num_sms: int = NUM_SMS,
         make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier] = BufferCarrier,
         in_float8: bool = False,
+        make_low_latency: Callable[[dist.ProcessGroup, int], LowLatency] | None = None,
     ) -> None:
         lanes = lanes or Lanes(Lane(group, counts_group or group))
         self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
         self._in_float8 = in_float8
+        self._low_latency = None if make_low_latency is None else make_low_latency(group, slots_per_rank)
         self._meeting = meeting
         self._meet = CountExchange(group, meeting, lanes)
         self._memory = RowMemory()
@@ -129,7 +133,14 @@ class DeepEP(Dispatcher):
         manifest: Route | None = None,
     ) -> Dispatched:
         self._check(hidden_TD, weights_TK)
-        if self._meeting is not None and manifest is None and counts is None:
+        if self._low_latency is not None and manifest is None and self._nothing_learns():
+            assert slots_TK is not None
+            # All ranks take the same way, also where only one has too many tokens for it.
+            most = self._meet(slots_TK.new_full((1,), hidden_TD.shape[0])).max()
+            if most <= self._low_latency.most_tokens:
+                with self.waiting():
+                    return self._low_latency.dispatch(hidden_TD, slots_TK, weights_TK)
+        elif self._meeting is not None and manifest is None and counts is None:
             assert slots_TK is not None
             self._meet(slots_TK.new_empty(0))
         weights = weights_TK if self._weights_travel() else None
@@ -138,6 +149,10 @@ class DeepEP(Dispatcher):
         return Dispatched(rows_MD, route.counts_S, weights_M if torch.is_grad_enabled() else None, handle, None)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
+        if isinstance(handle.manifest, LowLatencyRoute):
+            assert self._low_latency is not None
+            with self.waiting():
+                return self._low_latency.combine(out_MD, handle)
         combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
         return combined_TD
 
@@ -192,6 +207,10 @@ class DeepEP(Dispatcher):
         return torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, route.choices)
 
     # -- for both ------------------------------------------------------------------------------------------------------
+
+    def _nothing_learns(self) -> bool:
+        """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
+        return not torch.is_grad_enabled() and (self._meeting is None or not self._meeting.training)
 
     def place(self) -> tuple[int, int] | tuple[None, None]:
         """Layer and epoch of the forward that this thread is in, for the names of its phases."""

@@ -35,6 +35,7 @@ from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.choosing import CARRIERS
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 
 ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
@@ -79,6 +80,9 @@ def all_of_it(rank: int) -> dict[str, Any]:
         found[kind, "wide"] = wide(pair, place, kind)
     for order in ORDERS:
         found[order, "float8"] = rounded(place, pair, order)
+    found["low latency"] = {
+        in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
+    }
     plain = AllToAll(whole, SLOTS)
     found["attached"] = attached(rank)
     found["all_to_all"] = without_manifest(there_and_back(plain, IN_BFLOAT16, rank))
@@ -147,6 +151,39 @@ def rounded(rank: int, group: dist.ProcessGroup, order: str) -> dict[str, Any]:
     first = dispatcher.dispatch(hidden, torch.tensor([[0, 7, 3]] * 4), weights)
     again = dispatcher.dispatch(hidden, None, weights, manifest=first.handle.manifest)
     found["again"] = torch.equal(first.rows_MD, again.rows_MD)
+    return found
+
+
+def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_float8: bool) -> dict[str, Any]:
+    """Up to eight tokens a rank go by the low-latency kernels where nothing learns; one rank may have none."""
+    low_latency = partial(LowLatency, most_tokens=8, in_float8=in_float8, package=deepep_double)
+    make = partial(CARRIERS["deepep"], package=deepep_double)
+    dispatcher = DeepEPByRank(group, 6, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
+    slow = DeepEPByRank(group, 6, make_carrier=make, in_float8=in_float8)
+    generator = torch.Generator().manual_seed(rank)
+    slot_of_expert = torch.tensor(placement)
+    mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]
+    experts = torch.randn(12, 512, generator=torch.Generator().manual_seed(9)).bfloat16()
+    found: dict[str, Any] = {}
+    for name, tokens in {"small": (8, 5), "none on one": (0, 3), "large on one": (3, 9), "learns": (8, 5)}.items():
+        hidden = torch.randn(tokens[rank], 512, generator=generator).bfloat16()
+        ids = torch.rand(tokens[rank], 12, generator=generator).argsort(dim=1)[:, :4]
+        weights = torch.rand(tokens[rank], 4, generator=generator)
+        with torch.set_grad_enabled(name == "learns"):
+            expected = slow.dispatch(hidden, slot_of_expert[ids], weights)
+            deepep_double.CALLS.clear()
+            arrived = dispatcher.dispatch(hidden, slot_of_expert[ids], weights)
+            slots_M = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
+            out = dispatcher.combine(arrived.rows_MD * experts[mine][slots_M], arrived.handle)
+        rounded = float8.unpack(float8.pack(hidden, None), torch.arange(len(hidden))) if in_float8 else hidden
+        rows = (rounded.unsqueeze(1) * experts[ids]).double()
+        found[name] = {
+            "calls": list(deepep_double.CALLS),
+            "rows": torch.equal(arrived.rows_MD, expected.rows_MD)
+            and arrived.counts_S.known() == expected.counts_S.known(),
+            "out": out.detach(),
+            "dense": (rows * weights.unsqueeze(2)).sum(1),
+        }
     return found
 
 
@@ -246,6 +283,32 @@ def test_in_float8_where_experts_stand_changes_no_bit_in_logical_order(ranks: li
     for result in ranks:
         first, *others = result["logical", "float8"]["travel"]
         assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_small_batches_go_by_the_low_latency_kernels_where_nothing_learns(ranks: list, in_float8: bool) -> None:
+    fast, slow = ["low latency dispatch", "low latency combine"], ["dispatch", "combine"]
+    for result in ranks:
+        for found in result["low latency"][in_float8]:
+            calls = {name: one["calls"] for name, one in found.items()}
+            assert calls == {"small": fast, "none on one": fast, "large on one": slow, "learns": slow}
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_their_rows_come_in_the_order_of_all_dispatchers(ranks: list, in_float8: bool) -> None:
+    for result in ranks:
+        for found in result["low latency"][in_float8]:
+            assert all(one["rows"] for one in found.values())
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_their_results_are_those_of_a_dense_computation_and_know_no_placement(ranks: list, in_float8: bool) -> None:
+    for result in ranks:
+        first, *others = result["low latency"][in_float8]
+        for one in first.values():
+            torch.testing.assert_close(one["out"].double(), one["dense"], rtol=0.02, atol=0.05)
+        for name in ("small", "none on one"):
+            assert all(torch.equal(first[name]["out"], other[name]["out"]) for other in others)
 
 
 def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from transport_contract import random_bytes, soon
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.migration.transports import TRANSPORTS, deepep_package
 from eplb_runtime.migration.transports.base import Message
@@ -114,6 +117,40 @@ def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(order:
     skip_without("deepep")
     for expected, found in run_ranks(RANKS, in_float8, order, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
+
+
+def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
+    """Rows and results of batches without gradients, by the low-latency kernels and by the others."""
+    device = device_of(rank)
+    use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    make = choosing.CARRIERS["deepep"]
+    low_latency = partial(LowLatency, most_tokens=64, in_float8=in_float8)
+    slow = DeepEPByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8)
+    fast = DeepEPByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
+    found = []
+    for tokens in ((64, 20), (0, 3)):
+        generator = torch.Generator().manual_seed(rank)
+        hidden = torch.randn(tokens[rank], 2048, generator=generator).to(device, torch.bfloat16)
+        slots = torch.rand(tokens[rank], RANKS * SLOTS, generator=generator).argsort(dim=1)[:, :TOP_K].to(device)
+        weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device)
+        both = []
+        with torch.no_grad():
+            for dispatcher in (slow, fast):
+                arrived = dispatcher.dispatch(hidden, slots, weights)
+                out = dispatcher.combine(arrived.rows_MD, arrived.handle)
+                both.append([arrived.rows_MD.cpu(), out.cpu()])
+        found.append((both[0], both[1]))
+    return found
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_float8: bool) -> None:
+    skip_without("deepep")
+    for of_rank in run_ranks(RANKS, small_batches, in_float8, backend=NCCL, start_method="spawn"):
+        for (rows, out), (fast_rows, fast_out) in of_rank:
+            torch.testing.assert_close(rows.float(), fast_rows.float(), rtol=0.07 if in_float8 else 0, atol=0)
+            torch.testing.assert_close(out.float(), fast_out.float(), rtol=0.05, atol=0.1)
 
 
 # -- experts by the same buffer ----------------------------------------------------------------------------------------

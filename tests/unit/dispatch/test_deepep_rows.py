@@ -26,9 +26,10 @@ from eplb_runtime.verification import runs
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
 FILES = ("buffers/legacy.py", "buffer.py", "buffers/elastic.py")
-SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config")
+SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config", "get_low_latency_rdma_size_hint")
+LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine")
 CALLED = {
-    "Buffer": ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine"),
+    "Buffer": ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *LOW_LATENCY),
     "ElasticBuffer": ("__init__", "dispatch", "combine"),
 }
 KINDS = {
@@ -206,6 +207,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for dispatch in ("all_to_all", "deepep_elastic", "auto"):
         with pytest.raises(ConfigError, match="only 'deepep' carries it"):
             BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
+    for tokens in (-4, 6, 512):
+        with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
+            BalancerConfig(dispatch="deepep", combine_order="by_rank", low_latency_tokens=tokens)
+    for setting in ({"dispatch": "deepep"}, {"dispatch": "hierarchical", "combine_order": "by_rank"}):
+        with pytest.raises(ConfigError, match="need dispatch='deepep' and combine_order='by_rank'"):
+            BalancerConfig(low_latency_tokens=128, **setting)
     with pytest.raises(ConfigError, match="even"):
         BalancerConfig(dispatch_sms=7)
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
