@@ -191,7 +191,7 @@ class Buffer:
         """Rows of a slot come in any order of ranks and tokens; what is not a row is not initialised."""
         most, ranks = num_max_dispatch_tokens_per_rank, self.group_size
         local, (_, hidden) = num_experts // ranks, x.shape
-        assert self.low_latency_mode and self.num_qps == local and 1024 >= (most + 1) * 2 and ranks * most % 4 == 0
+        assert self.low_latency_mode and self.num_qps == local and (most + 1) * 2 <= 1024 and ranks * most % 4 == 0
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden % (512 if use_fp8 else 128) == 0
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11
         assert len(x) == len(topk_idx) <= most
