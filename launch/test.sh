@@ -27,7 +27,7 @@ failed=0
 of_hosts=$(mktemp)
 .venv/bin/python -m pytest tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
-trap 'kill "$hosts" 2>/dev/null; rm -f "$of_hosts"' EXIT
+trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
 .venv/bin/python -m pytest tests --ignore tests/unit --ignore tests/multinode || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
