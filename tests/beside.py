@@ -1,0 +1,89 @@
+"""A small job whose experts migrate while it trains, and places to break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from moe_models import batch_of, make_model
+
+import eplb_runtime as eplb
+from eplb_runtime.migration.engine import Phase
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+RANKS, EXPERTS, LAYERS = 3, 6, 3
+
+
+class Job:
+    """A small training job on one rank; with ``overlap`` every expert moves at every decision."""
+
+    def __init__(self, rank: int, overlap: bool, *, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+        self.rank, self.steps, self.losses = rank, 0, []
+        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(dtype)
+        if dtype == torch.float64:
+            self.model.set_experts_implementation("eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        config = eplb.BalancerConfig(
+            interval=2,
+            policy="incremental" if overlap or settings.get("replica_slots") else "static",
+            overlap=overlap,
+            dense_gradients="allreduce",
+            **{"timeout_seconds": 15.0, **settings},
+        )
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.background = self.balancer._rebalancer.background
+        self.engine = self.balancer._rebalancer._engine
+        if overlap:
+            self.balancer._plan_with(plan_shuffle)
+        self.model.train()
+
+    def step(self) -> None:
+        ids = batch_of(self.rank, self.steps % 7)
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.balancer.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.steps += 1
+
+    def until(self, kind: type, most: int = 60) -> Any:
+        """Train until something of this kind happens."""
+        before = len(self.balancer.events.of_type(kind))
+        for _ in range(most):
+            self.step()
+            if len(self.balancer.events.of_type(kind)) > before:
+                return self.balancer.events.of_type(kind)[-1]
+        raise AssertionError(f"no {kind.__name__} in {most} steps")
+
+    def until_sent(self, most: int = 60) -> None:
+        """Train until experts are on their way; they are when this returns."""
+        for _ in range(most):
+            self.step()
+            if self.background._flights:
+                return
+        raise AssertionError("nothing was sent")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return eplb.logical_state_dict(self.model, self.optimizer)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextmanager
+def at(job: Job, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, on one rank, wherever the protocol comes to this point with something in its hands."""
+
+    def probe(reached: Phase, subject: Any) -> None:
+        if job.rank == rank and reached is phase and (phase is Phase.PREPARED or subject):
+            do(subject)
+
+    job.engine.probe = probe
+    try:
+        yield
+    finally:
+        job.engine.probe = lambda phase, subject: None
