@@ -22,7 +22,7 @@ from .placement import Placement
 SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
-TRANSPORTS = ("torch", "shm", "nixl", "nvshmem", "deepep", "auto")
+TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
@@ -69,10 +69,10 @@ class BalancerConfig:
             committed before its own forward begins. False: between two steps, all at once.
         bytes_per_step: with ``overlap``, the most that a rank receives beside one step; None: ``staging_bytes``.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
-            memory between the ranks of one node, on a CPU), ``"nixl"`` (extra ``nixl``: RDMA or TCP),
-            ``"nvshmem"`` (extra ``nvshmem-cu12`` or ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep,
-            between Hopper GPUs and newer) or ``"auto"`` (inside nodes and across them what fits on every rank, of the
-            first three).
+            memory between the ranks of one node, on a CPU), ``"cuda_ipc"`` (the same between the GPUs of one node, by
+            their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or
+            ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer) or
+            ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
             crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer), ``"deepep_elastic"``
             (its second interface) or ``"auto"`` (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).

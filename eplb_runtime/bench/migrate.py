@@ -24,7 +24,7 @@ from ..placement import Placement
 from ..process_groups import ProcessGroups
 from ..ranks import Ranks
 
-CARRIERS = ("torch", "shm", "nixl")
+CARRIERS = ("torch", "shm", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
 
@@ -103,7 +103,11 @@ def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]
     votes = torch.tensor([name in usable for name in CARRIERS], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
     one_node = len(set(tell_all(groups.control, torch.device("cpu"), node_of_this_rank().encode(), soon()))) == 1
-    return [name for name, vote in zip(CARRIERS, votes.tolist(), strict=True) if vote and (name != "shm" or one_node)]
+    return [
+        name
+        for name, vote in zip(CARRIERS, votes.tolist(), strict=True)
+        if vote and (name not in ("shm", "cuda_ipc") or one_node)
+    ]
 
 
 def _row(

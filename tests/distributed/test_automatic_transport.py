@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
-from eplb_runtime.migration.transports import nixl_agent, shm
-from eplb_runtime.migration.transports.automatic import Automatic, Choice, choose, probe
+from eplb_runtime.migration.transports import neighbours, nixl_agent
+from eplb_runtime.migration.transports.automatic import Automatic, Choice, choose, lacks, probe
 from eplb_runtime.migration.transports.base import TransportError
 from eplb_runtime.migration.transports.mixed import Mixed
 from eplb_runtime.migration.transports.shm import SharedMemory
@@ -29,10 +29,25 @@ CPU = torch.device("cpu")
         ("abcd", {}, "torch", "nixl", "no shm: each rank has a node of its own"),
         ("aabb", {"nixl": {1: "no RDMA"}}, "shm", "torch", "no nixl: rank 1: no RDMA"),
         ("aabb", {"shm": {3: "no memfd"}, "nixl": {0: "not installed"}}, "torch", "torch", "no shm: rank 3: no memfd"),
+        (
+            "aabb",
+            {"shm": {0: "a GPU"}, "cuda_ipc": {}, "nixl": {0: "a GPU"}},
+            "cuda_ipc",
+            "torch",
+            "no shm: rank 0: a GPU",
+        ),
+        (
+            "abcd",
+            {"shm": {0: "a GPU"}, "cuda_ipc": {}},
+            "torch",
+            "nixl",
+            "no cuda_ipc: each rank has a node of its own",
+        ),
     ],
 )
 def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], within: str, across: str, why: str) -> None:
-    said = [{name: lacking.get(name, {}).get(rank, "") for name in ("shm", "nixl")} for rank in range(4)]
+    lacking = {"cuda_ipc": dict.fromkeys(range(4), "a CPU"), **lacking}
+    said = [{name: lacking.get(name, {}).get(rank, "") for name in ("shm", "cuda_ipc", "nixl")} for rank in range(4)]
     choice = choose(nodes, said)
     assert (choice.within, choice.across) == (within, across)
     assert why in choice.why and bool(why) == bool(choice.why)
@@ -40,11 +55,17 @@ def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], within: str,
 
 def test_every_carrier_says_whether_it_can_be_used() -> None:
     found = {finding.name: finding for finding in probe(CPU)}
-    assert set(found) == {"torch", "shm", "nixl", "nvshmem", "deepep"}
+    assert set(found) == {"torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep"}
     assert found["torch"].usable and found["shm"].usable and all(finding.why for finding in found.values())
     on_gpu = {finding.name: finding for finding in probe(torch.device("cuda"))}
     assert on_gpu["torch"].usable and not on_gpu["shm"].usable
     assert "not on cuda" in on_gpu["shm"].why
+    assert on_gpu["cuda_ipc"].usable and "not on cpu" in found["cuda_ipc"].why
+
+
+def test_memory_of_gpus_is_read_only_where_messages_to_other_nodes_are_on_gpus_too() -> None:
+    assert lacks(torch.device("cuda"), "nccl")["cuda_ipc"] == ""
+    assert "gloo carries through host memory" in lacks(torch.device("cuda"), "gloo")["cuda_ipc"]
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +90,7 @@ def in_three_places(rank: int) -> list[tuple[str, Choice | None]]:
     for node, broken in ((0, False), (rank // 2, False), (0, rank == 2)):
         os.environ["GROUP_RANK"] = str(node)
         if broken:
-            shm.meet = refuse
+            neighbours.meet = refuse
         transport = warmed_up()
         exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
         seen.append((type(transport._carrier).__name__, transport.choice))

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, hear, run_cases, soon, tell
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.migration.transports import TRANSPORTS, deepep_package, nvshmem_heap
+from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory, deepep_package, nvshmem_heap
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.nixl_agent import missing
 
@@ -41,7 +41,7 @@ def transport_name(request: pytest.FixtureRequest) -> str:
 
 
 def skip_without_its_package(name: str) -> str:
-    between_gpus = {"nvshmem": nvshmem_heap, "deepep": deepep_package}
+    between_gpus = {"cuda_ipc": cuda_memory, "nvshmem": nvshmem_heap, "deepep": deepep_package}
     lacks = between_gpus[name].missing(torch.device("cpu")) if name in between_gpus else ""
     lacks = missing() if name == "nixl" else lacks
     if lacks:

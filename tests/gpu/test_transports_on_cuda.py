@@ -10,7 +10,7 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.migration.bandwidth import measure
-from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
+from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory, nvshmem_heap
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport_name(request: pytest.FixtureRequest) -> str:
-    if request.param == "nvshmem" and nvshmem_heap.missing(DEVICE):
-        pytest.skip(nvshmem_heap.missing(DEVICE))
+    package = {"nvshmem": nvshmem_heap, "cuda_ipc": cuda_memory}.get(request.param)
+    if package is not None and package.missing(DEVICE):
+        pytest.skip(package.missing(DEVICE))
     if request.param == "deepep":
         pytest.skip(f"it does not carry between {RANKS} ranks: test_deepep_on_cuda.py")
     return str(request.param)

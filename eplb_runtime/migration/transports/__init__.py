@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from .automatic import Automatic
 from .base import Transport
+from .cuda_ipc import CudaIpc
 from .deepep import DeepEP
 from .nixl import Nixl
 from .nvshmem import Nvshmem
@@ -18,6 +19,7 @@ from .torch_p2p import TorchPointToPoint
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
     "torch": TorchPointToPoint,
     "shm": SharedMemory,
+    "cuda_ipc": CudaIpc,
     "nixl": Nixl,
     "nvshmem": Nvshmem,
     "deepep": DeepEP,

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import deepep_package, nixl_agent, nvshmem_heap, shm
+from . import cuda_memory, deepep_package, nixl_agent, nvshmem_heap, shm
 from .base import Message, Pending, Transport, TransportError
+from .cuda_ipc import CudaIpc
 from .meeting import tell_all
 from .mixed import Mixed
 from .neighbours import node_of_this_rank
@@ -55,22 +56,35 @@ def probe(device: torch.device) -> tuple[Finding, ...]:
         device: the model's.
     """
     missing = shm.missing(device)
+    no_cuda_ipc = cuda_memory.missing(device)
     no_nixl = nixl_agent.missing()
     no_nvshmem = nvshmem_heap.missing(device)
     no_deepep = deepep_package.missing(device)
     return (
         Finding("torch", True, "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend"),
         Finding("shm", not missing, missing or "between the ranks of one node"),
+        Finding("cuda_ipc", not no_cuda_ipc, no_cuda_ipc or "between the GPUs of one node, by their copy engines"),
         Finding("nixl", not no_nixl, no_nixl or f"over {', '.join(nixl_agent.rdma_devices()) or 'TCP'}"),
         Finding("nvshmem", not no_nvshmem, no_nvshmem or "between GPUs, where it is asked for"),
         Finding("deepep", not no_deepep, no_deepep or "between GPUs, where it is asked for"),
     )
 
 
-def lacks(device: torch.device) -> dict[str, str]:
-    """Why this rank would rather not use each carrier; empty: it would."""
+def lacks(device: torch.device, backend: str) -> dict[str, str]:
+    """Why this rank would rather not use each carrier; empty: it would.
+
+    Args:
+        device: the model's.
+        backend: of the migration group.
+    """
+    # Where messages to other nodes are in host memory, those inside the node have to be, too.
+    on_host = f"{backend} carries through host memory" if backend == "gloo" and device.type != "cpu" else ""
     across = "" if device.type == "cpu" and nixl_agent.rdma_devices() else "no RDMA between CPUs"
-    return {"shm": shm.missing(device), "nixl": across or nixl_agent.missing()}
+    return {
+        "shm": shm.missing(device),
+        "cuda_ipc": cuda_memory.missing(device) or on_host,
+        "nixl": across or nixl_agent.missing(),
+    }
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Choice:
@@ -82,14 +96,16 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Choice
     """
     why = {
         name: next((f"rank {rank}: {said[name]}" for rank, said in enumerate(lacking) if said[name]), "")
-        for name in ("shm", "nixl")
+        for name in ("shm", "cuda_ipc", "nixl")
     }
     if len(set(nodes)) == len(nodes):
-        why["shm"] = why["shm"] or "each rank has a node of its own"
+        why |= {name: why[name] or "each rank has a node of its own" for name in ("shm", "cuda_ipc")}
     if len(set(nodes)) == 1:
         why["nixl"] = why["nixl"] or "one node"
-    within, across = "torch" if why["shm"] else "shm", "torch" if why["nixl"] else "nixl"
-    return Choice(within, across, "; ".join(f"no {name}: {text}" for name, text in why.items() if text))
+    within = next((name for name in ("shm", "cuda_ipc") if not why[name]), "torch")
+    across = "torch" if why["nixl"] else "nixl"
+    unused = [name for name in why if why[name] and not (name == "cuda_ipc" and within == "shm")]
+    return Choice(within, across, "; ".join(f"no {name}: {why[name]}" for name in unused))
 
 
 class Automatic(Transport):
@@ -111,7 +127,7 @@ class Automatic(Transport):
         self.choice: Choice | None = None
 
     def warm_up(self, deadline: float) -> None:
-        mine = json.dumps([node_of_this_rank(), lacks(self._model_device)]).encode()
+        mine = json.dumps([node_of_this_rank(), lacks(self._model_device, self._arguments[1])]).encode()
         said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in self._tell_all(mine, deadline)]
         nodes = [node for node, _ in said]
         self.choice = choose(nodes, [lacking for _, lacking in said])
@@ -145,6 +161,8 @@ class Automatic(Transport):
     def _make(self, name: str, peers: Sequence[int]) -> Transport:
         if name == "shm":
             return SharedMemory(*self._arguments, peers=peers)
+        if name == "cuda_ipc":
+            return CudaIpc(*self._arguments, peers=peers)
         return Nixl(*self._arguments, peers=peers) if name == "nixl" else TorchPointToPoint(*self._arguments)
 
     def _try(self, nodes: Sequence[str], choice: Choice, deadline: float) -> str:

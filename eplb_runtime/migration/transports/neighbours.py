@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ...config import launcher_environment
 from .base import TransportError
+from .meeting import tell_all
 from .segments import Segment, open_segment
 
 _NOTE = struct.Struct("<IIQQQQQ")
@@ -214,3 +216,32 @@ def meet(rank: int, introduction: bytes) -> Neighbour:
                 os.close(descriptor)
         raise TransportError(f"memory of EP rank {rank} cannot be opened from here: {error}") from error
     return Neighbour(rank, process, end, inbox, words)
+
+
+def meet_all(
+    group: dist.ProcessGroup, device: torch.device, inbox: Inbox, card: Card, peers: Sequence[int], deadline: float
+) -> dict[int, Neighbour]:
+    """These ranks of a group, by number. Collective over the group.
+
+    Args:
+        device: that the group's backend works on.
+        deadline: a time of `time.monotonic`.
+
+    Raises:
+        TransportError: some rank cannot open another's memory; on every rank.
+    """
+    words = tell_all(group, device, introduce(inbox, card), deadline)
+    found: dict[int, Neighbour] = {}
+    problem = ""
+    try:
+        for peer in peers:
+            found[peer] = meet(peer, words[peer])
+    except TransportError as error:
+        problem = str(error)
+    # Who cannot open another's memory says so to all, or they would wait for it.
+    for rank, text in enumerate(tell_all(group, device, problem.encode(), deadline)):
+        if text:
+            for neighbour in found.values():
+                neighbour.close()
+            raise TransportError(f"EP rank {rank}: {text.decode()}")
+    return found

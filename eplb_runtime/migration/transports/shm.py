@@ -24,8 +24,7 @@ from torch import Tensor
 
 from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
-from .meeting import tell_all
-from .neighbours import Card, Inbox, Kind, Neighbour, Note, introduce, meet, wait_for
+from .neighbours import Card, Inbox, Kind, Neighbour, Note, meet_all, wait_for
 from .segments import Segment, open_segment
 
 logger = logging.getLogger("eplb_runtime")
@@ -143,7 +142,8 @@ class SharedMemory(Transport):
 
     def warm_up(self, deadline: float) -> None:
         try:
-            self._meet(deadline)
+            self._neighbours = meet_all(self._group, self.device, self._inbox, self._card, self._peers, deadline)
+            self._traffic = {peer: _Traffic() for peer in self._peers}
             self._say_hello(deadline)
         except BaseException:
             self.close()
@@ -201,21 +201,6 @@ class SharedMemory(Transport):
                     os.eventfd_write(self._wake, 1)
 
     # -- meeting -------------------------------------------------------------------------------------------------------
-
-    def _meet(self, deadline: float) -> None:
-        words = tell_all(self._group, self.device, introduce(self._inbox, self._card), deadline)
-        problem = ""
-        try:
-            for peer in self._peers:
-                self._neighbours[peer] = meet(peer, words[peer])
-                self._traffic[peer] = _Traffic()
-        except TransportError as error:
-            problem = str(error)
-        # Who cannot open another's memory says so to all, or they would wait for it.
-        said = [word.decode() for word in tell_all(self._group, self.device, problem.encode(), deadline)]
-        for rank, text in enumerate(said):
-            if text:
-                raise TransportError(f"EP rank {rank}: {text}")
 
     def _say_hello(self, deadline: float) -> None:
         out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
