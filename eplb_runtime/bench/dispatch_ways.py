@@ -1,22 +1,22 @@
 """The tables of DeepEP's announcement for what is there: every dispatcher that these ranks can have, forward only.
 
 Eight experts a token, of all or of four of eight groups, as DeepSeek-V3 routes; load even, skewed, and skewed with
-homes moved by the planner. Bandwidth is counted as DeepEP's own test counts it, the same for all: a row for each token
-that visits the busiest rank, over the time of the slowest.
+homes moved by the planner; and small batches, as in decoding. Bandwidth is counted as DeepEP's own test counts it, the
+same for all: a row in bfloat16 for each token that visits the busiest rank, over the time of the slowest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import DISPATCHES, BalancerConfig
+from ..config import DISPATCHES, BalancerConfig, ConfigError
 from ..dispatch import choose_together, maker
 from ..dispatch.base import Dispatched, Dispatcher
 from ..placement import Placement
@@ -25,6 +25,10 @@ from ..topology import Topology
 
 TOP_K, GROUPS, TOP_GROUPS = 8, 8, 4
 LEAST_EXPERTS = 64
+FEW_TOKENS = 128
+"""A small batch, for which DeepEP has kernels of their own."""
+OF_THEIR_OWN_KERNELS = (2048, 2560, 4096, 5120, 6144, 7168, 8192)
+"""Hidden sizes that DeepEP has low-latency kernels for; float8 is shown for the same."""
 SKEW = 1.0
 """Standard deviation of the logarithm of how much experts are liked."""
 Timed = Callable[[list[Callable[[], object]]], list[float]]
@@ -40,26 +44,30 @@ def run(timed: Timed, device: torch.device, topology: Topology, tokens: int, hid
         hidden: D, in bfloat16.
 
     Returns:
-        JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``routing``, ``load``, ``imbalance`` (of choices over
-        ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second of the busiest
-        rank); and ``"left_out"``: what these ranks cannot have, and why.
+        JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``tokens``, ``routing``, ``load``, ``imbalance`` (of
+        choices over ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second
+        of the busiest rank); and ``"left_out"``: what these ranks cannot have, and why.
     """
     group = dist.group.WORLD
     assert group is not None
     ranks = topology.num_ranks
     slots = lcm(ranks, GROUPS) * -(-LEAST_EXPERTS // lcm(ranks, GROUPS)) // ranks
-    ways, left_out = _ways(group, device, topology, slots)
+    ways, left_out = _ways(group, device, topology, slots, hidden)
+    few = {way: made for way, made in ways.items() if "low latency" in way[0] or "float8" not in way[0]}
+    many = {way: made for way, made in ways.items() if "low latency" not in way[0]}
     rows = []
     for routing in ("free", f"{TOP_GROUPS} of {GROUPS} groups"):
         for load in ("even", "skewed", "skewed, balanced"):
             ids_TK = _choices(tokens, ranks * slots, routing != "free", 0.0 if load == "even" else SKEW).to(device)
             home_E = _homes(ids_TK, topology, slots, load == "skewed, balanced").to(device)
-            rows += _rows(ways, timed, home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
+            rows += _rows(many, timed, home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
+    slots_TK = _choices(FEW_TOKENS, ranks * slots, False, 0.0).to(device)
+    rows += _rows(few, timed, slots_TK, slots, hidden, {"routing": "free", "load": "even"})
     return {"experts": ranks * slots, "ranks_per_node": topology.ranks_per_node, "ways": rows, "left_out": left_out}
 
 
 def _ways(
-    group: dist.ProcessGroup, device: torch.device, topology: Topology, slots: int
+    group: dist.ProcessGroup, device: torch.device, topology: Topology, slots: int, hidden: int
 ) -> tuple[dict[tuple[str, str], Dispatcher], list[dict[str, str]]]:
     made: dict[tuple[str, str], Dispatcher] = {}
     left_out = []
@@ -68,13 +76,34 @@ def _ways(
             continue
         choice = choose_together(BalancerConfig(dispatch=name), group, topology, device)
         if choice.problem:
-            left_out.append({"dispatch": name, "why": choice.problem})
+            left_out += [
+                {"dispatch": title, "why": choice.problem} for title in dict.fromkeys(v[0] for v in _variants(name))
+            ]
             continue
-        made[name, "logical"] = maker(BalancerConfig(dispatch=name), choice, topology)(group, slots)
-        if name != "all_to_all":
-            by_rank = BalancerConfig(dispatch=name, combine_order="by_rank")
-            made[name, "by_rank"] = maker(by_rank, choice, topology)(group, slots)
+        for title, order, more in _variants(name):
+            if more and hidden not in OF_THEIR_OWN_KERNELS:
+                left_out.append({"dispatch": title, "why": f"not for rows of {hidden}: --hidden 7168"})
+                continue
+            try:
+                config = BalancerConfig(dispatch=name, combine_order=order, **more)
+                made[title, order] = maker(config, choice, topology)(group, slots)
+            except ConfigError as error:
+                left_out.append({"dispatch": title, "why": str(error)})
     return made, left_out
+
+
+def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]]:
+    """Title, order and further settings of each way that a dispatcher has."""
+    if name == "all_to_all":
+        return [(name, "logical", {})]
+    variants: list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]] = [
+        (name, "logical", {}),
+        (name, "by_rank", {}),
+    ]
+    if name == "deepep":
+        variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
+        variants += [(f"{name}, low latency", "by_rank", {"low_latency_tokens": FEW_TOKENS})]
+    return variants
 
 
 def _rows(
@@ -111,6 +140,7 @@ def _rows(
         {
             "dispatch": name,
             "order": order,
+            "tokens": slots_TK.shape[0],
             **named,
             "imbalance": (both[0].max() / both[0].mean()).item(),
             "dispatch_ms": dispatch_ms,

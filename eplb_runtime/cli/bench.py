@@ -13,6 +13,7 @@ from .inputs import require_extra
 from .printing import note, print_json, print_table, spinner
 
 ON_RANKS = ("dispatch", "migrate", "beside", "train")
+ON_GPUS = ("dispatch", "migrate")
 """Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
 STEADY = 1.25
 """Blocks of equal work that take more than so many times as long as others were disturbed."""
@@ -94,8 +95,12 @@ def _add_on_ranks(benches: Any, what: str) -> None:
     add = adder(command)
     add("--repeats", "N", positive, f"{meaning} (default: {repeats})", default=repeats)
     add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+    if what in ON_GPUS:
+        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
     if what == "dispatch":
         add("--ranks-per-node", "G", positive, "ranks taken for a node (default: those of this machine)")
+        add("--tokens", "T", positive, "of each rank, for the table of dispatchers (default: 256)")
+        add("--hidden", "D", positive, "numbers in a row (default: 512)", default=512)
     if what == "train":
         add(
             "--width",
@@ -274,6 +279,7 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
 
     brief = "brief" in arguments and arguments.brief
     per_node = arguments.ranks_per_node if "ranks_per_node" in arguments else None
+    on = arguments.device if "device" in arguments else "cpu"
     ranks = int(launcher_environment()["WORLD_SIZE"]) if launched() else arguments.ranks
     if per_node and ranks % per_node:
         raise InputError(f"--ranks-per-node {per_node} does not divide {ranks} ranks")
@@ -282,7 +288,11 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
         options += ["--brief"] if brief else []
+        options += ["--device", on] if on != "cpu" else []
         options += ["--ranks-per-node", str(per_node)] if per_node else []
+        if "hidden" in arguments:
+            options += ["--hidden", str(arguments.hidden)]
+            options += ["--tokens", str(arguments.tokens)] if arguments.tokens else []
         if "width" in arguments:
             options += ["--width", str(arguments.width)]
             options += ["--profile", str(arguments.profile)] if arguments.profile else []
@@ -290,7 +300,9 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     sizes = {"width": arguments.width} if "width" in arguments else {}
     sizes |= {"profile": arguments.profile} if sizes and not brief else {}
     sizes |= {"ranks_per_node": per_node} if per_node else {}
-    with process_group("cpu") as device, spinner() if is_first() else nullcontext() as shown:
+    if "hidden" in arguments:
+        sizes |= {"hidden": arguments.hidden, **({"tokens": (arguments.tokens,)} if arguments.tokens else {})}
+    with process_group(on) as device, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and arguments.what in WITH_MODELS:
             sizes["on_progress"] = shown.update
         bench = import_module(f"..bench.{arguments.what}", __package__)

@@ -109,12 +109,15 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
     assert set(result["dispatch"][0]) == {"pass", "tokens", "mib", "ms", "all_to_all_ms", "ratio"}
     assert (result["experts"], result["ranks_per_node"]) == (64, 1)
     ways = [("all_to_all", "logical"), ("hierarchical", "logical"), ("hierarchical", "by_rank")]
-    assert [(row["dispatch"], row["order"]) for row in result["ways"]] == ways * 6
+    assert [(row["dispatch"], row["order"]) for row in result["ways"]] == ways * 7
+    assert [row["tokens"] for row in result["ways"]] == [256] * 18 + [128] * 3
     times = {f"{call}_{what}" for call in ("dispatch", "combine") for what in ("ms", "gbps")}
-    assert set(result["ways"][0]) == {"dispatch", "order", "routing", "load", "imbalance", *times}
+    assert set(result["ways"][0]) == {"dispatch", "order", "tokens", "routing", "load", "imbalance", *times}
     skewed, balanced = [[r["imbalance"] for r in result["ways"] if r["load"] == load] for load in SKEWED]
     assert all(after < 1.01 < before for before, after in zip(skewed, balanced, strict=True))
-    assert {row["dispatch"] for row in result["left_out"]} == {"deepep", "deepep_elastic"}
+    left_out = {"deepep", "deepep, float8", "deepep, low latency", "deepep_elastic"}
+    assert {row["dispatch"] for row in result["left_out"]} == left_out
+    assert all(row["why"] for row in result["left_out"])
 
 
 def migrate(rank: int) -> dict:
