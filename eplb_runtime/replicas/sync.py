@@ -4,16 +4,14 @@ Both are point to point between the ranks concerned, on a group of their own, in
 the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
 A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
 is on its way, beside the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients
-leave after the backward pass: FSDP may be writing those of the homes until its end. Weights cross to a node once: of
-its copies of an expert the one on the lowest rank gets them from the home, and hands them on to the others.
+leave after the backward pass: FSDP may be writing those of the homes until its end. Both go along trees (`tree.py`), so
+that an expert crosses to a node once and no rank has to send it to, or hear from, all that have copies.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,37 +24,7 @@ from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated
-from .nearest import nearest_sources
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A replica slot that concerns this rank: as holder of the copy, or as its home."""
-
-    home_rank: int
-    home_row: int
-    rank: int
-    replica: int
-
-
-@dataclass(frozen=True)
-class _Links:
-    """What one layer exchanges under the placement that stands; memory stays where it is, so it is put down once.
-
-    Args:
-        lent: copies of this rank's homes, in the order of their slots.
-        weights: from homes to copies: all of the home's node, and the first one of each other node.
-        handed_on: from those to the other copies on their nodes.
-        gradients: from copies to ``arrivals``: for each lent copy, one row per trained tensor.
-        anywhere: whether any rank has copies.
-    """
-
-    lent: list[_Copy]
-    weights: list[dist.P2POp]
-    handed_on: list[dist.P2POp]
-    gradients: list[dist.P2POp]
-    arrivals: list[list[Tensor]]
-    anywhere: bool
+from .links import NONE, Below, Linking, Links, post
 
 
 class ReplicaSync:
@@ -81,20 +49,18 @@ class ReplicaSync:
         ranks_per_node: int = 0,
     ) -> None:
         self._banks = banks
-        self._group = group
-        self._ep_rank = ep_rank
         self._divisor = gradient_divisor
         self.shared = shared
-        self._ranks_per_node = ranks_per_node or group.size()
-        self._links = {layer: _Links([], [], [], [], [], False) for layer in banks}
+        self._linking = Linking(group, ep_rank, ranks_per_node or group.size(), self._arrival)
+        self._links = dict.fromkeys(banks, NONE)
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
-        self._to_hand_on: dict[int, list[dist.P2POp]] = {}
+        self._to_hand_on: dict[int, list[list[dist.P2POp]]] = {}
         self._fetched: int | None = None
-        self._sent: tuple[int, _Links, list[dist.Work]] | None = None
-        self._held: dict[int, _Links] = {}
+        self._sent: tuple[int, Links, list[dist.Work]] | None = None
+        self._held: dict[int, Links] = {}
         self._deferring = False
         self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
@@ -113,7 +79,7 @@ class ReplicaSync:
         home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
         followed = dict(zip(here, home_NRK, strict=True))
         links = {
-            layer: self._link(layer, home_RK, slots)
+            layer: self._linking.link(layer, self._banks[layer], home_RK, slots)
             for layer, home_RK in followed.items()
             if layer not in self._followed or not np.array_equal(self._followed[layer], home_RK)
         }
@@ -124,66 +90,6 @@ class ReplicaSync:
             self._links.update(links)
 
         return take_over
-
-    def _link(self, layer: int, home_RK: np.ndarray, slots: int) -> _Links:
-        """``home_RK``: the home slot of what stands in each replica slot, or `EMPTY`."""
-        ours = (home_RK >= 0) & (home_RK // slots == self._ep_rank)
-        lent = [
-            _Copy(self._ep_rank, int(home_RK[rank, replica]) % slots, int(rank), int(replica))
-            for rank, replica in np.argwhere(ours)
-        ]
-        held = [
-            _Copy(int(home) // slots, int(home) % slots, self._ep_rank, replica)
-            for replica, home in enumerate(home_RK[self._ep_rank])
-            if home != EMPTY
-        ]
-        bank = self._banks[layer]
-        arrivals = [
-            [self._arrival(index, position, p) for position, p in enumerate(bank.trained())]
-            for index in range(len(lent))
-        ]
-        source_RK = nearest_sources(home_RK, slots, self._ranks_per_node)
-        return _Links(
-            lent,
-            *self._messages_of_weights(layer, home_RK, source_RK, lent, held),
-            self._messages(
-                2 * layer + 1,
-                [(copy.home_rank, row) for copy in held for row in bank.gradient_rows(copy.replica)],
-                [(copy.rank, row) for copy, rows in zip(lent, arrivals, strict=True) for row in rows],
-            ),
-            arrivals,
-            bool((home_RK != EMPTY).any()),
-        )
-
-    def _messages_of_weights(
-        self, layer: int, home_RK: np.ndarray, source_RK: np.ndarray, lent: Sequence[_Copy], held: Sequence[_Copy]
-    ) -> tuple[list[dist.P2POp], list[dist.P2POp]]:
-        """From homes, and from the copies that hand them on."""
-        bank, me = self._banks[layer], self._ep_rank
-        of_homes, of_copies = (
-            [c for c in held if (source_RK[me, c.replica] == c.home_rank) == d] for d in (True, False)
-        )
-        from_homes = self._messages(
-            2 * layer,
-            [
-                (copy.rank, local(parameter)[copy.home_row].detach())
-                for copy in lent
-                if source_RK[copy.rank, copy.replica] == me
-                for parameter in bank.parameters
-            ],
-            [(copy.home_rank, row) for copy in of_homes for row in bank.replica_rows(copy.replica)],
-        )
-        replica_of = {int(home): replica for replica, home in enumerate(home_RK[me]) if home != EMPTY}
-        handed_on = [
-            (int(rank), row)
-            for rank, replica in np.argwhere(source_RK == me)
-            if home_RK[rank, replica] in replica_of
-            for row in bank.replica_rows(replica_of[int(home_RK[rank, replica])])
-        ]
-        arriving = [
-            (int(source_RK[me, copy.replica]), row) for copy in of_copies for row in bank.replica_rows(copy.replica)
-        ]
-        return from_homes, self._messages(2 * layer, handed_on, arriving)
 
     def check_homes(self, layer: int) -> None:
         """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
@@ -236,8 +142,9 @@ class ReplicaSync:
             with phase("wait for copies", "", layer):
                 for work in self._pending[layer]:
                     work.wait()
-                for work in _post(self._to_hand_on.pop(layer, [])):
-                    work.wait()
+                for messages in self._to_hand_on.pop(layer, []):
+                    for work in post(messages):
+                        work.wait()
         self._pending[layer] = []
 
     def wait_all(self) -> None:
@@ -251,9 +158,10 @@ class ReplicaSync:
         self.wait(layer)
         self._versions[layer] = self._versions_now(layer)
         with phase("refresh copies", "", layer):
-            self._pending[layer] = _post(self._links[layer].weights)
-            if self._links[layer].handed_on:
-                self._to_hand_on[layer] = self._links[layer].handed_on
+            first, *handed_on = self._links[layer].weights or [[]]
+            self._pending[layer] = post(first)
+            if any(handed_on):
+                self._to_hand_on[layer] = handed_on
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -329,7 +237,7 @@ class ReplicaSync:
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
         links = self._held.pop(layer, self._links[layer])
-        self._sent = layer, links, _post(links.gradients)
+        self._sent = layer, links, post(links.gradients[0].messages if links.gradients else [])
 
     def _finish(self) -> None:
         """Add what has been on its way to the homes' gradients; the rows that it left from are free then."""
@@ -338,16 +246,18 @@ class ReplicaSync:
             return
         layer, links, works = sent
         with phase("gradients of copies", "B", layer):
-            for work in works:
-                work.wait()
+            for number, stage in enumerate(links.gradients):
+                for work in post(stage.messages) if number else works:
+                    work.wait()
+                stage.add()
             self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
 
     @torch.no_grad()
     def _add_to_homes(
-        self, lent: Sequence[_Copy], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
+        self, lent: Sequence[Below], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Sum in float32, the home's own first, then the copies in the order of their slots; round once. Slices of
-        copies are sums over EDP already, as FSDP's of the homes are."""
+        """Sum in float32, the home's own first, then what came from each copy that hangs on it, in the order of their
+        slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
         for home_row in sorted({copy.home_row for copy in lent}):
             for index, parameter in enumerate(trained):
                 if not parameter.requires_grad:
@@ -368,31 +278,6 @@ class ReplicaSync:
             self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=local(parameter).device)
         return self._arrivals[key]
 
-    # -- the wire ------------------------------------------------------------------------------------------------
-
-    def _messages(
-        self, channel: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> list[dist.P2POp]:
-        """``(rank, row)`` each. Several channels are on their way at once, and a pair may exchange several rows: each
-        message of a pair has a tag of its own."""
-        operations = []
-        for kind, messages in ((dist.isend, sends), (dist.irecv, receives)):
-            count: Counter[int] = Counter()
-            for rank, row in messages:
-                tag = channel * _TAGS_PER_CHANNEL + count[rank]
-                count[rank] += 1
-                peer = dist.get_global_rank(self._group, rank)
-                operations.append(dist.P2POp(kind, row.reshape(-1).view(torch.uint8), peer, self._group, tag=tag))
-        return operations
-
-
-_TAGS_PER_CHANNEL = 1 << 12
-
 
 def _addresses(parameters: Sequence[Tensor]) -> list[int]:
     return [local(parameter).data_ptr() for parameter in parameters]
-
-
-def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works

@@ -22,7 +22,9 @@ import eplb_runtime as eplb
 from eplb_runtime.dispatch.in_flight import InFlight
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.load.counter import in_recompute
+from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
+from eplb_runtime.replicas.links import GradientStage
 from eplb_runtime.replicas.sync import ReplicaSync
 
 EXPERTS = 16
@@ -30,6 +32,11 @@ EXPERTS = 16
 
 def break_nothing() -> None:
     pass
+
+
+def hang_one_on_the_other() -> None:
+    """As on many nodes: copies get weights from a copy that got them from a copy."""
+    tree.NODES_EACH = tree.RANKS_EACH = 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,9 @@ def train(rank: int, job: Job) -> dict:
         imbalances.append(rank_imbalance(rows))
     replicas = balancer._rebalancer._maps.replicas
     result = {
-        "handed_on": sum(len(links.handed_on) for links in replicas._links.values()) if replicas else 0,
+        "handed_on": sum(len(stage) for links in replicas._links.values() for stage in links.weights[1:])
+        if replicas
+        else 0,
         "losses": losses,
         "norms": norms,
         "imbalance": imbalances,
@@ -167,6 +176,8 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
         Job(replica_slots=1, shared=True),
         Job(replica_slots=2, shared=True, ranks_per_node=2),
         Job(replica_slots=1, shared=True, checkpointing=True),
+        Job(replica_slots=2, damage=hang_one_on_the_other),
+        Job(replica_slots=2, shared=True, damage=hang_one_on_the_other),
     ],
     ids=[
         "two copies a rank on two nodes",
@@ -175,13 +186,15 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
         "shared between layers",
         "two shared between layers on two nodes",
         "shared and activation checkpointing",
+        "copies that hang on copies",
+        "shared ones that hang on copies",
     ],
 )
 def test_so_it_is_with(without: list[dict], job: Job) -> None:
     results = run_ranks(4, train, job)
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) < 1e-12
-    assert (sum(result["handed_on"] for result in results) > 0) == (job.ranks_per_node < 4)
+    assert (sum(result["handed_on"] for result in results) > 0) == (job.replica_slots == 2)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
@@ -463,6 +476,11 @@ def let_copies_decay() -> None:
     ReplicaSync.refresh = decayed
 
 
+def add_nothing_on_the_way() -> None:
+    hang_one_on_the_other()
+    GradientStage.add = lambda self: None
+
+
 def hand_nothing_on() -> None:
     post = ReplicaSync._post_weights
 
@@ -496,10 +514,12 @@ def split_anew_in_recompute() -> None:
         count_copies_in_the_norm,
         let_copies_decay,
         hand_nothing_on,
+        add_nothing_on_the_way,
     ],
 )
 def test_control_a_broken_rule_is_noticed(without: list[dict], damage: Callable[[], None]) -> None:
-    nodes = {"replica_slots": 2, "ranks_per_node": 2} if damage is hand_nothing_on else {"replica_slots": 1}
+    several = damage in (hand_nothing_on, add_nothing_on_the_way)
+    nodes = {"replica_slots": 2, "ranks_per_node": 2} if several else {"replica_slots": 1}
     results = run_ranks(4, train, Job(**nodes, damage=damage))
     assert results[0]["copies"] > 0
     assert largest_difference(without, results) > 1e-9
