@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -162,7 +162,7 @@ class BackgroundMigration:
         self._timeout = timeout_seconds
         self._max_pause = max_pause_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._boundary = time.perf_counter()
         self._started: set[int] = set()
         self._starts_L = [0.0] * registry.num_layers
@@ -223,6 +223,15 @@ class BackgroundMigration:
         if self._flights and not self._gate.is_set():
             with self._lock, self._paused():
                 self._open_gate()
+
+    def forward_ends(self, layers: Collection[int]) -> None:
+        """A forward of a model with these layers has ended, which has left some of them out, or has failed: from here
+        on anybody may write experts, so what is not committed yet is late. On every rank that holds them."""
+        if self._flights and self._gate.is_set():
+            with self._lock, self._paused():
+                for flight in self._flights:
+                    if flight.here and flight.layer in layers:
+                        self._resolve(flight, 0.0, LATE, "a forward ended without it")
 
     def before_layer(self, layer: int) -> None:
         """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
@@ -286,7 +295,8 @@ class BackgroundMigration:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _open_gate(self) -> None:
-        """Nobody has written what is sent, up to here; from here on the forward runs, which writes no experts."""
+        """Nobody has written or replaced what is sent, up to here; from here on the forward runs, which writes no
+        experts."""
         if self._gate.is_set():
             return
         name = self._written()
@@ -294,6 +304,8 @@ class BackgroundMigration:
             if name and flight.here:
                 cause = f"{name} was written between the optimizer's step and the forward"
                 self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
+            elif flight.here and (problem := self._changed([flight.layer])):
+                self._refuse(flight, Verdict(False, problem))
         self._gate.set()
 
     def _written(self) -> str:
@@ -404,7 +416,7 @@ class BackgroundMigration:
                 for record in (found, agreed)
             ]
             if places[0] != places[1]:
-                problem = problem or f"the optimizer's state of layer {layer} lies elsewhere than when this began"
+                problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
         return problem
 
     def _settled(self) -> Brought:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -23,7 +24,7 @@ from torch import Tensor
 from .dispatch.lanes import Lane, Lanes
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
-from .experts.registry import RegistryError
+from .experts.registry import RegistryError, why_not_written
 from .experts.slices import is_sliced
 from .gradients.division import Division
 from .gradients.reduction import Gradients
@@ -48,7 +49,7 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     """At the process's end, where nobody has called ``close``: a thread that came back from a wait into an interpreter
     that is gone would end the process by a signal."""
     balancer = of()
-    if balancer is not None and not balancer._closed:
+    if balancer is not None and not balancer._closed and not balancer._in_a_child:
         balancer._closed = True
         balancer._watch.close()
         balancer._rebalancer.leave()
@@ -98,6 +99,7 @@ class Balancer:
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._adopt: Callable[[torch.optim.Optimizer], None]
         self._closed = False
+        self._process = os.getpid()
         self._in_step = False
         self._under_way = ""
         self._one_begins = Lock()
@@ -429,7 +431,8 @@ class Balancer:
             tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
 
         Raises:
-            RegistryError: no such parameter, the name is taken, wrong rows or device, or it needs gradients.
+            RegistryError: no such parameter, the name is taken, wrong rows or device, it needs gradients or cannot be
+                written in place.
         """
         if parameter not in self.layer_of_parameter:
             raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
@@ -438,6 +441,8 @@ class Balancer:
                 f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "
                 f"{tensor.device}, requires_grad={tensor.requires_grad}"
             )
+        if problem := why_not_written(tensor):
+            raise RegistryError(f"{name} of {parameter}: {problem}")
         layer = self.layer_of_parameter[parameter]
         if self._sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
@@ -610,6 +615,11 @@ class Balancer:
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 
+    @torch.compiler.disable
+    def _after_forward(self, layers: Collection[int]) -> None:
+        """A forward of the model that holds these layers has ended, or failed."""
+        self._rebalancer.background.forward_ends(layers)
+
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""
         self._rebalancer.refuse_if_broken()
@@ -619,15 +629,21 @@ class Balancer:
         self.reduce_gradients()
         self._guard.before_step()
 
+    @property
+    def _in_a_child(self) -> bool:
+        """Whether this is a process that was forked from the rank: the connections are the parent's, and no thread of
+        ours is here."""
+        return os.getpid() != self._process
+
     def _end_with(self, handle: Removable) -> None:
         """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 
     def close(self) -> None:
         """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
-        more, since nobody refreshes them.
+        more, since nobody refreshes them. In a process that was forked from a rank it does nothing.
         """
-        if self._closed:
+        if self._closed or self._in_a_child:
             return
         self._closed = True
         for handle in self._hooks:

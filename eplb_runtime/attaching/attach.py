@@ -372,6 +372,9 @@ def _hook(
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
         stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
+        names = balancer.layer_of_parameter
+        held = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
+        stage.model.register_forward_hook(lambda *_, held=held: balancer._after_forward(held), always_call=True)
     parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
     hooked = Optimizers(balancer, parameters)
     if container is None:

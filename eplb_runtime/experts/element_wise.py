@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .optimizer_state import OptimizerStateError
+from .optimizer_state import OptimizerStateError, expert_state
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -27,7 +27,8 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     An optimizer whose twin cannot be made from its options is let pass with a warning.
 
     Raises:
-        OptimizerStateError: it mixes experts, or cannot step tensors of experts at all.
+        OptimizerStateError: it mixes experts, or cannot step tensors of experts at all, or what it keeps for them could
+            not move with them.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_EXPERTS, *_SHAPE, generator=generator)
@@ -61,6 +62,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
             f"{kind} mixes the experts of a tensor in its update, so placement would change the result; use an "
             "element-wise optimizer (SGD, Adam, AdamW, ...)"
         )
+    expert_state(twin, together[0])  # what it keeps can move with experts
 
 
 def _twin(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:

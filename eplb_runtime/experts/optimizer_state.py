@@ -1,11 +1,13 @@
 """What an optimizer keeps for each expert, found through ``optimizer.state`` and never by name.
 
 A state tensor belongs to the experts when its leading dimension is the parameter's; single numbers (Adam's ``step``)
-belong to the whole parameter and are equal on every rank. Anything else cannot be told apart and is refused.
+belong to the whole parameter and are equal on every rank. Anything else cannot be told apart and is refused, tensors
+inside of lists and the like, too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -66,17 +68,24 @@ def expert_state(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tenso
     found = []
     for key in sorted(state, key=str):
         value = state[key]
-        if isinstance(value, Tensor) and is_per_expert(str(key), value, parameter):
+        if is_per_expert(str(key), value, parameter):
             found.append((str(key), value))
     return found
 
 
-def is_per_expert(key: str, value: Tensor, parameter: Tensor) -> bool:
+def is_per_expert(key: str, value: Any, parameter: Tensor) -> bool:
     """Whether the rows of a state tensor are the experts of ``parameter`` (else it is one number for all).
 
     Raises:
         OptimizerStateError: it is neither.
     """
+    if not isinstance(value, Tensor):
+        if _holds_tensors(value):
+            raise OptimizerStateError(
+                f"optimizer state {key!r} is a {type(value).__name__} that holds tensors, which would stay behind when "
+                "experts move: keep each of them under a key of its own"
+            )
+        return False
     if value.ndim == parameter.ndim and value.shape[0] == parameter.shape[0]:
         return True
     if value.numel() == 1:
@@ -85,6 +94,15 @@ def is_per_expert(key: str, value: Tensor, parameter: Tensor) -> bool:
         f"optimizer state {key!r} has shape {tuple(value.shape)} for an expert parameter of shape "
         f"{tuple(parameter.shape)}: it cannot be split by expert; use an element-wise optimizer (SGD, Adam, AdamW, ...)"
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a container has a tensor of several elements somewhere inside."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(inner) for inner in value.values())
+    return isinstance(value, (list, tuple, deque)) and any(_holds_tensors(inner) for inner in value)
 
 
 def replace_parameter(
@@ -107,10 +125,7 @@ def replace_parameter(
     if place is None:
         raise OptimizerStateError("the optimizer does not hold this parameter")
     state = optimizer.state.get(old, {})
-    local = {
-        key: take_rows(value) if isinstance(value, Tensor) and is_per_expert(str(key), value, old) else value
-        for key, value in state.items()
-    }
+    local = {key: take_rows(value) if is_per_expert(str(key), value, old) else value for key, value in state.items()}
     group, index = place
     group["params"][index] = new
     if old in optimizer.state:

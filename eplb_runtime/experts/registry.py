@@ -23,6 +23,21 @@ class RegistryError(ValueError):
     """A tensor that cannot be registered, or one with an expert dimension that was not."""
 
 
+def why_not_written(tensor: Tensor) -> str:
+    """Why an expert that arrives could not be written into this tensor; empty: it can."""
+    if tensor.is_inference():
+        return "it was made inside torch.inference_mode() and cannot be written outside: clone() it"
+    if any(size > 1 and stride == 0 for size, stride in zip(local(tensor).shape, local(tensor).stride(), strict=True)):
+        return "its elements share memory, as expand() leaves them: clone() it"
+    return ""
+
+
+def _place(tensor: Tensor) -> object:
+    """Equal for two tensors of the same rows in the same memory."""
+    rows = (tensor.nbytes,) if tensor.is_contiguous() else (tensor.shape, tensor.stride(), tensor.itemsize)
+    return tensor.data_ptr(), *rows
+
+
 @dataclass(frozen=True)
 class ExpertTensor:
     """One tensor whose rows along dimension 0 are this rank's home slots ``[E/R, ...]``, or this rank's slices of them.
@@ -161,8 +176,17 @@ class ExpertTensors:
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.
 
-        Optimizer state that does not exist yet is not in the list: it moves as not existing.
+        Optimizer state that does not exist yet is not in the list: it moves as not existing. Memory that has two names
+        (a master copy of weights that need none) is in it once: moved twice, experts of one rank would be back where
+        they were.
         """
+        named: dict[object, ExpertTensor] = {}
+        for tensor in self._named_of_home(layer):
+            known = tensor.row_bytes and all(part.data_ptr() for part in tensor.memory)
+            named.setdefault(tuple(map(_place, tensor.memory)) if known else tensor.name, tensor)
+        return list(named.values())
+
+    def _named_of_home(self, layer: int) -> list[ExpertTensor]:
         tensors: list[ExpertTensor] = []
         for entry in self._layers[layer]:
             if isinstance(entry.tensor, tuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..experts.record import RecordFormat
-from ..experts.registry import ExpertTensors
+from ..experts.registry import ExpertTensors, RegistryError, why_not_written
 from .agreement import Agreement, Verdict, is_one_value, one_line, two_sided
 from .staging import runs_of
 
@@ -40,7 +40,13 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
     """
     try:
         held = set(registry.layers)
-        return {layer: RecordFormat.of(registry.of_home(layer)) for layer in layers if layer in held}, ""
+        tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
+        for layer, of_layer in tensors.items():
+            for tensor in of_layer:  # a commit may not fail
+                problem = next(filter(None, map(why_not_written, tensor.memory)), "")
+                if problem:
+                    raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
+        return {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}, ""
     except Exception as error:
         return {}, f"{type(error).__name__}: {error}"
 

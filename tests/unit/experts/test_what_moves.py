@@ -15,7 +15,8 @@ from eplb_runtime.experts.optimizer_state import (
     replace_parameter,
 )
 from eplb_runtime.experts.record import ALIGNMENT, RecordFormat
-from eplb_runtime.experts.registry import ExpertTensor, ExpertTensors, RegistryError
+from eplb_runtime.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from eplb_runtime.migration.records import formats_of
 
 ELEMENT_WISE = {
     "SGD": {"momentum": 0.9},
@@ -109,6 +110,30 @@ def test_state_of_another_shape_is_refused() -> None:
     assert not is_per_expert("step", torch.tensor(3.0), parameter)
 
 
+class KeepsAList(torch.optim.SGD):
+    """As optimizers with a history of gradients do, or with one preconditioner for each dimension."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter].setdefault("history", {"last": [torch.zeros_like(parameter)]})
+                parameter.sub_(kept["last"][0] + parameter.grad, alpha=group["lr"])
+                kept["last"][0].copy_(parameter.grad)
+
+
+def test_state_inside_of_containers_is_refused_because_it_would_stay_behind() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3))
+    optimizer = KeepsAList([parameter], lr=0.1)
+    with pytest.raises(OptimizerStateError, match="'history' is a dict that holds tensors"):
+        check_element_wise(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(OptimizerStateError, match="would stay behind"):
+        expert_state(optimizer, parameter)
+    assert not is_per_expert("betas", (0.9, 0.99), parameter)
+
+
 def test_a_replaced_parameter_keeps_group_options_and_its_rows_of_state() -> None:
     one, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2))
     optimizer = torch.optim.AdamW([{"params": [other]}, {"params": [one], "lr": 0.7}], lr=0.1)
@@ -133,6 +158,33 @@ def test_wrong_rows_and_taken_names_are_refused() -> None:
         registry.add(0, "w", torch.zeros(4, 3))
     with pytest.raises(RegistryError, match="first dimension must be the 4 experts"):
         registry.add(0, "v", torch.zeros(3, 4))
+
+
+def test_tensors_that_no_expert_could_be_written_into_are_refused_before_ranks_agree() -> None:
+    with torch.inference_mode():
+        of_inference = torch.zeros(4, 3)
+    for tensor, why in ((of_inference, "inference_mode"), (torch.zeros(4, 1).expand(4, 3), "share memory")):
+        registry = ExpertTensors(1, 4)
+        registry.add(0, "w", torch.zeros(4, 3))
+        assert formats_of(registry, [0])[1] == ""
+        registry.add(0, "average", tensor, "buffer")
+        assert why in formats_of(registry, [0])[1] and why in why_not_written(tensor)
+    assert not why_not_written(torch.zeros(1, 3).expand(1, 3)) and not why_not_written(torch.zeros(3, 4).T)
+
+
+def test_memory_that_has_two_names_moves_once() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    optimizer = stepped("SGD", parameter)
+    kept = {
+        "master": parameter.detach().float(),
+        "flat": parameter.detach().view(4, 15, 1),
+        "own": torch.zeros(4, 3, 5),
+    }
+    kept |= {"column": kept["own"][:, :, :1], "same column": kept["own"][:, :, :1], "none": torch.zeros(4, 0, 1)}
+    optimizer.state[parameter] = {**kept, "none either": torch.zeros(4, 0, 1)}
+    registry = ExpertTensors(1, 4, [optimizer])
+    registry.add(0, "w", parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/column", "w/none", "w/none either", "w/own"]
 
 
 def test_gradients_left_behind_are_zeroed_only_where_experts_moved() -> None:
