@@ -5,12 +5,14 @@ a copy is done some time after it was begun. For tests on a CPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from eplb_runtime.migration.transports.cuda_memory import DeviceMemory
 from eplb_runtime.migration.transports.segments import Segment, open_segment
@@ -18,6 +20,18 @@ from eplb_runtime.migration.transports.side_stream import SideStream
 
 LOOKS = 3
 """A copy is done when somebody has looked so often whether it is."""
+
+
+class _Place:
+    """Bytes that nobody keeps for whoever is copying them, as on a GPU."""
+
+    def __init__(self, data: Tensor) -> None:
+        self._address, self.nbytes = data.data_ptr(), data.nbytes
+        self._storage = StorageWeakRef(data.untyped_storage())
+
+    def address(self) -> int:
+        assert not self._storage.expired(), "memory is kept until it is copied"
+        return self._address
 
 
 class LateStream(SideStream):
@@ -30,11 +44,11 @@ class LateStream(SideStream):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.before_done: Callable[[], None] = lambda: None
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._waiting: list[tuple[_Place, _Place]] = []
         self._begun = self._done = 0
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        self._waiting.append((into, source))
+        self._waiting.append((_Place(into), _Place(source)))
         self._begun += 1
 
     @contextlib.contextmanager
@@ -51,7 +65,7 @@ class LateStream(SideStream):
                 while self._done < upto:
                     self.before_done()
                     into, source = self._waiting.pop(0)
-                    into.copy_(source)
+                    ctypes.memmove(into.address(), source.address(), source.nbytes)
                     self._done += 1
             return self._done >= upto
 

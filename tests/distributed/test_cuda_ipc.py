@@ -54,9 +54,9 @@ def what_is_copied(rank: int) -> list[tuple[int, bool]]:
     double.copies.clear()
     into = [transport.empty(size) for size in (5000, 100, 70)]
     if rank == 0:
-        other = torch.full((70,), 9, dtype=torch.uint8)
-        sends = [Message(1, registered), Message(1, registered[200:300]), Message(1, other)]
-        transport.post(sends, []).wait(soon())
+        nobody_keeps = [Message(1, torch.full((70,), 9, dtype=torch.uint8))]
+        pending = transport.post([Message(1, registered), Message(1, registered[200:300]), nobody_keeps.pop()], [])
+        pending.wait(soon())
     if rank == 1:
         transport.post([], [Message(0, data) for data in into]).wait(soon())
         assert [set(data.tolist()) for data in into] == [{3}, {3}, {9}]

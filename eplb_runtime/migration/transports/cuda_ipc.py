@@ -43,10 +43,12 @@ class _Posted(Counted):
     """Attributes:
     ready: asks whether what is sent is there and may be read.
     packed: memory for what is sent from elsewhere.
+    elsewhere: that, kept until it has been packed.
     """
 
     ready: Callable[[], bool]
     packed: tuple[Tensor, Export] | None = None
+    elsewhere: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ class CudaIpc(Transport):
         elsewhere = sum(m.data.nbytes for m, export in zip(messages, exports, strict=True) if export is None)
         if elsewhere:
             pending.packed = self._take_spare(elsewhere)
+            pending.elsewhere = [m.data for m, export in zip(messages, exports, strict=True) if export is None]
         sends, used = [], 0
         with self._stream():
             for message, export in zip(messages, exports, strict=True):
