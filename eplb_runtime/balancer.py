@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -98,6 +98,7 @@ class Balancer:
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._adopt: Callable[[torch.optim.Optimizer], None]
+        self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
@@ -171,6 +172,8 @@ class Balancer:
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
             moved = self._rebalancer.at_boundary()
+        if moved:
+            self._structure.moved()
         if self._training or moved:
             self._refresh_copies()
 
@@ -194,6 +197,7 @@ class Balancer:
             self._counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
+            self._structure.moved()
             self._refresh_copies()
         return moved
 
@@ -597,6 +601,7 @@ class Balancer:
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
         self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
+        self._structure.moved()
         self._refresh_copies()
 
     @torch.compiler.disable

@@ -65,6 +65,7 @@ class Guard:
         self._meetings = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._before: list[tuple[str, int, Tensor]] = []
+        self._passed_over: set[int] = set()
         self._arrived: Arrived | None = None
         self._factors: tuple[float, ...] = ()
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
@@ -129,6 +130,10 @@ class Guard:
             if not self._before:  # with several optimizers: before the first of them
                 self._before = [(name, p._version, self._piece(p).clone()) for name, p in self._stepped()]
 
+    def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some decision of all ranks has left out an optimizer in this step: it will have written nothing."""
+        self._passed_over.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
     def after_step(self) -> None:
         """A training step is over, counts not yet closed."""
         if self.is_new:
@@ -138,6 +143,7 @@ class Guard:
             self.clocked_steps += 1
         self._steps += 1
         self._looked_before_forward = False
+        self._passed_over.clear()
         self._factors = ()
         if self._arrived is not None:
             self._arrived.forget()
@@ -243,7 +249,7 @@ class Guard:
     def _not_stepped(self) -> str:
         """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
         before, self._before = self._before, []
-        now = dict(self._stepped())
+        now = {name: parameter for name, parameter in self._stepped() if id(parameter) not in self._passed_over}
         for name, version, piece in before:
             parameter = now.get(name)
             # Writing through .data leaves no version; the values tell then, where rounding hides no update.

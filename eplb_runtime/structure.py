@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .experts.slices import let_slices_stand
+
 
 class StructureError(RuntimeError):
     """A model was changed after ``attach`` in a way that the balancer cannot follow."""
@@ -38,6 +40,12 @@ class Structure:
     def know(self, parameters: Sequence[Tensor]) -> None:
         """These are trained and averaged, too."""
         self._known.update(map(id, parameters))
+
+    def moved(self) -> None:
+        """Experts have moved: whole ones that FSDP2 left in a module after an evaluation are those from before."""
+        if self._sharded:
+            for model in self._models.values():
+                let_slices_stand(model)
 
     def check(self, *, thoroughly: bool) -> None:
         """Whether all is as it was; cheap enough for each forward.

@@ -354,8 +354,9 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage.model, own)
     object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
     object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
-    # Copying and pickling ask the object before its class.
-    object.__setattr__(stage.model, "__reduce_ex__", balancer.__reduce_ex__)
+    # Copying and pickling ask the object before its class. A part of the model would compute with its experts, too.
+    for module in (stage.model, *(layer.experts for layer in stage.host.layers)):
+        object.__setattr__(module, "__reduce_ex__", balancer.__reduce_ex__)
 
 
 def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
@@ -381,4 +382,4 @@ def _hook(
         hooked.add(optimizers)
     else:
         hooked.add_container(container, _of_torch(optimizers))
-    balancer._adopt = hooked.adopt
+    balancer._adopt, balancer._turn_of = hooked.adopt, hooked.turn_of

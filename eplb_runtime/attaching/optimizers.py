@@ -7,7 +7,8 @@ holds one of them is refused at its first step, whoever made it and whenever.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -53,7 +54,8 @@ class Optimizers:
         self._known: list[AnyOptimizer] = []
         self._contained: list[torch.optim.Optimizer] = []
         self._held: list[int] = []
-        self._done: set[int] = set()
+        self._done: dict[int, bool] = {}
+        self._turns: dict[int, int] = {}
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
         balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
@@ -167,19 +169,35 @@ class Optimizers:
             return args, {**kwargs, "closure": reduced}
         return (args[0], reduced, *args[2:]), kwargs
 
+    @contextmanager
+    def turn_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
+        number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
+        before = self._turns.get(number, 0)
+        yield
+        if number >= 0 and self._turns.get(number, 0) == before and not self._balancer._closed:
+            self._balancer._guard.passed_over(optimizer)
+            self._end_turn(number, stepped=False)
+
     def _after_step(self, number: int, *_: Any) -> None:
-        """A training step ends when each optimizer has made its own."""
         self._stepping = False
+        self._end_turn(number, stepped=True)
+
+    def _end_turn(self, number: int, *, stepped: bool) -> None:
+        """A training step ends when each optimizer has had its turn; if all were passed over, it was none."""
+        self._turns[number] = self._turns.get(number, 0) + 1
         if number in self._done:
-            others = sorted(set(range(len(self._known))) - self._done)
+            others = sorted(set(range(len(self._known))) - set(self._done))
             raise RuntimeError(
                 f"optimizer {number} of the attached ones has stepped twice, number {', '.join(map(str, others))} not "
                 "at all: step each once in a training step, on every rank"
             )
-        self._done.add(number)
+        self._done[number] = stepped
         if len(self._done) == len(self._known):
+            was_step = any(self._done.values())
             self._done.clear()
-            self._balancer.step()
+            if was_step:
+                self._balancer.step()
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Runs before any optimizer of the process steps."""

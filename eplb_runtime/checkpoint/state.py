@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..balancer import Balancer
 from ..experts.optimizer_state import is_per_expert
-from ..experts.slices import local
+from ..experts.slices import let_slices_stand, local
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -69,6 +69,7 @@ class LogicalView:
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
         self._prefix: str = stage.prefix if stage is not None else ""
+        let_slices_stand(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for group in optimizer.param_groups if optimizer is not None else []:

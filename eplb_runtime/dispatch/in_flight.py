@@ -37,10 +37,12 @@ class InFlight:
     Args:
         beside: whether something else runs at once, on every rank alike: which of a forward and a backward pass is
             first then may differ from rank to rank.
+        changes: how often the layer's placement has changed.
     """
 
-    def __init__(self, beside: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, beside: Callable[[], bool] = lambda: False, changes: Callable[[], int] = lambda: 0) -> None:
         self._beside = beside
+        self.changes = changes
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -126,13 +128,26 @@ _DIFFERS = (
 )
 
 
+_MOVED = (
+    "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "
+    "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
+    "backward() and the optimizer's step, or run the forward again"
+)
+
+
 class _Landing:
-    """Tells once that a forward is over."""
+    """Tells once that a forward is over, and whether gradients still find its experts."""
 
     def __init__(self, in_flight: InFlight, step: int, forward: _Forward | None) -> None:
         self._in_flight: InFlight | None = in_flight
         self._step = step
         self._forward = forward
+        self._changes, self._changes_before = in_flight.changes, in_flight.changes()
+
+    def check(self) -> None:
+        """Raises RuntimeError if experts stand elsewhere than in the forward; on every rank."""
+        if self._changes() != self._changes_before:
+            raise RuntimeError(_MOVED)
 
     def __call__(self) -> None:
         if self._in_flight is not None:
@@ -157,6 +172,8 @@ class _UntilBackward(torch.autograd.Function):
                 "their exchanges have first derivatives only; take such a loss from what comes after or before them, "
                 "or differentiate without create_graph"
             )
+        if ctx.landing is not None:
+            ctx.landing.check()
         _ = ctx.saved_tensors
         if ctx.landing is not None:
             ctx.landing()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -24,6 +25,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_sliced(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def let_slices_stand(model: nn.Module) -> None:
+    """After a forward without a backward pass (an evaluation) FSDP2 leaves whole tensors in some modules: put its
+    slices back, as it does itself ahead of a ``state_dict``. Not collective."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def version(tensor: Tensor) -> tuple[int, int, int]:

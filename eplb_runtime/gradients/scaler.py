@@ -6,6 +6,8 @@ skip the step there and take it elsewhere. And gradients that copies kept back m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,10 @@ class GradientOwner(Protocol):
 
     @property
     def gradient_group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def _turn_of(self) -> Callable[[torch.optim.Optimizer], AbstractContextManager[None]]:
+        """Around the step of an optimizer, which may be left out on all ranks."""
 
     def reduce_gradients(self) -> None: ...
 
@@ -52,7 +58,9 @@ class GradScaler(torch.amp.GradScaler):
             found[key] = anywhere.to(key)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Fused optimizers, which would unscale by themselves, are told what the ranks agreed on."""
+        """As torch's. Fused optimizers, which would unscale by themselves, are told what the ranks agreed on. Where one
+        of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        with self._balancer._turn_of(optimizer):
+            return super().step(optimizer, *args, **kwargs)

@@ -80,7 +80,8 @@ class WholeCopies:
         shape = torch.Size((rows.shape[0], rows.shape[1] * self._ranks, *rows.shape[2:]))
         key = (position, shape, rows.dtype)
         if key not in self._rows:
-            self._rows[key] = rows.new_empty(shape)
+            with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
+                self._rows[key] = rows.new_empty(shape)
         return self._rows[key]
 
     def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -175,10 +175,16 @@ def discard(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step:
 
 
 def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """FSDP leaves whole weights in the modules, until there is a backward pass: then all is saved, or experts move."""
     model.eval()
-    with torch.no_grad():
+    with torch.inference_mode() if step else torch.no_grad():
         loss_of(model, rank, 50 + step)
     model.train()
+    if step == 2:
+        eplb.logical_state_dict(model, optimizer)
+    if step == 3:
+        initial = eplb.Placement.initial(2, EXPERTS, 2, 2)
+        model._eplb_runtime_balancer.load_state_dict({"step": step, "placement": initial.to_json()})
 
 
 def take_state_anew(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:

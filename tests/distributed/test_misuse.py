@@ -93,6 +93,8 @@ def copies(rank: int) -> list[str]:
         refusal(TypeError, lambda: copy.deepcopy(model)),
         refusal(TypeError, lambda: torch.optim.swa_utils.AveragedModel(model)),
         refusal(TypeError, lambda: torch.save(model, io.BytesIO())),
+        refusal(TypeError, lambda: copy.deepcopy(model.model)),
+        refusal(TypeError, lambda: copy.deepcopy(model.model.layers[0].mlp.experts)),
     ]
     train(rank, model, optimizer)
     balancer.close()
@@ -101,7 +103,7 @@ def copies(rank: int) -> list[str]:
 
 def test_a_copy_of_an_attached_model_is_refused_in_one_line() -> None:
     for said in run_ranks(2, copies):
-        assert len(said) == 3
+        assert len(said) == 5
         assert all("cannot be copied or pickled" in line and "\n" not in line for line in said)
 
 

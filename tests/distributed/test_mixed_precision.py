@@ -293,6 +293,47 @@ def test_control_ranks_that_do_not_agree_on_skipping_part() -> None:
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
+def of_two_one_overflows(rank: int) -> dict[str, Any]:
+    """Experts have an optimizer of their own; by step, what was overflowing, and what was written."""
+    model = make_model("olmoe", experts=8)
+    parts: dict[str, list[nn.Parameter]] = {"experts": [], "others": []}
+    for name, parameter in model.named_parameters():
+        parts["experts" if ".experts." in name else "others"].append(parameter)
+    optimizers = {part: torch.optim.AdamW(parameters, lr=1e-2) for part, parameters in parts.items()}
+    config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce")
+    balancer = eplb.attach(model, list(optimizers.values()), config=config)
+    scaler = eplb.GradScaler(balancer, init_scale=1024.0)
+    model.train()
+    watched = {"experts": model.model.layers[0].mlp.experts.down_proj, "others": model.lm_head.weight}
+    written: list[list[str]] = []
+    for step, overflow in enumerate([(), ("experts",), ("others",), ("experts", "others"), (), ("experts",), ()]):
+        ids = batch_of(rank, step)
+        scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+        for part in overflow if rank == 1 else ():
+            watched[part].grad.view(-1)[0] = torch.inf
+        written.append([])
+        for part, optimizer in optimizers.items():
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            before = [parameter.detach().clone() for parameter in stepped]
+            scaler.step(optimizer)
+            if not all(map(torch.equal, before, stepped)):
+                written[-1].append(part)
+        scaler.update()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+    steps = balancer._rebalancer.step
+    balancer.close()
+    return {"written": written, "steps": steps, "scale": scaler.get_scale()}
+
+
+def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
+    both = ["experts", "others"]
+    for found in run_ranks(2, of_two_one_overflows):
+        assert found["written"] == [both, ["others"], ["experts"], [], both, ["others"], both]
+        assert found["steps"] == 6, "one was none"
+        assert found["scale"] == 1024.0 / 2**4
+
+
 # -- masters and averages in a checkpoint ----------------------------------------------------------------------------
 
 

@@ -215,7 +215,23 @@ def some_of_a_layer(job: Job) -> None:
     job.loss(0).backward(inputs=[next(iter(job.experts.values()))])
 
 
+def moved_since_the_forward(job: Job) -> None:
+    loss = job.loss(0)
+    plain = eplb.Placement.initial(2, EXPERTS, 2, 2)
+    job.balancer.load_state_dict({"step": 0, "placement": plain.to_json()})
+    loss.backward()
+
+
+def closed_since_the_forward(job: Job) -> None:
+    """Nobody would bring the gradients of copies home."""
+    loss = job.loss(0)
+    job.balancer.close()
+    loss.backward()
+
+
 REFUSED: dict[Callable[[Job], None], str] = {
+    moved_since_the_forward: "experts changed places, or copies ended, between a forward and its backward pass",
+    closed_since_the_forward: "experts changed places, or copies ended, between a forward and its backward pass",
     clipped_by_hand: "call balancer.reduce_gradients() first",
     scaled_between: "call balancer.reduce_gradients() first",
     gradients_elsewhere: "come home in .grad alone; call backward()",
