@@ -270,7 +270,7 @@ class DecisionMaker:
         """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
         steps = len(measurement.buckets.wait()) * self._steps_per_bucket
         said = f"no token was counted in the last {steps} steps"
-        if measurement.computed:
+        if measurement.computed and steps:  # none: rebalance() right after a decision
             finding = finding or (
                 f"{said} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
                 "token is padding; nothing can be balanced"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .experts.slices import let_slices_stand
+from .experts.slices import has_divide_factor, let_slices_stand
 
 
 class StructureError(RuntimeError):
@@ -34,6 +34,7 @@ class Structure:
         parameters = [p for model in self._models.values() for p in model.parameters()]
         # FSDP2 puts other tensors into a module while it computes.
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
 
@@ -62,6 +63,13 @@ class Structure:
         if thoroughly and not self._sharded:
             for prefix, model in self._models.items():
                 self._check_tree(prefix, model)
+        if thoroughly and self._sharded:
+            for name, experts, _ in self._experts:
+                if name not in self._divided and has_divide_factor(experts):
+                    raise StructureError(
+                        f"set_gradient_divide_factor was called on {name} after attach: gradients of experts are "
+                        "divided for FSDP's own average over EDP; leave it out"
+                    )
 
     def _raise_replaced(self, module: nn.Module, key: str) -> None:
         name = next(name for name, other, _ in self._experts if any(module is inner for inner in other.modules()))

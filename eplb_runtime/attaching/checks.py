@@ -15,7 +15,7 @@ from ..checksum import as_bytes, checksum
 from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
-from ..experts.slices import local, why_not_rows, why_not_slices
+from ..experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
 from ..gradients.division import has_gradient_hooks
 from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
@@ -268,9 +268,7 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
             f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that hold the "
             "same experts and shard_placement_fn=lambda parameter: Shard(1)"
         )
-    state = layer.experts._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
-    groups_of_parameters = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    if any(group.gradient_divide_factor is not None for group in groups_of_parameters):
+    if has_divide_factor(layer.experts):
         raise AttachError(
             f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for FSDP's own "
             "average over EDP; leave it out"

@@ -35,6 +35,15 @@ def let_slices_stand(model: nn.Module) -> None:
             module.reshard()
 
 
+def has_divide_factor(module: nn.Module) -> bool:
+    """Whether FSDP2 was told to divide this module's gradients by another number than its ranks."""
+    if not isinstance(module, FSDPModule):
+        return False
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and group.gradient_divide_factor is not None for group in groups)
+
+
 def version(tensor: Tensor) -> tuple[int, int, int]:
     """Changes whenever a tensor is replaced or written. What writes a DTensor is counted there alone, what writes its
     slice (FSDP, a migration) there."""

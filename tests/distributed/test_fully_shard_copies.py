@@ -351,6 +351,15 @@ def moved_within_a_step() -> None:
     balancer.rebalance()
 
 
+def divided_otherwise() -> None:
+    model, _, balancer = build(Job())
+    model.model.layers[1].mlp.experts.set_gradient_divide_factor(4.0)
+    try:
+        loss_of(model, 0, 0)
+    finally:
+        balancer.close()
+
+
 def gradients_rewritten() -> None:
     model, optimizer, _ = trained()
     loss_of(model, 0, 0).backward()
@@ -368,6 +377,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "was frozen when the model was attached": unfrozen,
     "call balancer.weights_changed() after writing": written,
     "where experts have gradients": moved_within_a_step,
+    "set_gradient_divide_factor was called on model.layers.1.mlp.experts after attach": divided_otherwise,
     "beside fully_shard they do until balancer.reduce_gradients()": gradients_rewritten,
 }
 """What is said -> what was done."""
