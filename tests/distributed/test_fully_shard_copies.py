@@ -267,7 +267,7 @@ def test_control_a_part_of_the_copies_gradients_is_missed(ranks: list[dict[str, 
 
 def test_copies_are_computed_in_the_precision_that_fsdp_computes_in(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert 1e-9 < found["half precision"]["distance"] < 1e-4
+        assert 1e-9 < found["half precision"]["distance"] < 5e-4  # a CPU's own rounding of bfloat16
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
