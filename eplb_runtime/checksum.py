@@ -14,7 +14,7 @@ from torch import Tensor
 
 CHECKSUM_BYTES = 16
 HASH_BLOCK_BYTES = 1024
-_HASH_CHUNK_BYTES = 16 << 20
+HASH_CHUNK_BYTES = 16 << 20
 """Hashed at once, which takes as much device memory again."""
 
 
@@ -33,8 +33,8 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
         rest = row
         if row.device.type != "cpu":
             whole = row.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
-            for first in range(0, whole, _HASH_CHUNK_BYTES):
-                hashes = block_hashes(row[first : min(first + _HASH_CHUNK_BYTES, whole)])
+            for first in range(0, whole, HASH_CHUNK_BYTES):
+                hashes = block_hashes(row[first : min(first + HASH_CHUNK_BYTES, whole)])
                 hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
             rest = row[whole:].cpu()
         hasher.update(rest.numpy().data)

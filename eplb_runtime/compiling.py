@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import xxhash
 
+from .host_bytes import warm_up as compile_copies
 from .migration.cycles import cut_into_short_cycles
 from .migration.schedule import warm_up as compile_schedules
 from .placement import Placement
@@ -36,6 +37,7 @@ def compile_here(policy: str) -> None:
         policy: of a rank that plans; empty: this one does not.
     """
     compile_schedules()
+    compile_copies()
     predicted_imbalance(np.ones((1, 2)), Placement.initial(1, 2, 2, 1))
     if policy:
         compile_kernels(policy)

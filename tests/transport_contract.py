@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.checksum import as_bytes
+from eplb_runtime.checksum import HASH_BLOCK_BYTES, as_bytes, block_hashes
 from eplb_runtime.migration.transports import TRANSPORTS
 from eplb_runtime.migration.transports.base import Message, Transport, TransportError
 
@@ -239,6 +239,44 @@ def what_is_done_stays_done_after_an_abort(rank: int, transport: Transport) -> N
     exchange_with_all(rank, transport, others(rank), [10])
 
 
+def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Transport) -> None:
+    """For carriers that say so; each message is told of when it is here, while later ones have not even been sent."""
+    sizes = [3 << 20, 16, 5000]
+    if transport.one_by_one and rank == 0:
+        into = [transport.empty(size) for size in sizes]
+        pending = transport.post([], [Message(1, piece) for piece in into])
+        for number, piece in enumerate(into):
+            tell(f"send number {number}")
+            end = soon()
+            while not pending.has(number):
+                assert time.monotonic() < end
+            assert torch.equal(piece, random_bytes(number, sizes[number], transport.device)), number
+            assert number + 1 == len(sizes) or not pending.poll()
+        pending.wait(soon())
+    if transport.one_by_one and rank == 1:
+        for number, size in enumerate(sizes):
+            hear(f"send number {number}")
+            transport.post([Message(0, random_bytes(number, size, transport.device))], []).wait(soon())
+
+
+def what_is_read_is_hashed_before_the_next_message_is_filled(rank: int, transport: Transport) -> None:
+    """For carriers that say so; the last message says what the ones before it were hashed to."""
+    if not transport.hashes:
+        return
+    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
+    rows = [random_bytes(rank + 3 * number, size, transport.device) for number, size in enumerate((20 << 20, 1024 + 5))]
+    hashes = [torch.zeros(row.numel() // HASH_BLOCK_BYTES, dtype=torch.int64) for row in rows]
+    said = torch.empty(16, dtype=torch.uint8)
+    sends = [Message(to, row, hashes=of_row) for row, of_row in zip(rows, hashes, strict=True)]
+    sends.append(Message(to, said, fill=lambda: said.copy_(as_bytes(torch.stack([h.sum() for h in hashes])))))
+    arrived = [transport.empty(message.data.numel()) for message in sends]
+    transport.post(sends, [Message(source, into) for into in arrived]).wait(soon())
+    for row, of_row in zip(rows, hashes, strict=True):
+        assert torch.equal(of_row, block_hashes(row[: of_row.numel() * HASH_BLOCK_BYTES]))
+    sums = [block_hashes(into[: into.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES]).sum() for into in arrived[:2]]
+    assert torch.equal(arrived[2], as_bytes(torch.stack(sums)))
+
+
 CASES: list[Case] = [
     messages_of_a_pair_arrive_in_order,
     messages_of_any_size,
@@ -254,4 +292,6 @@ CASES: list[Case] = [
     a_peer_that_is_later_than_the_deadline,
     what_is_cancelled_is_not_written,
     what_is_done_stays_done_after_an_abort,
+    what_comes_is_posted_first_and_what_goes_bit_by_bit,
+    what_is_read_is_hashed_before_the_next_message_is_filled,
 ]

@@ -33,7 +33,7 @@ class _Weighed(Transport):
     """A carrier whose messages to other ranks are added up."""
 
     def __init__(self, carrier: Transport, rank: int) -> None:
-        self.device = carrier.device
+        self.device, self.hashes, self.one_by_one = carrier.device, carrier.hashes, carrier.one_by_one
         self._carrier = carrier
         self._rank = rank
         self.nbytes = 0

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ..checksum import as_bytes
+from ..host_bytes import copy
 from .registry import ExpertTensor
 
 ALIGNMENT = 64
@@ -73,4 +76,10 @@ class RecordFormat:
     def unpack(self, record: Tensor, local_slot: int) -> None:
         """Copy a record into the live rows of a slot, in place."""
         for field in self.fields:
-            field.live_row(local_slot).copy_(field.view_in(record))
+            row = field.live_row(local_slot)
+            raw = record[field.offset : field.offset + field.nbytes]
+            if row.device.type == record.device.type == "cpu" and row.is_contiguous() and not row.is_inference():
+                copy(as_bytes(row), raw)
+                increment_version(row)  # as torch's own copy does
+            else:
+                row.copy_(field.in_bytes(raw))

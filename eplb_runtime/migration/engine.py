@@ -325,14 +325,13 @@ class MigrationEngine:
             if not posted.problem:
                 with _noting_problems(posted):
                     self._receive(posted, meanwhile)
-                    self.probe(Phase.STAGED, exchange.staged)
                     with self._timed("verify"):
                         posted.problem = self._exchanger.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
                     with self._timed("maps"):
                         posted.after = migration.schedule.after(migration.standing, posted.round_)
                         posted.take_over = get_ready(posted.after, posted.round_.layers)
-            if posted.problem and not posted.timed_out and exchange.pending is not None:
+            if posted.problem and not posted.timed_out:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
@@ -379,15 +378,32 @@ class MigrationEngine:
     # -- small words ---------------------------------------------------------------------------------------------
 
     def _receive(self, posted: Posted, meanwhile: Callable[[], None] | None) -> None:
-        with self._timed("verify"):
-            checksums = self._exchanger.say_checksums(posted.exchange)
+        """Experts are hashed as they come."""
+        exchange, exchanger = posted.exchange, self._exchanger
+        all_here = False
+        while not all_here:
+            with self._timed("transfer"):
+                self._until(lambda: bool(exchanger.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
+                arrived = exchanger.arrived(exchange)
+            self.probe(Phase.STAGED, arrived)
+            with self._timed("verify"):
+                all_here = exchanger.take_in(exchange, arrived)
         with self._timed("transfer"):
-            for pending in (posted.exchange.pending, checksums):
-                assert pending is not None
-                while meanwhile is not None and not pending.poll() and time.monotonic() < posted.deadline:
-                    meanwhile()
-                    time.sleep(_POLL_SECONDS)
-                pending.wait(posted.deadline)
+            self._until(exchange.pending.poll, posted, meanwhile)
+            exchange.pending.wait(posted.deadline)
+
+    def _until(self, ready: Callable[[], bool], posted: Posted, meanwhile: Callable[[], None] | None) -> None:
+        """Wait for something that comes.
+
+        Raises:
+            TransportError: not before the deadline.
+        """
+        while not ready():
+            if time.monotonic() > posted.deadline:
+                posted.exchange.pending.wait(posted.deadline)
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(_POLL_SECONDS)
 
     def _outcome(
         self,

@@ -5,20 +5,22 @@ Who owns what: until it is committed, staged memory belongs to this room and liv
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..checksum import CHECKSUM_BYTES, as_bytes, checksum
+from ..checksum import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
 from ..experts.record import RecordFormat
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, in_turn, packed_bytes, runs_of
-from .transports.base import Message, Pending, Transport
+from .transports.base import Message, Pending, Together, Transport
+from .verifying import checksum_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Staged:
     transfer: Transfer
     record_format: RecordFormat
     record: Tensor
+    parts: list[Tensor]
+    """As it travels."""
+    last: int
+    """The number of its last part among the messages that are received."""
 
 
 @dataclass
@@ -36,16 +42,18 @@ class Exchange:
 
     Args:
         staged: what comes from other ranks, in the order of the schedule.
-        departed: where each expert goes that leaves, and its rows as bytes, in field order.
         within: transfers between slots of this rank.
-        pending: the bytes on their way; None: they could not be posted.
+        pending: the bytes on their way.
+        incoming: of them, those that are received.
+        arrived_checksums: of experts that are here, in the same order as ``staged``.
         sent_checksums: what each rank says its experts left with, once it is here.
     """
 
     staged: list[Staged] = field(default_factory=list)
-    departed: list[tuple[int, list[Tensor]]] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
-    pending: Pending | None = None
+    pending: Together = field(default_factory=Together)
+    incoming: Pending | None = None
+    arrived_checksums: list[bytes] = field(default_factory=list)
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -124,51 +132,41 @@ class Exchanger:
         Raises:
             TransportError: a connection is closed.
         """
-        sends: list[Message] = []
-        receives: list[Message] = []
-        # Pairs of ranks send in the order of the schedule.
-        for transfer, record_format in self._own(round_, records):
-            source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
-            if source == destination:
-                exchange.within.append(transfer)
-            elif destination == self._ep_rank:
-                record = self._arrivals.take(record_format.nbytes)
-                receives += [
-                    Message(source, record[first:end]) for first, end, _ in runs_of(record_format, self.device)
-                ]
-                exchange.staged.append(Staged(transfer, record_format, record))
-            else:
-                messages, rows = self._departing(transfer, record_format, destination)
-                sends += messages
-                exchange.departed.append((destination, rows))
-        exchange.pending = self._transport.post(sends, receives)
+        own = list(self._own(round_, records))
+        receives = self._expect(own, exchange)
+        departing: dict[int, list[list[Message]]] = defaultdict(list)
+        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
+        for transfer, record_format in own:
+            destination = self._rank_of(transfer.destination_slot)
+            if self._rank_of(transfer.source_slot) == self._ep_rank != destination:
+                departing[destination].append(self._departing(transfer, record_format, destination))
+        sends = [message for experts in departing.values() for expert in experts for message in expert]
+        if self._transport.one_by_one:
+            exchange.incoming = self._add(exchange, [], receives)
+            self._add(exchange, sends, [])
+            self._add(exchange, self._checksums(departing), [])  # computed while experts travel
+        else:
+            exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
 
-    def say_checksums(self, exchange: Exchange) -> Pending:
-        """While experts travel, compute the checksums of those that leave, and let them follow."""
-        sent: dict[int, bytes] = defaultdict(bytes)
-        for destination, rows in exchange.departed:
-            sent[destination] += checksum(rows)
-        count: dict[int, int] = defaultdict(int)
-        for s in exchange.staged:
-            count[self._rank_of(s.transfer.source_slot)] += CHECKSUM_BYTES
-        exchange.sent_checksums = {
-            peer: torch.empty(size, dtype=torch.uint8, device=self.device) for peer, size in count.items()
-        }
-        sends = [
-            Message(peer, torch.frombuffer(bytearray(sums), dtype=torch.uint8).to(self.device))
-            for peer, sums in sent.items()
-        ]
-        return self._transport.post(sends, [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()])
+    def arrived(self, exchange: Exchange) -> list[Staged]:
+        """What has come by now, in order, and is not taken in yet."""
+        left, incoming = exchange.staged[len(exchange.arrived_checksums) :], exchange.incoming
+        return list(takewhile(lambda s: incoming is not None and incoming.has(s.last), left))
+
+    def take_in(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
+        """Hash what has come; whether that is all."""
+        for s in arrived:
+            exchange.arrived_checksums.append(checksum_of(s.parts, [None] * len(s.parts)))
+        return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
         """The first expert that did not arrive as it left, in words; empty: all did."""
-        sent = {peer: bytes(sums.cpu().numpy()) for peer, sums in exchange.sent_checksums.items()}
         position: dict[int, int] = defaultdict(int)
-        for s in exchange.staged:
+        sent = {peer: bytes(sums.cpu().numpy()) for peer, sums in exchange.sent_checksums.items()}
+        for s, arrived in zip(exchange.staged, exchange.arrived_checksums, strict=True):
             source = self._rank_of(s.transfer.source_slot)
             at = position[source]
             position[source] += CHECKSUM_BYTES
-            arrived = checksum([s.record[part.offset : part.offset + part.nbytes] for part in s.record_format.fields])
             if arrived != sent[source][at : at + CHECKSUM_BYTES]:
                 return (
                     f"layer {s.transfer.layer}: expert {s.transfer.expert} from EP rank {source} arrived with another "
@@ -205,24 +203,65 @@ class Exchanger:
             if transfer.layer in records.formats:
                 yield transfer, records.formats[transfer.layer]
 
-    def _departing(
-        self, transfer: Transfer, record_format: RecordFormat, destination: int
-    ) -> tuple[list[Message], list[Tensor]]:
-        """Messages that carry one expert away, and its rows as bytes, in field order."""
+    def _expect(self, own: Sequence[tuple[Transfer, RecordFormat]], exchange: Exchange) -> list[Message]:
+        """Messages that bring experts here, and which moves are within the rank."""
+        receives: list[Message] = []
+        for transfer, record_format in own:
+            source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
+            if source == destination:
+                exchange.within.append(transfer)
+            elif destination == self._ep_rank:
+                record = self._arrivals.take(record_format.nbytes)
+                parts = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
+                receives += [Message(source, part) for part in parts]
+                exchange.staged.append(Staged(transfer, record_format, record, parts, len(receives) - 1))
+        of_peer = Counter(self._rank_of(s.transfer.source_slot) for s in exchange.staged)
+        for peer, experts in of_peer.items():
+            sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+            exchange.sent_checksums[peer] = sums
+            receives.append(Message(peer, sums))
+        return receives
+
+    def _departing(self, transfer: Transfer, record_format: RecordFormat, destination: int) -> list[Message]:
+        """Messages that carry one expert away."""
         slot = transfer.source_slot % self._slots_per_rank
-        messages, rows = [], []
+        messages = []
         for first, end, direct in runs_of(record_format, self.device):
             if direct is not None:
-                rows.append(as_bytes(direct.live_row(slot)))
-                messages.append(Message(destination, rows[-1]))
+                messages.append(self._message(destination, as_bytes(direct.live_row(slot))))
                 continue
             packed = self._departures.take(end - first)
             for part in record_format.fields:
                 if first <= part.offset < end:
-                    rows.append(packed[part.offset - first : part.offset - first + part.nbytes])
-                    part.in_bytes(rows[-1]).copy_(part.live_row(slot))
-            messages.append(Message(destination, packed))
-        return messages, rows
+                    row = packed[part.offset - first : part.offset - first + part.nbytes]
+                    part.in_bytes(row).copy_(part.live_row(slot))
+            messages.append(self._message(destination, packed))
+        return messages
+
+    def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
+        """For each peer, what its experts left with."""
+        return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
+
+    def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
+        sums = torch.empty(len(experts) * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+
+        def fill() -> None:
+            said = b"".join(checksum_of([m.data for m in expert], [m.hashes for m in expert]) for expert in experts)
+            sums.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+
+        if self._transport.hashes:  # it hashes what it reads
+            return Message(peer, sums, fill=fill)
+        fill()
+        return Message(peer, sums)
+
+    def _message(self, peer: int, data: Tensor) -> Message:
+        blocks = data.numel() // HASH_BLOCK_BYTES
+        return Message(peer, data, torch.empty(blocks, dtype=torch.int64) if self._transport.hashes else None)
+
+    def _add(self, exchange: Exchange, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        pending = self._transport.post(sends, receives)
+        exchange.pending.add(pending)
+        return pending
 
     def _move_within(self, record_format: RecordFormat, chain: Sequence[tuple[int, int]]) -> None:
         """Carry out moves of one rank front to back; in a ring the first row is put aside until the last move."""

@@ -19,6 +19,7 @@ GROUND = {
     "config",
     "events",
     "files",
+    "host_bytes",
     "job_store",
     "launching",
     "load_series",

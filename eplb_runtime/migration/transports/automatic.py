@@ -143,6 +143,14 @@ class Automatic(Transport):
             chosen = self.choice
             logger.info("transport: %s within nodes, %s across (%s)", chosen.within, chosen.across, chosen.why)
 
+    @property
+    def hashes(self) -> bool:  # type: ignore[override]
+        return self._carrier.hashes
+
+    @property
+    def one_by_one(self) -> bool:  # type: ignore[override]
+        return self._carrier.one_by_one
+
     def register(self, regions: Sequence[Tensor]) -> None:
         self._carrier.register(regions)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,14 @@ class Message:
     Args:
         peer: rank within the EP group; this rank's own number is allowed.
         data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
+        hashes: int64 ``[B]`` for the block hashes of what is sent; for carriers that say so (`Transport.hashes`).
+        fill: called once before ``data`` is read, when the messages before it have been read; for the same carriers.
     """
 
     peer: int
     data: Tensor
+    hashes: Tensor | None = None
+    fill: Callable[[], None] | None = None
 
 
 class Pending(ABC):
@@ -39,6 +43,14 @@ class Pending(ABC):
         Raises:
             TransportError: it has failed.
         """
+
+    def has(self, index: int) -> bool:
+        """Whether this one of the messages received is here and may be read; carriers that cannot tell wait for all.
+
+        Raises:
+            TransportError: as `poll`.
+        """
+        return self.poll()
 
     @abstractmethod
     def wait(self, deadline: float) -> None:
@@ -56,6 +68,34 @@ class Pending(ABC):
         """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
 
 
+class Together(Pending):
+    """Several as one. Where one has failed, the others are given up too: who has an error may use the memory again."""
+
+    def __init__(self, *parts: Pending) -> None:
+        self._parts = list(parts)
+
+    def add(self, part: Pending) -> None:
+        self._parts.append(part)
+
+    def poll(self) -> bool:
+        return self._on_all(lambda part: part.poll())
+
+    def wait(self, deadline: float) -> None:
+        self._on_all(lambda part: part.wait(deadline))
+
+    def abort(self) -> None:
+        for part in self._parts:
+            part.abort()
+
+    def _on_all(self, ask: Callable[[Pending], bool | None]) -> bool:
+        try:
+            answers = [ask(part) for part in self._parts]  # of all, also after one that is not done
+            return all(answers)
+        except BaseException:
+            self.abort()
+            raise
+
+
 class Transport(ABC):
     """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
 
@@ -64,6 +104,11 @@ class Transport(ABC):
 
     device: torch.device
     """Where messages have to be: the model's device, or the CPU when the carrier needs host memory."""
+    hashes: bool = False
+    """Whether it fills in `Message.hashes` while it reads what it sends."""
+    one_by_one: bool = False
+    """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
+    what goes. Others want both in one call."""
 
     def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most carriers have nothing to do)
         """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing.

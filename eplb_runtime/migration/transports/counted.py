@@ -18,6 +18,7 @@ class Counted(Pending):
         give_up: called with this and a reason; afterwards it has failed, unless it was done.
 
     Attributes:
+        here: which of the messages received are; `expect` says how many there are.
         finished: set when all are through, or none will be any more.
         problem: why it has failed.
     """
@@ -27,9 +28,18 @@ class Counted(Pending):
         self.left = left
         self.end = end
         self.problem = ""
+        self.here = bytearray()
         self.finished = threading.Event()
         if not left:
             self.finished.set()
+
+    def expect(self, rank: int, receives: Sequence[Message]) -> list[int]:
+        """The numbers of those of them that come from other ranks and are not empty."""
+        self.here = bytearray(message.peer == rank or not message.data.numel() for message in receives)
+        return [number for number, here in enumerate(self.here) if not here]
+
+    def has(self, index: int) -> bool:
+        return self.poll() or bool(self.here[index])
 
     def one_done(self) -> None:
         self.left -= 1

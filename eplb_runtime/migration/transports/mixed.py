@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from .base import Message, Pending, Transport
+from .base import Message, Pending, Together, Transport
 
 
 class Mixed(Transport):
@@ -19,6 +19,8 @@ class Mixed(Transport):
 
     def __init__(self, within: Transport, across: Transport, near: Collection[int]) -> None:
         self.device = within.device
+        self.hashes = within.hashes and across.hashes
+        self.one_by_one = within.one_by_one and across.one_by_one
         self._within = within
         self._across = across
         self._near = frozenset(near)
@@ -37,10 +39,16 @@ class Mixed(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         within = self._within.post(self._to(sends, True), self._to(receives, True))
         try:
-            return _Both(within, self._across.post(self._to(sends, False), self._to(receives, False)))
+            across = self._across.post(self._to(sends, False), self._to(receives, False))
         except BaseException:
             within.abort()
             raise
+        seen, places = [0, 0], []
+        for message in receives:
+            part = int(message.peer not in self._near)
+            places.append((part, seen[part]))
+            seen[part] += 1
+        return _Both(within, across, places)
 
     def close(self) -> None:
         self._within.close()
@@ -50,25 +58,17 @@ class Mixed(Transport):
         return [message for message in messages if (message.peer in self._near) == near]
 
 
-class _Both(Pending):
-    def __init__(self, *parts: Pending) -> None:
-        self._parts = parts
+class _Both(Together):
+    """Of both carriers.
 
-    def poll(self) -> bool:
-        return self._on_all(lambda part: part.poll())
+    Args:
+        places: of each message received, which carrier's it is and the how manyeth of those.
+    """
 
-    def wait(self, deadline: float) -> None:
-        self._on_all(lambda part: part.wait(deadline))
+    def __init__(self, within: Pending, across: Pending, places: Sequence[tuple[int, int]]) -> None:
+        super().__init__(within, across)
+        self._places = places
 
-    def abort(self) -> None:
-        for part in self._parts:
-            part.abort()
-
-    def _on_all(self, ask: Callable[[Pending], bool | None]) -> bool:
-        """Where one part has failed, the other is given up too: who has an error may use the memory again."""
-        try:
-            answers = [ask(part) for part in self._parts]  # of all, also after one that is not done
-            return all(answers)
-        except BaseException:
-            self.abort()
-            raise
+    def has(self, index: int) -> bool:
+        part, place = self._places[index]
+        return self._parts[part].has(place)

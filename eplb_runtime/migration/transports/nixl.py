@@ -58,6 +58,7 @@ class _Receive:
     into: Tensor | None
     """Where the bytes go from ``at``; None: they are where they should be."""
     at: Tensor
+    number: int
     pending: _Notified
 
 
@@ -113,6 +114,7 @@ class Nixl(Transport):
         peers: Sequence[int] | None = None,
     ) -> None:
         self.device = device
+        self.one_by_one = device.type == "cpu"
         self._group = group
         self._rank = group.rank()
         self._timeout = timeout_seconds
@@ -169,11 +171,12 @@ class Nixl(Transport):
             pending = _Notified(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
+            numbers = pending.expect(self._rank, receives)
             for peer in {message.peer for message in (*out, *into)}:
                 self._refuse_if_lost(peer)
             places = self._registered_places([message.data for message in (*into, *out)], pending)
             self._pending.append(pending)
-            self._guarded(lambda: self._offer(into, places[: len(into)], pending))
+            self._guarded(lambda: self._offer(into, places[: len(into)], numbers, pending))
             for message, place in zip(out, places[len(into) :], strict=True):
                 if place is not message.data:
                     place.copy_(message.data)
@@ -245,14 +248,16 @@ class Nixl(Transport):
         first, end = data.data_ptr(), data.data_ptr() + data.numel()
         return any(start <= first and end <= start + nbytes for start, nbytes in self._regions)
 
-    def _offer(self, messages: Sequence[Message], places: Sequence[Tensor], pending: _Notified) -> None:
+    def _offer(
+        self, messages: Sequence[Message], places: Sequence[Tensor], numbers: Sequence[int], pending: _Notified
+    ) -> None:
         offers: dict[int, list[bytes]] = {}
         first: dict[int, int] = {}
-        for message, place in zip(messages, places, strict=True):
+        for message, place, number in zip(messages, places, numbers, strict=True):
             traffic = self._traffic[message.peer]
             into = None if place is message.data else message.data
             first.setdefault(message.peer, traffic.expected)
-            traffic.receives[traffic.expected] = _Receive(into, place, pending)
+            traffic.receives[traffic.expected] = _Receive(into, place, number, pending)
             traffic.expected += 1
             index = place.get_device() if place.is_cuda else 0
             offers.setdefault(message.peer, []).append(_PLACE.pack(place.data_ptr(), place.numel(), index))
@@ -338,6 +343,7 @@ class Nixl(Transport):
                 receive = traffic.receives.pop(written)
                 if receive.into is not None:
                     receive.into.copy_(receive.at)
+                receive.pending.here[receive.number] = 1
                 receive.pending.one_done()
         elif kind == _GOODBYE:
             traffic.problem = f"EP rank {peer} does not answer: it has given up"

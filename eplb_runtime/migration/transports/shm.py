@@ -15,13 +15,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...checksum import HASH_BLOCK_BYTES
+from ...host_bytes import copy, copy_and_hash
 from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
 from .neighbours import Card, Inbox, Kind, Neighbour, Note, meet_all, wait_for
@@ -63,6 +65,8 @@ class _Shared(Counted):
 @dataclass
 class _Send:
     data: Tensor
+    hashes: Tensor | None
+    fill: Callable[[], None] | None
     pending: _Shared
     done: int = 0
 
@@ -73,6 +77,7 @@ class _Receive:
     into: Tensor | None
     """Where the bytes go from the segment; None: they are where they should be."""
     at: Tensor | None
+    number: int
     pending: _Shared
 
 
@@ -96,7 +101,7 @@ class _Traffic:
 
 
 class SharedMemory(Transport):
-    """Writes into the memory of other processes.
+    """Writes into the memory of other processes, and hashes on the way.
 
     Args:
         group: the migration group; only used to find each other.
@@ -120,6 +125,7 @@ class SharedMemory(Transport):
         if device.type != "cpu":
             raise TransportError(f"transport 'shm' carries experts between CPUs, not on {device.type}")
         self.device = torch.device("cpu")
+        self.hashes = self.one_by_one = True
         self._group = group
         self._rank = group.rank()
         self._timeout = timeout_seconds
@@ -163,13 +169,15 @@ class SharedMemory(Transport):
             for peer in {message.peer for message in (*out, *into)}:
                 self._refuse_if_lost(peer)
             pending = _Shared(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
+            numbers = pending.expect(self._rank, receives)
             if not pending.left:
                 return pending
             self._pending.append(pending)
             self._tell_what_is_gone()
-            self._offer(into, pending)
+            self._offer(into, numbers, pending)
             for message in out:
-                self._traffic[message.peer].sends.append(_Send(message.data.detach(), pending))
+                send = _Send(message.data.detach(), message.hashes, message.fill, pending)
+                self._traffic[message.peer].sends.append(send)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
                 self._thread.start()
@@ -220,20 +228,20 @@ class SharedMemory(Transport):
         if traffic.problem:
             raise TransportError(traffic.problem)
 
-    def _offer(self, messages: Sequence[Message], pending: _Shared) -> None:
+    def _offer(self, messages: Sequence[Message], numbers: Sequence[int], pending: _Shared) -> None:
         places = [self._place_of(message.data) for message in messages]
         elsewhere = sum(message.data.numel() for message, place in zip(messages, places, strict=True) if not place)
         spare = self._take_spare(elsewhere, pending) if elsewhere else None
         used = 0
-        for message, place in zip(messages, places, strict=True):
+        for number, message, place in zip(numbers, messages, places, strict=True):
             nbytes = message.data.numel()
             if place is not None:
                 segment, offset = place
-                receive = _Receive(segment, None, None, pending)
+                receive = _Receive(segment, None, None, number, pending)
             else:
                 assert spare is not None
                 segment, offset = spare, used
-                receive = _Receive(spare, message.data, spare.tensor[used : used + nbytes], pending)
+                receive = _Receive(spare, message.data, spare.tensor[used : used + nbytes], number, pending)
                 used += nbytes
             note = Note(Kind.OFFER, self._rank, segment.identity, segment.descriptor, segment.nbytes, offset, nbytes)
             self._traffic[message.peer].receives.append(receive)
@@ -335,7 +343,8 @@ class SharedMemory(Transport):
         elif traffic.receives:
             receive = traffic.receives.popleft()
             if receive.into is not None and receive.at is not None:
-                receive.into.copy_(receive.at)
+                copy(receive.into, receive.at)
+            receive.pending.here[receive.number] = 1
             receive.pending.one_done()
 
     def _bring_up_to_date(self) -> None:
@@ -379,7 +388,9 @@ class SharedMemory(Transport):
             with self._state:
                 closed = self._neighbours[peer].closed
             if not closed:
-                target[first:end].copy_(send.data[first:end])
+                if send.fill is not None and not first:
+                    send.fill()
+                _write_piece(target, send, first, end)
         finally:
             with self._state:
                 self._card.write_to(peer, False)
@@ -449,6 +460,15 @@ class SharedMemory(Transport):
                     segment.part_from_others()
                 return
             time.sleep(0.0002)
+
+
+def _write_piece(target: Tensor, send: _Send, first: int, end: int) -> None:
+    """Bytes ``first`` to ``end`` of a message; a piece begins at a whole block."""
+    if send.hashes is None:
+        copy(target[first:end], send.data[first:end])
+    else:
+        blocks = slice(first // HASH_BLOCK_BYTES, end // HASH_BLOCK_BYTES)
+        copy_and_hash(target[first:end], send.data[first:end], send.hashes[blocks])
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .base import Message, Pending, Transport, TransportError
 
 _POLL_SECONDS = 0.0002
 _CLOSING = timedelta(milliseconds=1)
+_TAGS = 1 << 15
 
 
 class TorchPointToPoint(Transport):
@@ -36,6 +38,8 @@ class TorchPointToPoint(Transport):
         self._on_host = backend == "gloo"
         self._pinned = self._on_host and device.type == "cuda"
         self.device = torch.device("cpu") if self._on_host else device
+        self.one_by_one = self._on_host
+        self._tags: Counter[tuple[int, bool]] = Counter()
 
     def warm_up(self, deadline: float) -> None:
         size = self._group.size()
@@ -52,12 +56,12 @@ class TorchPointToPoint(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self._copy_own(sends, receives)
         try:
-            operations = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
+            operations = [*self._operations(dist.irecv, receives), *self._operations(dist.isend, sends)]
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(error) from error
         if self._on_host:
-            return _OnHost(works, self._timeout)
+            return _OnHost(works, self._timeout, [bool(m.peer != self._rank and m.data.numel()) for m in receives])
         return _OnDevice(works, self._group)
 
     def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
@@ -82,14 +86,14 @@ class TorchPointToPoint(Transport):
 
     def _operations(self, kind: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
         # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
-        next_tag: Counter[int] = Counter()
-        operations = []
+        operations, sent = [], kind is dist.isend
         for message in messages:
             if message.peer == self._rank or message.data.numel() == 0:
                 continue
             peer = dist.get_global_rank(self._group, message.peer)
-            operations.append(dist.P2POp(kind, message.data, peer, self._group, tag=next_tag[peer]))
-            next_tag[peer] += 1
+            tag = self._tags[peer, sent] % _TAGS
+            operations.append(dist.P2POp(kind, message.data, peer, self._group, tag=tag))
+            self._tags[peer, sent] += 1
         return operations
 
     def _copy_own(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -100,10 +104,18 @@ class TorchPointToPoint(Transport):
 
 
 class _OnHost(Pending):
-    """Works of gloo, which tells of their end only to a thread that waits."""
+    """Works of gloo, which tells of their end only to a thread that waits.
 
-    def __init__(self, works: Sequence[dist.Work], seconds: float) -> None:
+    Args:
+        works: what is received first, in its order.
+        seconds: that it takes at most.
+        from_others: of each message received, whether there is a work for it.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], seconds: float, from_others: Sequence[bool]) -> None:
         self._works = works
+        self._needed = list(accumulate(from_others))
+        self._through = 0
         self._seconds = seconds
         self._done = threading.Event()
         self._error: RuntimeError | None = None
@@ -117,6 +129,9 @@ class _OnHost(Pending):
             return False
         self._raise_if_failed()
         return True
+
+    def has(self, index: int) -> bool:
+        return self.poll() or self._through >= self._needed[index]
 
     def wait(self, deadline: float) -> None:
         if not self._done.wait(max(0.0, deadline - time.monotonic())):
@@ -139,6 +154,7 @@ class _OnHost(Pending):
         try:
             for work in self._works:
                 work.wait(timedelta(seconds=max(end - time.monotonic(), _CLOSING.total_seconds())))
+                self._through += 1
         except RuntimeError as error:
             self._error = error
         finally:

@@ -1,0 +1,36 @@
+"""Checksums of experts on their way: 16 bytes over block hashes, which a carrier may have made while it read the bytes;
+the same for rows on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..checksum import HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, block_hashes
+from ..host_bytes import fast_host_hashes
+
+
+def checksum_of(rows: Sequence[Tensor], hashes: Sequence[Tensor | None]) -> bytes:
+    """16 bytes over flat uint8 rows.
+
+    Args:
+        hashes: of each row, the hashes of its whole blocks, on the host; None: they are computed here.
+    """
+    hasher = xxhash.xxh3_128()
+    for row, known in zip(rows, hashes, strict=True):
+        whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
+        hasher.update((_hashes(row[:whole]) if known is None else known).numpy().data)
+        hasher.update(row[whole:].cpu().numpy().data)
+    return hasher.digest()
+
+
+def _hashes(blocks: Tensor) -> Tensor:
+    if blocks.device.type == "cpu":
+        return fast_host_hashes(blocks)
+    firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
+    return torch.cat(
+        [torch.empty(0, dtype=torch.int64), *(block_hashes(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
+    )
