@@ -444,11 +444,11 @@ class BackgroundMigration:
         if any(verdict.kind == LATE for _, verdict in verdicts):
             self._pace = self._pace.slower()
         self._flights, self._as_sent = [], []
-        slots = placement.slots_per_rank
+        home_rows = placement.home_rows()
         return Brought(
             placement,
             committed_layers=tuple(sorted(flight.layer for flight in done)),
-            moved_experts=sum(flight.round_.moved(slots) for flight in done),
+            moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
             received_bytes=sum(flight.received_bytes for flight in done),
             transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
             record_bytes=migration.records.nbytes,

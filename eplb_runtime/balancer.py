@@ -404,7 +404,7 @@ class Balancer:
         Returns:
             ``[E, ...]``, equal on every rank.
         """
-        homes_LRH = self.placement.over(len(self._job.row_ranks)).homes_LRH
+        homes_LRH = self.placement.homes_over(len(self._job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self._groups, device)
 
     @torch.no_grad()
@@ -485,10 +485,7 @@ class Balancer:
     def _logical_of_rows(self) -> Tensor:
         """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
         rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
-        if not job.divided_rows:
-            return rows_LH
-        parts = len(job.row_ranks) // job.ep_size
-        return rows_LH.unflatten(1, (parts, -1))[:, job.row_rank % parts]
+        return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""

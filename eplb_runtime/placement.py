@@ -30,6 +30,42 @@ class PlacementError(ValueError):
     """A placement that breaks a rule, or a file that is not a placement for this model."""
 
 
+@dataclass(frozen=True)
+class HomeRows:
+    """Which rank has the row of a home, and where: the ranks that have each row once, numbered in the order of the rows
+    (`ranks.Job.row_ranks`). Takes slots, or arrays of them, that are home slots.
+
+    Args:
+        slots_per_rank, homes_per_rank: S and E/R.
+        parts: D, over how many ranks the homes of each are divided; divides E/R.
+    """
+
+    slots_per_rank: int
+    homes_per_rank: int
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """E/(R D), of each rank."""
+        return self.homes_per_rank // self.parts
+
+    def rank_of(self, slot: Any) -> Any:
+        """Who has the row."""
+        return self.place_of(slot) // self.rows
+
+    def row_of(self, slot: Any) -> Any:
+        """Which row it is there."""
+        return slot % self.slots_per_rank % self.rows
+
+    def place_of(self, slot: Any) -> Any:
+        """The number of the row among all, rank by rank."""
+        return slot // self.slots_per_rank * self.homes_per_rank + slot % self.slots_per_rank
+
+    def slot_at(self, place: Any) -> Any:
+        """The home slot whose row has this number."""
+        return place // self.homes_per_rank * self.slots_per_rank + place % self.homes_per_rank
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """The expert of every slot, for L layers, E logical experts, R ranks and P = R * S slots.
@@ -205,12 +241,14 @@ class Placement:
         """int32 ``[L, E]``: the rank that owns each expert (``home`` layout)."""
         return _read_only((self.require_homes() // self.slots_per_rank).astype(np.int32))
 
-    def over(self, num_ranks: int) -> Placement:
-        """The same slots in the same order, cut for another number of ranks: where rows of experts are divided over the
-        ranks that hold the same ones (`ranks.Ranks`). Without replica slots."""
-        if num_ranks == self.num_ranks:
-            return self
-        return Placement(self.physical_to_logical, self.num_experts, num_ranks, self.home, self.epoch)
+    def homes_over(self, num_ranks: int) -> IntArray:
+        """int32 ``[L, num_ranks, E/num_ranks]``: as ``homes_LRH``, the same homes in the same order cut for another
+        number of ranks: where those of a rank are divided over several (`ranks.Ranks`)."""
+        return self.homes_LRH.reshape(self.num_layers, num_ranks, -1)
+
+    def home_rows(self, parts: int = 1) -> HomeRows:
+        """Who has the rows of homes, where those of each rank are divided over so many."""
+        return HomeRows(self.slots_per_rank, self.homes_per_rank, parts)
 
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)

@@ -50,12 +50,14 @@ class ProcessGroups:
     * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
+    * ``parts``: the device's backend, ranks that have the homes of this EP rank together; None when it is this one.
+    * ``twins``: the device's backend, ranks that have the same part of them; None when it is this one.
     * ``dispatch``: the device's backend, one EP group: tokens.
     * ``rows``: the device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
       experts (norms, gathering). It is ``dispatch``, unless rows are divided.
     * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
       which ends the process where messages that meet differ in size, as those of a forward and a backward would.
-    * ``replicas``: the device's backend, one EP group: weights to copies, gradients back.
+    * ``replicas``: the device's backend, the ranks of ``rows``: weights to copies, gradients back.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
     whole group at its first call, and ranks that have nothing to send would never come to that call.
@@ -111,11 +113,16 @@ class ProcessGroups:
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
             self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
-            self.replicas = self._new(job.ep_sets, self.backend, "replicas")
+            self.replicas = self._new(job.row_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
+            self.twins: dist.ProcessGroup | None = None
             if len(job.ep_sets) > len(job.stage_sets):
                 group = self._new(job.edp_sets, self.backend, "expert data")
                 self.expert_data = group if len(job.edp_ranks) > 1 else None
+            self.parts = self.expert_data
+            if any(len(ranks) > 1 for ranks in job.twin_sets):
+                self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_parts > 1 else None
+                self.twins = self._new(job.twin_sets, self.backend, "twins")
             self.migration = self._new_migration()
         except BaseException:
             self.close()

@@ -36,16 +36,17 @@ class Ranks:
         gradient_divisor: what gradients of experts are divided by, so that they fit those of the dense parameters;
             None: the number of ranks that hold the same stages, as averaging over data-parallel ranks has it. 1 where
             the loss is divided by all ranks' tokens already.
-        divided_rows: whether the host keeps each expert whole on one of the ranks that hold the same experts (FSDP
-            along dimension 0): of the E/R homes of an EP rank, each of its D EDP ranks has E/(R D), in their order. The
-            host then brings them together to compute, and reduces their gradients itself.
+        divided_rows: D, over how many of the ranks that hold the same experts the host divides these, each expert whole
+            on one of them (FSDP along dimension 0): of the E/R homes of an EP rank, each of D EDP ranks has E/(R D), in
+            their order. The host then brings them together to compute, and reduces their gradients itself. There may be
+            several such sets of D, one after the other, that hold the same (HSDP). 0: each EDP rank has all of them.
     """
 
     ep: tuple[int, ...] | None = None
     job: tuple[int, ...] | None = None
     stages: tuple[int, ...] = (0,)
     gradient_divisor: int | None = None
-    divided_rows: bool = False
+    divided_rows: int = 0
 
     @classmethod
     def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
@@ -73,7 +74,7 @@ class Job:
     stages_of_set: tuple[tuple[int, ...], ...]
     layers_of_stage: tuple[int, ...]
     gradient_divisor: int
-    divided_rows: bool = False
+    divided_rows: int = 0
 
     @property
     def is_planner(self) -> bool:
@@ -120,13 +121,32 @@ class Job:
     @cached_property
     def row_sets(self) -> list[tuple[int, ...]]:
         """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
-        rows, all that hold the same stages."""
+        rows, as many of those that hold the same stages as rows are divided over."""
         if not self.divided_rows:
             return list(self.ep_sets)
+        sets = [self.ep_sets_of(stages) for stages in self.stage_sets]
         return [
-            tuple(rank for same in zip(*self.ep_sets_of(stages), strict=True) for rank in same)
-            for stages in self.stage_sets
+            tuple(rank for same in zip(*ep_sets[first : first + self.divided_rows], strict=True) for rank in same)
+            for ep_sets in sets
+            for first in range(0, len(ep_sets), self.divided_rows)
         ]
+
+    @property
+    def row_parts(self) -> int:
+        """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
+        return self.divided_rows or 1
+
+    @cached_property
+    def part_sets(self) -> list[tuple[int, ...]]:
+        """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
+        size = self.divided_rows or len(self.ranks)
+        return [ranks[first : first + size] for ranks in self.edp_sets for first in range(0, len(ranks), size)]
+
+    @cached_property
+    def twin_sets(self) -> list[tuple[int, ...]]:
+        """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
+        size = self.divided_rows or len(self.ranks)
+        return [ranks[part::size] for ranks in self.edp_sets for part in range(min(size, len(ranks)))]
 
     @cached_property
     def row_ranks(self) -> tuple[int, ...]:
@@ -189,7 +209,7 @@ class _Said:
     ep_size: int
     ep_name: int
     divisor: int
-    divided_rows: bool
+    divided_rows: int
     stages: tuple[int, ...]
     layers: tuple[int, ...]
 
@@ -231,6 +251,11 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
         gradient_divisor=divisors.pop(),
         divided_rows=ranks.divided_rows,
     )
+    if len(job.edp_ranks) % job.row_parts:
+        raise GroupError(
+            f"rows of experts are divided over {job.row_parts} ranks, and {len(job.edp_ranks)} hold the same "
+            "ones: give a number that divides those"
+        )
     return job if job.gradient_divisor else replace(job, gradient_divisor=len(job.data_ranks))
 
 
@@ -251,7 +276,7 @@ def _exchange(
             len(ep),
             int.from_bytes(name, "little"),
             ranks.gradient_divisor or 0,
-            int(ranks.divided_rows),
+            ranks.divided_rows,
             len(stages),
         ]
     )
@@ -262,7 +287,7 @@ def _exchange(
     for row in gather_rows(mine, control).tolist():
         rank, ep_first, ep_size, ep_name, divisor, divided, count = row[:7]
         held, counts = row[7 : 7 + count], row[7 + MAX_STAGES : 7 + MAX_STAGES + count]
-        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, bool(divided), tuple(held), tuple(counts)))
+        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, divided, tuple(held), tuple(counts)))
     return said
 
 

@@ -101,7 +101,6 @@ class Rebalancer:
         self._pause_beside = 0.0
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
-        self._holders = len(groups.job.row_ranks)
         self._engine = self._new_engine(parts.transport)
         self._clock = StepClock(self._engine.rehearse(parts.placement))
         self.decisions = DecisionMaker(config, parts.topology, groups, parts.counter.steps_per_bucket, guard)
@@ -117,13 +116,13 @@ class Rebalancer:
         self._compiled = self._begin_compiling()
 
     def _new_engine(self, transport: Transport) -> MigrationEngine:
-        """With divided rows the engine sees the ranks that hold them, and the same slots."""
+        job = self._groups.job
         engine = MigrationEngine(
             self._registry,
             transport,
             self._agreement,
-            self._placement.over(self._holders).slots_per_rank,
-            self._groups.job.row_rank,
+            self._placement.home_rows(job.row_parts),
+            job.row_rank,
             self._config.staging_bytes,
             self._config.timeout_seconds,
         )
@@ -371,8 +370,7 @@ class Rebalancer:
         key = self._new_key("migration")
         self._let_copies_arrive()
         try:
-            current, target = self.placement.over(self._holders), target.over(self._holders)
-            outcome = self._engine.migrate(current, target, key, self._get_ready)
+            outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
         except MigrationBroken as error:
             self.events.emit(BalancingEnded(self.step, str(error)))
             raise
@@ -397,7 +395,6 @@ class Rebalancer:
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Before a vote: make ready what follows a placement. What is returned takes it over, before anybody routes."""
-        placement = placement.over(self._groups.job.ep_size)
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:

@@ -255,8 +255,9 @@ class _Attaching:
         """Leave this rank its experts, in the modules and the optimizers, and register them."""
         training = bool(self.optimizers)
         slots = self.config.replica_slots
-        shared_rows = ReplicaPool(slots) if self.config.shared_between_layers else None
-        replica_gradients = ReplicaPool(slots) if training else None
+        parts = self._job.row_parts
+        shared_rows = ReplicaPool(slots, parts) if self.config.shared_between_layers else None
+        replica_gradients = ReplicaPool(slots, parts) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
             if layer.slots:
@@ -267,7 +268,7 @@ class _Attaching:
                 getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
             ]
             if self.config.replica_slots:
-                self.banks[index] = ReplicaBank(homes, slots, replica_gradients, shared_rows)
+                self.banks[index] = ReplicaBank(homes, slots, replica_gradients, shared_rows, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not getattr(layer.experts, own_name):
@@ -291,10 +292,12 @@ class _Attaching:
         replicas = ReplicaSync(
             self.banks,
             self.groups.replicas,
-            self._job.ep_rank,
+            self._job.row_ranks,
+            self._job.row_rank,
             self._job.gradient_divisor,
             self.config.shared_between_layers,
             self.topology.ranks_per_node,
+            self._job.row_parts,
         )
         splitter = BatchSplitter(
             self.placement,
@@ -306,7 +309,8 @@ class _Attaching:
             least_tokens=self.config.split_least_tokens,
             speed_R=self.config.speed_R,
         )
-        log_memory(self.config, [bank.parameters for bank in self.banks.values()], bool(self.optimizers))
+        homes = [bank.parameters for bank in self.banks.values()]
+        log_memory(self.config, homes, bool(self.optimizers), self._job.row_parts)
         return Maps(table, splitter, replicas)
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
@@ -322,7 +326,7 @@ class _Attaching:
         exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
-        whole = WholeCopies(self.groups.expert_data)
+        whole = WholeCopies(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(

@@ -190,6 +190,11 @@ def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, jo
             "fully_shard (ignored_params), or set replica_slots=0"
         )
     for name, parameter in sliced.items():
+        if job.divided_rows and parameter.shape[1] % job.row_parts:
+            raise AttachError(
+                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_parts} slices along "
+                "dimension 1; set replica_slots=0"
+            )
         if type(local(parameter)) is not Tensor:
             raise AttachError(
                 f"{name} is sliced as a {type(local(parameter)).__name__}, which has a way of its own to be gathered: "

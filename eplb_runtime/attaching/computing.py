@@ -12,7 +12,7 @@ from ..config import BalancerConfig
 from ..experts.compute import LocalExperts
 from ..experts.slices import DividedGradient, is_sliced, local
 from ..ranks import Job
-from ..replicas.bank import ReplicaBank, replica_memory, whole_copies_memory
+from ..replicas.bank import ReplicaBank, replica_memory, slice_of_row, whole_copies_memory
 from ..replicas.kept import KeptReplicas
 from ..replicas.shared import SharedReplicas
 from ..replicas.sliced import SlicedReplicas, WholeCopies
@@ -38,15 +38,15 @@ def local_experts(
         whole: where sliced copies are put together.
     """
     assert layer.compute is not None
-    # FSDP averages over EDP; the rest of the division is done before.
-    divisor = job.gradient_divisor / len(job.edp_ranks)
+    # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
+    divisor = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
     if replicas is None and layer.standing is not None:
         return LocalExperts(layer.compute, layer.standing)
     if replicas is None:
         return LocalExperts(layer.compute, _parameters_of(layer, divisor))
     assert bank is not None
     if bank.is_sliced:
-        standing = partial(_standing, layer)
+        standing = layer.standing or partial(_standing, layer)
         return SlicedReplicas(layer.compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
     return (SharedReplicas if replicas.shared else KeptReplicas)(layer.compute, index, bank, replicas)
 
@@ -66,9 +66,10 @@ def _standing(layer: MoELayer) -> list[Tensor]:
     return [layer.parameter(name) for name in layer.parameters]
 
 
-def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool) -> None:
-    """Say what replica slots take, and what the other choice would."""
-    memory = replica_memory([[local(p) for p in layer] for layer in homes], config.replica_slots, training)
+def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool, parts: int) -> None:
+    """Say what replica slots take, and what the other choice would; ``parts`` as of `ReplicaBank`."""
+    here = [[slice_of_row(local(p).detach(), parts).requires_grad_(p.requires_grad) for p in layer] for layer in homes]
+    memory = replica_memory(here, config.replica_slots, training)
     sliced = [layer for layer in homes if is_sliced(layer[0])]
     if sliced:
         whole = whole_copies_memory(sliced, config.replica_slots)

@@ -125,8 +125,9 @@ def _row(
     transport = _Weighed(TRANSPORTS[carrier](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
     transport.warm_up(soon())
     agreement = Agreement(groups.control)
-    engine = MigrationEngine(registry, transport, agreement, homes, groups.job.ep_rank, staging_bytes, 60.0)
     placement = Placement.initial(1, homes * ranks, ranks, 0)
+    rows = placement.home_rows()
+    engine = MigrationEngine(registry, transport, agreement, rows, groups.job.ep_rank, staging_bytes, 60.0)
     payload = RecordFormat.of(registry.of_home(0)).payload_bytes
     # Written once: memory that nobody has touched is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]

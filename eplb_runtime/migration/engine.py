@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..phases import phase
-from ..placement import Placement
+from ..placement import HomeRows, Placement
 from .agreement import Agreement, Verdict
 from .exchange import Exchange, Exchanger
 from .records import Records, agree_on_records, formats_of
@@ -154,8 +154,8 @@ class MigrationEngine:
         registry: the live tensors; with pipelines, of the layers that this rank holds.
         transport: carries the bytes, among the ranks of the EP group.
         agreement: compares and votes over all ranks of the job.
-        slots_per_rank: S.
-        ep_rank: this rank within its EP group; with divided rows, among those that hold them.
+        home_rows: who has the row of each home.
+        row_rank: this rank among those.
         staging_bytes: bytes of received experts held at once; never less than one expert.
         timeout_seconds: for the transfers of one round.
 
@@ -169,18 +169,19 @@ class MigrationEngine:
         registry: ExpertTensors,
         transport: Transport,
         agreement: Agreement,
-        slots_per_rank: int,
-        ep_rank: int,
+        home_rows: HomeRows,
+        row_rank: int,
         staging_bytes: int,
         timeout_seconds: float,
     ) -> None:
         self._registry = registry
         self._agreement = agreement
+        self._home_rows = home_rows
         self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._exchanger = Exchanger(transport, slots_per_rank, ep_rank, self._device, nbytes)
+        self._exchanger = Exchanger(transport, home_rows, row_rank, self._device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
@@ -277,7 +278,9 @@ class MigrationEngine:
             schedule, problem = None, ""
             try:
                 budget = self.bytes_per_step if beside else self._budget
-                schedule = make_schedule(current, target, records.nbytes, budget, records.holders, beside)
+                schedule = make_schedule(
+                    current, target, records.nbytes, budget, records.holders, beside, self._home_rows.parts
+                )
                 self._exchanger.reserve(schedule, records, self.at_once_bytes(schedule) if beside else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
@@ -417,7 +420,7 @@ class MigrationEngine:
     ) -> Outcome:
         return Outcome(
             standing,
-            moved_experts=sum(round_.moved(standing.slots_per_rank) for round_ in done),
+            moved_experts=sum(round_.moved(self._home_rows) for round_ in done),
             received_bytes=received_bytes,
             pause_seconds=time.perf_counter() - started,
             seconds=dict(self._seconds),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..checksum import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
 from ..experts.record import RecordFormat
+from ..placement import HomeRows
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, in_turn, packed_bytes, runs_of
@@ -62,18 +63,18 @@ class Exchanger:
 
     Args:
         transport: carries the bytes.
-        slots_per_rank: S.
-        ep_rank: this rank within its EP group.
+        home_rows: who has the row of each home.
+        row_rank: this rank among those.
         device: where the live rows are.
         nbytes: of staged experts, for a start; a migration that needs more reserves it.
     """
 
     def __init__(
-        self, transport: Transport, slots_per_rank: int, ep_rank: int, device: torch.device, nbytes: int
+        self, transport: Transport, home_rows: HomeRows, row_rank: int, device: torch.device, nbytes: int
     ) -> None:
         self._transport = transport
-        self._slots_per_rank = slots_per_rank
-        self._ep_rank = ep_rank
+        self._home_rows = home_rows
+        self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
         self._departures = Arena(self._staging, 0)
         self._aside = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
@@ -105,9 +106,9 @@ class Exchanger:
         for layer, record_format in records.formats.items():
             runs = runs_of(record_format, self.device)
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
-            source, destination = (of_layer[:, 3:] // self._slots_per_rank).T
-            comes = (destination == self._ep_rank) & (source != self._ep_rank)
-            goes = (source == self._ep_rank) & (destination != self._ep_rank)
+            source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
+            comes = (destination == self._row_rank) & (source != self._row_rank)
+            goes = (source == self._row_rank) & (destination != self._row_rank)
             np.add.at(arriving, of_layer[comes, 0], record_format.nbytes)
             np.add.at(leaving, of_layer[goes, 0], packed_bytes(runs))
             aside = max(aside, *(part.nbytes for part in record_format.fields))
@@ -138,7 +139,7 @@ class Exchanger:
         # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
         for transfer, record_format in own:
             destination = self._rank_of(transfer.destination_slot)
-            if self._rank_of(transfer.source_slot) == self._ep_rank != destination:
+            if self._rank_of(transfer.source_slot) == self._row_rank != destination:
                 departing[destination].append(self._departing(transfer, record_format, destination))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
         if self._transport.one_by_one:
@@ -169,8 +170,8 @@ class Exchanger:
             position[source] += CHECKSUM_BYTES
             if arrived != sent[source][at : at + CHECKSUM_BYTES]:
                 return (
-                    f"layer {s.transfer.layer}: expert {s.transfer.expert} from EP rank {source} arrived with another "
-                    "checksum than it left with"
+                    f"layer {s.transfer.layer}: expert {s.transfer.expert} from slot {s.transfer.source_slot} arrived "
+                    "with another checksum than it left with"
                 )
         return ""
 
@@ -179,10 +180,10 @@ class Exchanger:
         """Copy what has come to a layer into its live slots, in place. Allocates nothing.
 
         Returns:
-            The local slots that were written.
+            The rows that were written.
         """
         within = [
-            (t.source_slot % self._slots_per_rank, t.destination_slot % self._slots_per_rank)
+            (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
             for t in exchange.within
             if t.layer == layer
         ]
@@ -191,13 +192,13 @@ class Exchanger:
         written = [to for _, to in within]
         for s in exchange.staged:
             if s.transfer.layer == layer:
-                written.append(s.transfer.destination_slot % self._slots_per_rank)
+                written.append(self._home_rows.row_of(s.transfer.destination_slot))
                 record_format.unpack(s.record, written[-1])
         return written
 
     def _own(self, round_: Round, records: Records) -> Iterator[tuple[Transfer, RecordFormat]]:
         """The transfers that concern this rank, with the records they carry."""
-        concerned = (round_.transfers[:, 2:] // self._slots_per_rank == self._ep_rank).any(axis=1)
+        concerned = (self._home_rows.rank_of(round_.transfers[:, 2:]) == self._row_rank).any(axis=1)
         for row in round_.transfers[concerned].tolist():
             transfer = Transfer(*row)
             if transfer.layer in records.formats:
@@ -210,7 +211,7 @@ class Exchanger:
             source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
             if source == destination:
                 exchange.within.append(transfer)
-            elif destination == self._ep_rank:
+            elif destination == self._row_rank:
                 record = self._arrivals.take(record_format.nbytes)
                 parts = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
                 receives += [Message(source, part) for part in parts]
@@ -224,17 +225,18 @@ class Exchanger:
 
     def _departing(self, transfer: Transfer, record_format: RecordFormat, destination: int) -> list[Message]:
         """Messages that carry one expert away."""
-        slot = transfer.source_slot % self._slots_per_rank
+        row = self._home_rows.row_of(transfer.source_slot)
         messages = []
         for first, end, direct in runs_of(record_format, self.device):
             if direct is not None:
-                messages.append(self._message(destination, as_bytes(direct.live_row(slot))))
+                messages.append(self._message(destination, as_bytes(direct.live_row(row))))
                 continue
             packed = self._departures.take(end - first)
             for part in record_format.fields:
                 if first <= part.offset < end:
-                    row = packed[part.offset - first : part.offset - first + part.nbytes]
-                    part.in_bytes(row).copy_(part.live_row(slot))
+                    part.in_bytes(packed[part.offset - first : part.offset - first + part.nbytes]).copy_(
+                        part.live_row(row)
+                    )
             messages.append(self._message(destination, packed))
         return messages
 
@@ -275,7 +277,8 @@ class Exchanger:
                 part.live_row(to).copy_(aside if ring and source == end else part.live_row(source))
 
     def _rank_of(self, slot: int) -> int:
-        return slot // self._slots_per_rank
+        rank: int = self._home_rows.rank_of(slot)
+        return rank
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._transport.empty(nbytes)

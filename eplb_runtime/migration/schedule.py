@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ..placement import EMPTY, Placement
+from ..placement import EMPTY, HomeRows, Placement
 from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
 _WAYS = (
@@ -59,9 +59,9 @@ class Round:
     layers: tuple[int, ...]
     finished: tuple[int, ...]
 
-    def moved(self, slots_per_rank: int) -> int:
-        """Experts that change their rank in it."""
-        return int(np.not_equal(*(self.transfers[:, 2:] // slots_per_rank).T).sum())
+    def moved(self, home_rows: HomeRows) -> int:
+        """Experts that change the rank that has them in it."""
+        return int(np.not_equal(*home_rows.rank_of(self.transfers[:, 2:]).T).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +152,7 @@ def make_schedule(
     budget_bytes: int,
     holders: Sequence[int] | None = None,
     by_layer: bool = False,
+    parts: int = 1,
 ) -> TransferSchedule:
     """Rounds that lead from ``current`` to ``target``, both in the home layout.
 
@@ -165,24 +166,25 @@ def make_schedule(
         holders: per layer, a number that names the ranks that hold it: layers of different ranks (pipeline stages)
             do not share a budget. None: the same ranks hold all of them.
         by_layer: each round is of one layer, so that layers can be committed one by one.
+        parts: D, over how many ranks the homes of each are divided: experts travel between ``R D`` ranks then.
     """
+    home_rows = current.home_rows(parts)
     size_L = np.asarray(expert_bytes, dtype=np.int64)
-    home_LE, target_LE = (placement.require_homes().astype(np.int64) for placement in (current, target))
-    source_LE, destination_LE = (
-        placement.rank_of(home) for placement, home in ((current, home_LE), (target, target_LE))
-    )
+    place_LE, target_LE = (home_rows.place_of(p.require_homes().astype(np.int64)) for p in (current, target))
+    source_LE, destination_LE = place_LE // home_rows.rows, target_LE // home_rows.rows
     layer_M, expert_M = np.nonzero(source_LE != destination_LE)
     source_M = np.ascontiguousarray(source_LE[layer_M, expert_M])
     destination_M = np.ascontiguousarray(destination_LE[layer_M, expert_M])
     first_L = np.searchsorted(layer_M, np.arange(current.num_layers + 1))
     group_L = np.zeros_like(size_L) if holders is None else np.unique(holders, return_inverse=True)[1].astype(np.int64)
-    num_ranks = int(group_L.max(initial=0) + 1) * current.num_ranks
+    holders_of_layer = current.num_ranks * parts
+    num_ranks = int(group_L.max(initial=0) + 1) * holders_of_layer
 
     changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     best = float("inf")
     for cut, longest_first, enough in _WAYS:
-        cycle_M = cut(first_L, source_M, destination_M, current.num_ranks)
-        rank_M = source_M + group_L[layer_M] * current.num_ranks
+        cycle_M = cut(first_L, source_M, destination_M, holders_of_layer)
+        rank_M = source_M + group_L[layer_M] * holders_of_layer
         pack = partial(
             _pack, size_L=size_L, num_ranks=num_ranks, budget_bytes=budget_bytes, longest_first=longest_first
         )
@@ -196,8 +198,8 @@ def make_schedule(
             break
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
-    slots = current.slots_per_rank
-    rows = follow_slots(first_L, expert_M[order], round_M[order], home_LE, target_LE, slots, last_round)
+    rows = follow_slots(first_L, expert_M[order], round_M[order], place_LE, target_LE, home_rows.rows, last_round)
+    rows[:, 3:] = home_rows.slot_at(rows[:, 3:])
     np.maximum.at(last_round, layer_M, round_M)
     return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
 

@@ -18,23 +18,38 @@ from ..experts.slices import is_sliced, local, version
 
 
 class ReplicaPool:
-    """Replica rows, or their gradients, that layers of equal shapes use in turn."""
+    """Replica rows, or their gradients, that layers of equal shapes use in turn.
 
-    def __init__(self, replica_slots: int) -> None:
+    Args:
+        parts: D, over how many ranks the homes of each are divided: each then has a slice of each copy.
+    """
+
+    def __init__(self, replica_slots: int, parts: int = 1) -> None:
         self._replica_slots = replica_slots
+        self.parts = parts
         self._made: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
     def rows(self, position: int, home: Tensor, dtype: torch.dtype) -> Tensor:
         """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
-        key = (position, local(home).shape[1:], dtype)
+        key = (position, self._shape(home), dtype)
         if key not in self._made:
             self._made[key] = self.own_rows(home, dtype)
         return self._made[key]
 
     def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
         """As ``rows``, for one layer alone."""
-        here = local(home).detach()
-        return here.new_zeros((self._replica_slots, *here.shape[1:]), dtype=dtype)
+        return local(home).detach().new_zeros((self._replica_slots, *self._shape(home)), dtype=dtype)
+
+    def _shape(self, home: Tensor) -> torch.Size:
+        return slice_of_row(local(home), self.parts).shape[1:]
+
+
+def slice_of_row(rows: Tensor, parts: int, part: int = 0) -> Tensor:
+    """``[..., N, ...]`` -> ``[..., N/D, ...]``, of rows ``[k, N, ...]`` a part of each."""
+    if parts == 1:
+        return rows
+    width = rows.shape[1] // parts
+    return rows[:, part * width : (part + 1) * width]
 
 
 class ReplicaBank:
@@ -45,6 +60,8 @@ class ReplicaBank:
         replica_slots: k, rows for copies (zeros until they are refreshed).
         gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
             (inference).
+        parts: D, over how many ranks the homes of each are divided (`ranks.Job.row_parts`): ``homes`` have ``[H/D,
+            ...]`` then, whole ones, and copies are slices.
         rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
             that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
             (Slices of homes stay where they are: FSDP has its own memory for whole ones.)
@@ -56,15 +73,16 @@ class ReplicaBank:
         replica_slots: int,
         gradients: ReplicaPool | None,
         rows: ReplicaPool | None = None,
+        parts: int = 1,
     ) -> None:
-        self.homes_per_rank = local(homes[0]).shape[0]
+        self.homes_per_rank = local(homes[0]).shape[0] * parts
         self.replica_slots = replica_slots
         self.is_sliced = is_sliced(homes[0])
         self.parameters = list(homes)
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         elif self.is_sliced:
-            self.replicas = [ReplicaPool(replica_slots).own_rows(p, p.dtype) for p in homes]
+            self.replicas = [ReplicaPool(replica_slots, parts).own_rows(p, p.dtype) for p in homes]
         else:
             empty = ReplicaPool(replica_slots)
             self.slots = [torch.cat([p.detach(), empty.own_rows(p, p.dtype)]) for p in homes]

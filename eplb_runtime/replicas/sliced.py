@@ -19,6 +19,7 @@ from ..checksum import as_bytes
 from ..experts.compute import Compute
 from ..experts.slices import DividedGradient
 from ..phases import phase
+from ..ranks import gather_rows
 from .bank import ReplicaBank, accumulation_dtype
 from .shared import SharedReplicas
 from .sync import ReplicaSync
@@ -31,10 +32,12 @@ class WholeCopies:
 
     Args:
         group: the EDP ranks, in the order of their slices; None: this rank alone, with whole slices.
+        twins: EDP ranks that have the same slices as this one; None: there are no others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, twins: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._twins = twins
         self._ranks = 1 if group is None else group.size()
         self._rows: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self._on_the_way: tuple[int, list[Tensor], list[tuple[Tensor, dist.Work]]] | None = None
@@ -86,7 +89,16 @@ class WholeCopies:
 
     def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
-        Collective over the group."""
+        Collective over the group, and over the twins."""
+        total = self._slice_of_sum(gradient, dtype)
+        if self._twins is None:
+            return total
+        total, *others = gather_rows(total.contiguous(), self._twins)
+        for other in others:
+            total += other
+        return total
+
+    def _slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         if self._group is None:
             return gradient.to(dtype)
         leaving = torch.stack(gradient.chunk(self._ranks, dim=1))
@@ -163,7 +175,7 @@ class SlicedReplicas(SharedReplicas):
                 slices.append(None)
                 continue
             if gradient is None:
-                shape = (rows.shape[0], home.shape[1], *rows.shape[2:])
+                shape = (rows.shape[0], *home.shape[1:])
                 gradient = rows.new_zeros(shape, dtype=self._dtypes[len(slices)])
             slices.append(self._whole.slice_of_sum(gradient, accumulation_dtype(home)))
         return slices

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
-from .bank import ReplicaBank, accumulation_dtype, are_accumulated
+from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
 from .links import NONE, Below, Linking, Links, post
 
 
@@ -32,8 +32,7 @@ class ReplicaSync:
 
     Args:
         banks: of the layers that are here, by layer.
-        group: the EP group, on the weights' device, used by nothing else.
-        ep_rank: this rank in it.
+        group, ranks, rank, parts: as of `links.Linking`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
         ranks_per_node: consecutive ranks of the group that share a node; 0: all of them.
@@ -43,15 +42,18 @@ class ReplicaSync:
         self,
         banks: Mapping[int, ReplicaBank],
         group: dist.ProcessGroup,
-        ep_rank: int,
+        ranks: Sequence[int],
+        rank: int,
         gradient_divisor: int,
         shared: bool = False,
         ranks_per_node: int = 0,
+        parts: int = 1,
     ) -> None:
         self._banks = banks
         self._divisor = gradient_divisor
         self.shared = shared
-        self._linking = Linking(group, ep_rank, ranks_per_node or group.size(), self._arrival)
+        self._parts = parts
+        self._linking = Linking(group, ranks, rank, parts, ranks_per_node or len(ranks), self._arrival)
         self._links = dict.fromkeys(banks, NONE)
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
@@ -72,14 +74,14 @@ class ReplicaSync:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Make ready, on any thread, to take over a placement that differs in these layers; what is returned does it,
         and needs no more memory. Before homes are written, copies on their way must have arrived (`wait`)."""
-        slots, here = placement.slots_per_rank, [layer for layer in layers if layer in self._banks]
+        home_rows, here = placement.home_rows(self._parts), [layer for layer in layers if layer in self._banks]
         replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
         flat = (len(here), placement.num_ranks * placement.replica_slots)
         home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(flat), axis=1)
         home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
         followed = dict(zip(here, home_NRK, strict=True))
         links = {
-            layer: self._linking.link(layer, self._banks[layer], home_RK, slots)
+            layer: self._linking.link(layer, self._banks[layer], home_RK, home_rows)
             for layer, home_RK in followed.items()
             if layer not in self._followed or not np.array_equal(self._followed[layer], home_RK)
         }
@@ -265,15 +267,16 @@ class ReplicaSync:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local(parameter.grad)
-                total = gradient[home_row].to(accumulation_dtype(parameter))
+                total = gradient[home_row].to(accumulation_dtype(parameter), copy=True)
                 for copy, rows in zip(lent, arrivals, strict=True):
                     if copy.home_row == home_row:
-                        total = total + rows[index] / self._divisor
+                        slice_of_row(total.unsqueeze(0), self._parts, copy.part)[0] += rows[index] / self._divisor
                 gradient[home_row] = total.to(gradient.dtype)
 
     def _arrival(self, index: int, position: int, parameter: Tensor) -> Tensor:
         """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
-        key = (index, position, local(parameter).shape[1:], accumulation_dtype(parameter))
+        shape = slice_of_row(local(parameter), self._parts).shape[1:]
+        key = (index, position, shape, accumulation_dtype(parameter))
         if key not in self._arrivals:
             self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=local(parameter).device)
         return self._arrivals[key]

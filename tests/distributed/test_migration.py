@@ -69,7 +69,7 @@ class Cluster:
             self.registry,
             TorchPointToPoint(self.groups[0], "gloo", CPU, timeout),
             Agreement(self.groups[1]),
-            placement.slots_per_rank,
+            placement.home_rows(),
             self.ep_rank,
             staging_bytes,
             timeout,

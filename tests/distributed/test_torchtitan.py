@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,10 @@ from eplb_runtime.attaching.description import AttachError
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
 
 FAMILIES = ("qwen3", "deepseek_v3", "gpt_oss")
-LAYOUTS = {"ep 4": 4, "ep 2 x efsdp 2": 2, "tp 2, ep 2 x efsdp 2": 2}
-TENSOR_PARALLEL = "tp 2, ep 2 x efsdp 2"
-RUN = [
-    (layout, family)
-    for layout in LAYOUTS
-    for family in FAMILIES
-    if layout != TENSOR_PARALLEL or family == "deepseek_v3"
-]
+TENSOR_PARALLEL, REPLICAS = "tp 2, ep 2 x efsdp 2", "ep 2, two replicas of the model"
+LAYOUTS = {"ep 4": 4, "ep 2 x efsdp 2": 2, TENSOR_PARALLEL: 2, REPLICAS: 2}
+ONE_FAMILY = {TENSOR_PARALLEL: "deepseek_v3", REPLICAS: "qwen3"}
+RUN = [(layout, family) for layout in LAYOUTS for family in FAMILIES if ONE_FAMILY.get(layout, family) == family]
 DIVIDED = "ep 2 x efsdp 2"
 RECOMPUTED = {
     "ep 4, deepseek_v3": "FullAC",
@@ -41,7 +38,7 @@ def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     get_ready()
     ep, found = LAYOUTS[layout], {}
     for family in [family for of_layout, family in RUN if of_layout == layout]:
-        change = partial(set_up, RECOMPUTED.get(f"{layout}, {family}"), layout == TENSOR_PARALLEL)
+        change = partial(set_up, RECOMPUTED.get(f"{layout}, {family}"), layout)
         still, moving = (Run(family, ep, folder, b, change=change).train() for b in (False, True))
         found[family] = {
             "different": different(still.state(), moving.state()),
@@ -61,10 +58,11 @@ def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     return found
 
 
-def set_up(kind: str | None, tensor_parallel: bool, config: Any) -> None:
+def set_up(kind: str | None, layout: str, config: Any) -> None:
     from torchtitan.distributed import activation_checkpoint
 
-    config.parallelism.tensor_parallel_degree = 2 if tensor_parallel else 1
+    config.parallelism.tensor_parallel_degree = 2 if layout == TENSOR_PARALLEL else 1
+    config.parallelism.data_parallel_replicate_degree = 2 if layout == REPLICAS else 1
     config.activation_checkpoint = getattr(activation_checkpoint, kind).Config() if kind else None
 
 
@@ -130,19 +128,37 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
     taken = Run("qwen3", 2, theirs, True, saves=False, load_step=STEPS).train()
     found["taken over"] = different(whole.state(), taken.state())
     found["refused"] = refused(folder)
+    found["only one"] = taken_by_one_rank(rank, folder)
     return found
 
 
+def taken_by_one_rank(rank: int, folder: Path) -> list[str]:
+    """What it says when it takes the model's state, or loads it, and the others do not."""
+    run = Run("qwen3", 2, folder / "one", False, mistake=lambda config: balance_of(config, timeout_seconds=1.0))
+    part, said = run.trainer.model_parts[0], []
+    state, store = part.state_dict(), torch.distributed.distributed_c10d._get_default_store()
+    patience = store.timeout
+    store.set_timeout(timedelta(seconds=2))
+    for alone in (part.state_dict, lambda: part.load_state_dict(state)):
+        if rank == 1:
+            with pytest.raises(RuntimeError) as caught:
+                alone()
+            said.append(str(caught.value))
+        torch.distributed.barrier()
+    store.set_timeout(patience)
+    run.close()
+    return said
+
+
 MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "copies": ("copies are not there for torchtitan yet", lambda config: balance_of(config, replica_slots=1)),
+    "copies, and tensor parallelism": (
+        "replica_slots=1 with parallelism.tensor_parallel_degree=2",
+        lambda config: copies_beside_tensor_parallelism(config),
+    ),
     "a start elsewhere": ("initial_placement", lambda config: balance_of(config, initial_placement="other.json")),
     "every expert everywhere": (
         "expert_parallel_degree=1: every rank has all experts",
         lambda config: setattr(config.parallelism, "expert_parallel_degree", 1),
-    ),
-    "replicas of the model": (
-        "data_parallel_replicate_degree=2",
-        lambda config: setattr(config.parallelism, "data_parallel_replicate_degree", 2),
     ),
     "compiled blocks": ("leave 'model' out of compile.components", lambda config: compiled(config)),
     "another dispatcher": ("moe_comm_backend", lambda config: set_dispatcher(config)),
@@ -177,6 +193,11 @@ def balance_of(config: Any, **options: Any) -> None:
     )
 
 
+def copies_beside_tensor_parallelism(config: Any) -> None:
+    config.parallelism.tensor_parallel_degree = 2
+    balance_of(config, replica_slots=1)
+
+
 def compiled(config: Any) -> None:
     config.compile.enable, config.compile.backend = True, "eager"
 
@@ -207,6 +228,12 @@ def at_home(run: Run) -> Any:
 @pytest.fixture(scope="module")
 def saving_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(4, resumed, tmp_path_factory.mktemp("saved"))
+
+
+def test_a_rank_that_takes_or_loads_state_alone_says_who_is_missing(saving_ranks: list[dict[str, Any]]) -> None:
+    taken, loaded = saving_ranks[1]["only one"]
+    assert "the state of the model" in taken and "the loading of the model's state" in loaded
+    assert all("rank 0" in said and "did not come" in said for said in (taken, loaded))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

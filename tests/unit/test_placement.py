@@ -272,3 +272,15 @@ def test_slots_are_answered_rank_by_rank() -> None:
     free = Placement([[0, 1, 0, 1]], 2, 2)
     with pytest.raises(PlacementError, match="no homes"):
         _ = free.homes_LRH
+
+
+@given(home_placements(), st.sampled_from([1, 2, 3]))
+def test_homes_that_are_divided_over_ranks_are_found_where_they_are(placement: Placement, parts: int) -> None:
+    if placement.homes_per_rank % parts:
+        parts = 1
+    rows = placement.home_rows(parts)
+    homes = placement.homes_over(placement.num_ranks * parts)
+    layer = np.arange(placement.num_layers)[:, None]
+    home_LE = placement.require_homes()
+    assert (homes[layer, rows.rank_of(home_LE), rows.row_of(home_LE)] == np.arange(placement.num_experts)).all()
+    assert (rows.slot_at(rows.place_of(home_LE)) == home_LE).all()

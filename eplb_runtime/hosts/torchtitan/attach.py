@@ -26,7 +26,7 @@ from ...ranks import Ranks
 from .. import _meet
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
-from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order
+from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, come_together, keep_order
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -90,7 +90,8 @@ def _attach(
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
-        ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=True)
+        shards = parallel_dims.get_mesh("efsdp").size()
+        ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
         stages = [
             Stage(number, part, _host(part, ep_ranks), f"stages.{number}." if len(numbers) > 1 else "")
             for number, part in zip(numbers, model_parts, strict=True)
@@ -102,16 +103,18 @@ def _attach(
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
-    shards = parallel_dims.get_mesh("efsdp").size()
-    if shards > 2 and dist.get_rank() == 0:
+    added_up = max(parallel_dims.get_mesh("efsdp").size(), parallel_dims.dp_replicate)
+    if added_up > 2 and dist.get_rank() == 0:
         logger.warning(
-            "FSDP divides the experts over %d ranks, and may add up a row's gradients in an order that follows its "
-            "place: results with other placements are equal to rounding; with at most 2 they are to the bit",
-            shards,
+            "FSDP adds up gradients of experts over %d ranks, perhaps in an order that follows a row's place: results "
+            "with other placements are equal to rounding; with at most 2 they are to the bit",
+            added_up,
         )
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order)
+    for part in model_parts:
+        come_together(part, order)
     if parallel_dims.pp_enabled:
         accompany(model_parts, balancer)
     _clip_experts_once(model_parts, balancer)
@@ -135,7 +138,11 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...]) -> HostModel:
 
 _NOT_TRIED = {
     "cp": "context_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
+}
+
+_WITHOUT_COPIES = {
+    "pp": "pipeline_parallel_degree",
+    "tp": "tensor_parallel_degree",
 }
 
 
@@ -147,8 +154,8 @@ def _refuse(
         if getattr(parallel_dims, name) > 1:
             raise AttachError(
                 f"parallelism.{option}={getattr(parallel_dims, name)}: torchtitan's experts are balanced under "
-                "expert_parallel_degree, data_parallel_shard_degree, pipeline_parallel_degree and "
-                "tensor_parallel_degree alone so far"
+                "expert_parallel_degree, data_parallel_shard_degree, data_parallel_replicate_degree, "
+                "pipeline_parallel_degree and tensor_parallel_degree alone so far"
             )
     if not parallel_dims.ep_enabled:
         raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
@@ -162,8 +169,13 @@ def _refuse(
             f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
             f"state would be saved in another order: override.imports must have {_path(balanced_optimizers)}"
         )
-    if config.replica_slots:
-        raise AttachError("replica_slots: copies are not there for torchtitan yet, whose FSDP owns the experts' memory")
+    for name, option in _WITHOUT_COPIES.items():
+        degree = getattr(parallel_dims, name)
+        if config.replica_slots and degree > 1:
+            raise AttachError(
+                f"replica_slots={config.replica_slots} with parallelism.{option}={degree}: copies of experts are not "
+                "there for it yet; set replica_slots=0"
+            )
     if config.initial_placement is not None:
         raise AttachError("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
     compiled = [name for part in model_parts for name, block in part.named_modules() if _is_compiled(block)]

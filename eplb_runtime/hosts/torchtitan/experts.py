@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torchtitan.config import override
 from torchtitan.config.override import derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
@@ -94,9 +95,9 @@ def describe(name: str, routed: RoutedExperts) -> MoELayer:
     names = tuple(own for own, _ in experts.named_parameters())
 
     def compute(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        # The module reads what stands in it, which are these parameters.
         with maybe_set_sparse_mesh():
-            out_MD: Tensor = experts(rows_MD, counts_S.counts_S)
+            given = dict(zip(names, parameters, strict=True))
+            out_MD: Tensor = functional_call(experts, given, (rows_MD, counts_S.counts_S))
         return out_MD
 
     def install(layer: ExpertParallelLayer) -> None:

@@ -20,6 +20,7 @@ from torchtitan.config import override
 from torchtitan.config.override import derive
 
 from ...attaching.description import MoELayer
+from ...attaching.meeting import meet
 from ...balancer import Balancer
 from ...experts.gathering import rearranged
 from ...experts.slices import local
@@ -35,6 +36,9 @@ class LogicalOrder:
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
         self.come: Callable[[str], None] = balancer._come
+        self.weights_changed = balancer.weights_changed
+        everyone, seconds = list(balancer._job.ranks), balancer.config.timeout_seconds
+        self.wait_for_all: Callable[[str], None] = lambda what: meet(everyone, what, seconds, patient=True)
         registry = balancer._registry
         self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
 
@@ -99,6 +103,15 @@ def keep_order(layer: MoELayer, order: LogicalOrder) -> None:
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
+
+
+def come_together(part: nn.Module, order: LogicalOrder) -> None:
+    """Let the state of a model, or a stage of it, be taken and loaded by all ranks or none: one that does it alone says
+    who is missing, and waits as long as the host would (ranks may read data before). Copies of experts follow what is
+    loaded."""
+    part.register_state_dict_pre_hook(lambda *_: order.wait_for_all("the state of the model"))
+    part.register_load_state_dict_pre_hook(lambda *_: order.wait_for_all("the loading of the model's state"))
+    part.register_load_state_dict_post_hook(lambda *_: order.weights_changed())
 
 
 class BalancedOptimizers(OptimizersContainer):

@@ -122,6 +122,24 @@ def test_an_expert_travels_between_ranks_once_if_its_rank_changes_and_else_never
     assert set(travelled) == set(map(tuple, np.argwhere(current.home_rank != target.home_rank).tolist()))
 
 
+@given(shapes, seeds, seeds, st.integers(1, 80), sizes)
+def test_homes_that_are_divided_over_ranks_travel_between_these_within_the_budget(
+    shape: tuple, a: int, b: int, budget: int, nbytes: list[int]
+) -> None:
+    current, target = placed(a, shape), placed(b, shape)
+    parts = max(part for part in (1, 2, 3) if current.homes_per_rank % part == 0)
+    rows = current.home_rows(parts)
+    schedule = make_schedule(current, target, nbytes[: current.num_layers], budget, parts=parts)
+    assert replay(schedule).digest() == target.digest()
+    for round_, said in zip(schedule.rounds, schedule.load, strict=False):
+        received = np.zeros(current.num_ranks * parts, dtype=int)
+        source, destination = rows.rank_of(round_.transfers[:, 2:]).T
+        comes = source != destination
+        np.add.at(received, destination[comes], np.array(nbytes)[round_.transfers[comes, 0]])
+        assert (received == said).all() and received.max(initial=0) <= max(budget, *nbytes)
+        assert round_.moved(rows) == comes.sum()
+
+
 @given(shapes, seeds, seeds)
 def test_with_room_all_is_one_round_and_nobody_changes_slots_in_vain(shape: tuple, a: int, b: int) -> None:
     current, target = placed(a, shape), placed(b, shape)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.placement import EMPTY
+from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.planner import plan
 from eplb_runtime.replicas import links, tree
 from eplb_runtime.replicas.tree import NODES_EACH, RANKS_EACH, tree_of
@@ -173,15 +173,14 @@ def test_weights_reach_all_copies_and_all_gradients_come_home_once(
     record = SimpleNamespace(
         isend=dist.isend,
         irecv=dist.irecv,
-        get_global_rank=lambda group, rank: rank,
         P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
     )
     monkeypatch.setattr(links, "dist", record)
     banks = [Bank(rank, replicas) for rank in range(ranks)]
     linked = [
-        links.Linking(None, rank, per_node, lambda index, at, p: torch.zeros(3, dtype=torch.float64)).link(
-            5, bank, home_RK, slots
-        )
+        links.Linking(
+            None, range(ranks), rank, 1, per_node, lambda index, at, p: torch.zeros(3, dtype=torch.float64)
+        ).link(5, bank, home_RK, HomeRows(slots, HOMES))
         for rank, bank in enumerate(banks)
     ]
     copies = np.argwhere(home_RK != EMPTY).tolist()
@@ -202,3 +201,60 @@ def test_weights_reach_all_copies_and_all_gradients_come_home_once(
         expected[int(home_RK[rank, replica])] += 1.0 + rank
     assert sums == expected
     assert (max(stages) > 1) == (each < 8 or per_node > 1)
+
+
+class DividedBank(Bank):
+    """One of two ranks that have an EP rank's homes: one of these, of four numbers that tell slot and column, and of
+    every copy two of the four."""
+
+    def __init__(self, rank: int, replicas: int) -> None:
+        super().__init__(rank // 2, replicas)
+        slot = rank // 2 * (HOMES + replicas) + rank % 2
+        self.parameters = [10.0 * slot + torch.arange(4).double().unsqueeze(0)]
+        self._copies = torch.full((replicas, 2), -1.0, dtype=torch.float64)
+        self._gradients = torch.full((replicas, 2), 1 + rank // 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("each", [1, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_copy(
+    monkeypatch: pytest.MonkeyPatch, seed: int, each: int
+) -> None:
+    monkeypatch.setattr(tree, "NODES_EACH", each)
+    monkeypatch.setattr(tree, "RANKS_EACH", each)
+    ep_ranks, per_node, replicas = 12, 3, 2
+    rows = HomeRows(HOMES + replicas, HOMES, parts=2)
+    home_RK = some_copies(np.random.default_rng(seed), ep_ranks, replicas, hot=3)
+    record = SimpleNamespace(
+        isend=dist.isend,
+        irecv=dist.irecv,
+        P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
+    )
+    monkeypatch.setattr(links, "dist", record)
+    ranks = range(2 * ep_ranks)
+    banks = [DividedBank(rank, replicas) for rank in ranks]
+    linked = [
+        links.Linking(None, ranks, rank, 2, per_node, lambda index, at, p: torch.zeros(2, dtype=torch.float64)).link(
+            5, bank, home_RK, rows
+        )
+        for rank, bank in enumerate(banks)
+    ]
+    stages = max(len(of_rank.weights) for of_rank in linked)
+    for stage in range(stages):
+        carry([of_rank.weights[stage] for of_rank in linked])
+    expected: Counter[tuple[int, int]] = Counter()
+    for ep_rank, replica in np.argwhere(home_RK != EMPTY).tolist():
+        home = int(home_RK[ep_rank, replica])
+        for part in range(2):
+            copy = banks[2 * ep_rank + part].replica_rows(replica)[0].tolist()
+            assert copy == [10.0 * home + 2 * part, 10.0 * home + 2 * part + 1]
+            expected[home, part] += 1.0 + ep_rank
+    for stage in range(stages):
+        carry([of_rank.gradients[stage].messages for of_rank in linked])
+        for of_rank in linked:
+            of_rank.gradients[stage].add()
+    sums: Counter[tuple[int, int]] = Counter()
+    for rank, of_rank in enumerate(linked):
+        for copy, (row,) in zip(of_rank.lent, of_rank.arrivals, strict=True):
+            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.part] += row[0].item()
+    assert sums == expected and stages > 1

@@ -1,0 +1,301 @@
+"""A host that divides whole experts over the ranks that hold the same ones, as torchtitan's FSDP does: homes that move,
+copies beside them, and several replicas of the model. Training is training in one process without us."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
+
+import eplb_runtime as eplb
+from eplb_runtime.attaching.attach import attach_stages
+from eplb_runtime.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from eplb_runtime.events import RebalanceCommitted
+from eplb_runtime.experts.compute import SlotCounts
+from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.process_groups import GroupError
+from eplb_runtime.ranks import Ranks
+from eplb_runtime.replicas.sliced import SlicedReplicas, WholeCopies
+
+EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """EP 2.
+
+    Args:
+        parts: over how many ranks the homes of an EP rank are divided; the others have the same once more.
+        damage: what is broken on purpose, inside.
+    """
+
+    parts: int = 2
+    ranks: int = 4
+    replica_slots: int = 0
+    shared: bool = False
+    damage: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def through_experts(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+    rows = rows_MD.split(list(counts_S.known()))
+    return torch.cat([(r @ up).tanh() @ down + b for r, up, down, b in zip(rows, *parameters, strict=True)])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"up": (WIDTH, INNER), "down": (INNER, WIDTH), "bias": (WIDTH,)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(0.5 * torch.randn(EXPERTS, *shape)))
+        self.layer: Any = None
+
+    def forward(self, tokens_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.layer is not None:
+            return self.layer(tokens_TD, ids_TK, weights_TK)
+        order = ids_TK.reshape(-1).argsort(stable=True)
+        rows = tokens_TD.repeat_interleave(ids_TK.shape[1], dim=0)[order]
+        counts = SlotCounts.of(ids_TK.reshape(-1).bincount(minlength=EXPERTS).tolist(), rows.device)
+        out = torch.empty_like(rows).index_copy(0, order, through_experts(rows, counts, list(self.parameters())))
+        return (out.view(*ids_TK.shape, WIDTH) * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(LAYERS))
+        self.experts = nn.ModuleList(Experts() for _ in range(LAYERS))
+        self.to(torch.float64)
+
+    def forward(self, tokens_TD: Tensor) -> Tensor:
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            weights_TK, ids_TK = router(tokens_TD).softmax(-1).topk(2)
+            tokens_TD = tokens_TD + experts(tokens_TD, ids_TK, weights_TK)
+        return tokens_TD.square().sum() / TOKENS
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64) + torch.arange(WIDTH) % 3
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def divided(model: Model, mesh: DeviceMesh, everyone: DeviceMesh) -> None:
+    """As torchtitan has it: experts over EP, and these, whole ones, over FSDP's ranks; nothing divides gradients."""
+    for experts in model.experts:
+        for name, parameter in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)])))
+        fully_shard(experts, mesh=mesh["replica", "part"] if mesh["replica"].size() > 1 else mesh["part"])
+    fully_shard(model, mesh=everyone)
+    for part in (model, *model.experts):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def described(name: str, experts: Experts, ep_ranks: tuple[int, ...]) -> MoELayer:
+    mark_spread(experts, Spread(EXPERTS // len(ep_ranks), "", ep_ranks))
+    names = tuple(own for own, _ in experts.named_parameters())
+
+    def standing() -> list[Tensor]:
+        return [getattr(experts, own).to_local() for own in names]
+
+    def install(layer: Any) -> None:
+        experts.layer = layer
+
+    return MoELayer(name, experts, EXPERTS, names, through_experts, install, standing)
+
+
+def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
+    shape = (job.ranks // 2 // job.parts, job.parts, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "part", "ep"))
+    model = Model()
+    divided(model, mesh, init_device_mesh("cpu", (job.ranks,)))
+    optimizer = optimizer_of(model)
+    ep_ranks = tuple(mesh["ep"].mesh.tolist())
+    layers = tuple(described(f"experts.{number}", experts, ep_ranks) for number, experts in enumerate(model.experts))
+    host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
+    config = eplb.BalancerConfig(
+        interval=1, lag=0, gate="always", replica_slots=job.replica_slots, shared_between_layers=job.shared
+    )
+    ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
+    device = torch.device("cpu")
+    balancer = attach_stages([Stage(0, model, host)], [optimizer], config=config, ranks=ranks, device=device)
+    balancer._plan_with(plan_shuffle)
+    return model, optimizer, balancer
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    norms = []
+    with job.damage():
+        model, optimizer, balancer = build(job)
+        for step in range(STEPS):
+            copies = int((balancer.placement.copy_count > 1).sum())
+            (model(batch_of(rank, step)) / job.ranks).backward()
+            norms.append(balancer.clip_grad_norm_(CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {}
+    for name, parameter in model.named_parameters():
+        layer = balancer.layer_of_parameter.get(name)
+        weights[name] = parameter.full_tensor() if layer is None else balancer.gather_experts(layer, parameter)
+    committed = balancer.events.of_type(RebalanceCommitted)
+    balancer.close()
+    return {
+        "norms": norms,
+        "weights": weights,
+        "copies": copies,
+        "moved": sum(event.moved_experts for event in committed),
+    }
+
+
+def alone(ranks: int) -> dict[str, Any]:
+    """One process, without us, on all ranks' batches."""
+    model = Model()
+    optimizer, norms = optimizer_of(model), []
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (model(batch_of(rank, step)) / ranks).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def distance(ours: dict[str, Any], whole: dict[str, Any]) -> float:
+    found = [abs(a - b) / b for a, b in zip(ours["norms"], whole["norms"], strict=True)]
+    for name, weight in whole["weights"].items():
+        found.append(float((ours["weights"][name] - weight).abs().max() / weight.abs().max()))
+    return max(found)
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, by: Any) -> Any:
+    before = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def sums_forgotten() -> contextlib.AbstractContextManager[None]:
+    return replaced(SlicedReplicas, "collect", lambda self, gradients, edges: None)
+
+
+def other_ranks_forgotten() -> contextlib.AbstractContextManager[None]:
+    def of_this_rank(self: WholeCopies, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        return gradient.chunk(self._ranks, dim=1)[self._group.rank()].to(dtype)
+
+    return replaced(WholeCopies, "slice_of_sum", of_this_rank)
+
+
+def other_replicas_forgotten() -> contextlib.AbstractContextManager[None]:
+    return replaced(WholeCopies, "slice_of_sum", WholeCopies._slice_of_sum)
+
+
+RIGHT = {
+    "homes": Job(),
+    "homes, replicas of the model": Job(parts=1),
+    "kept": Job(replica_slots=1),
+    "kept, replicas of the model": Job(parts=1, replica_slots=1),
+    "two slots, shared": Job(replica_slots=2, shared=True),
+}
+EIGHT = Job(ranks=8, replica_slots=1)
+"""Two replicas of the model, in each of which homes are divided."""
+WRONG = {
+    "sums forgotten": Job(replica_slots=1, damage=sums_forgotten),
+    "other ranks forgotten": Job(replica_slots=1, damage=other_ranks_forgotten),
+    "other replicas forgotten": Job(parts=1, replica_slots=1, damage=other_replicas_forgotten),
+}
+
+
+def odd_width(rank: int) -> None:
+    global WIDTH
+    WIDTH, before = 7, WIDTH
+    try:
+        build(Job(replica_slots=1))
+    finally:
+        WIDTH = before
+
+
+def no_whole_sets(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "part", "ep"))
+    ranks = Ranks(ep=tuple(mesh["ep"].mesh.tolist()), gradient_divisor=1, divided_rows=3)
+    host = HostModel((), lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
+    stage = Stage(0, nn.Linear(2, 2), host)
+    attach_stages([stage], [], config=eplb.BalancerConfig(), ranks=ranks, device=torch.device("cpu"))
+
+
+MISTAKES: dict[str, Callable[[int], None]] = {
+    "copies cannot be cut into 2 slices along dimension 1": odd_width,
+    "are divided over 3 ranks, and 2 hold the same ones": no_whole_sets,
+}
+"""What is said -> what was done."""
+
+
+def train_all(rank: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    whole, found = alone(4), {}
+    for name, job in {**RIGHT, **WRONG}.items():
+        ours = train(rank, job)
+        found[name] = {**ours, "distance": distance(ours, whole), "weights": None}
+    found["refused"] = {said: refused(rank, mistake) for said, mistake in MISTAKES.items()}
+    return found
+
+
+def refused(rank: int, mistake: Callable[[int], None]) -> str:
+    try:
+        mistake(rank)
+    except (AttachError, GroupError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(4, train_all)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_training_is_training_in_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert found[name]["moved"] >= STEPS * LAYERS * EXPERTS / 2
+        assert (found[name]["copies"] >= LAYERS) == bool(RIGHT[name].replica_slots)
+        assert found[name]["distance"] < 1e-11
+        assert min(found[name]["norms"]) > CLIP, "clipping was not active"
+
+
+def train_on_eight(rank: int) -> float:
+    torch.set_default_dtype(torch.float64)
+    ours = train(rank, EIGHT)
+    assert ours["copies"] >= LAYERS
+    return distance(ours, alone(8))
+
+
+def test_two_replicas_of_a_model_whose_homes_are_divided_are_one_process() -> None:
+    assert max(run_ranks(8, train_on_eight)) < 1e-11
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_control_a_part_of_the_copies_gradients_is_missed(ranks: list[dict[str, Any]], name: str) -> None:
+    assert all(found[name]["distance"] > 1e-3 for found in ranks)
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_what_cannot_be_divided_is_refused_on_every_rank(ranks: list[dict[str, Any]], said: str) -> None:
+    for found in ranks:
+        assert said in found["refused"][said] and "\n" not in found["refused"][said]
