@@ -601,7 +601,6 @@ class Balancer:
         self._structure.moved()
         self._refresh_copies()
 
-    @torch.compiler.disable
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()

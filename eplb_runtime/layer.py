@@ -4,7 +4,7 @@ and pick slots alone, where the framework does the rest."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -21,7 +21,9 @@ from .dispatch.base import CountExchange, Dispatcher
 from .dispatch.in_flight import InFlight
 from .dispatch.lanes import Lanes
 from .experts.compute import LocalExperts
+from .in_graph import LayerInGraph
 from .load.counter import LoadCounter, in_recompute
+from .operators import in_graphs
 from .phases import phase
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, RowCounts
@@ -89,17 +91,34 @@ class ExpertParallelLayer:
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
+        leaves = experts.leaves if in_graphs() else None
+        self._in_graph = None if leaves is None else LayerInGraph(self._by_itself, experts, leaves)
 
-    @torch.compiler.disable
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
-        with _unseen_by_selective_checkpointing():
-            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
+        if torch.compiler.is_compiling() and self._in_graph is not None:
+            return self._in_graph(hidden_TD, topk_ids_TK, topk_weights_TK)
+        return self._by_itself(hidden_TD, topk_ids_TK, topk_weights_TK)
 
-    def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch)
+    @torch.compiler.disable
+    def _by_itself(
+        self,
+        hidden_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        standing: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Outside of graphs; standing: as of `LocalExperts`."""
+        with _unseen_by_selective_checkpointing():
+            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+
+    def _forward(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
+    ) -> Tensor:
+        copies = standing is not None and self._splitter is not None and self._splitter.splits(self.index)
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch, copies)
         if in_recompute():
-            return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK)
+            return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
         self.before(self.index)
         self._meeting.routes(int(self._table.changes_L[self.index]))
         with self._one_at_a_time:
@@ -113,17 +132,24 @@ class ExpertParallelLayer:
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
         self._in_flight.begin(self._counter.closed_steps)
-        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None)
+        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing)
         return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
 
-    def _repeat(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+    def _repeat(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
+    ) -> Tensor:
         """Activation checkpointing repeats a forward: nothing counts again, and what is known is used again."""
         manifest = self._in_flight.repeated(topk_ids_TK)
-        combined_TD, _ = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, manifest)
+        combined_TD, _ = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, manifest, standing)
         return self._in_flight.again(combined_TD)
 
     def _run(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, manifest: Any
+        self,
+        hidden_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        manifest: Any,
+        standing: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Any]:
         """The layer's output, and the manifest of its dispatch."""
         epoch = self._table.epoch
@@ -137,7 +163,7 @@ class ExpertParallelLayer:
             if dispatched.event is not None:
                 torch.accelerator.current_stream().wait_event(dispatched.event)
         with phase("compute", "F", self.index, epoch), self._one_at_a_time:
-            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, standing)
         with phase("combine", "F", self.index, epoch):
             combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest

@@ -29,6 +29,8 @@ _MEND = (
 
 _PLACEMENT = 0xFC
 """Bits of a `Meeting`'s word that tell by which placement tokens go."""
+_IN_GRAPH = 1 << 60
+"""The bit that tells that copies' gradients will leave as they do from graphs of torch.compile."""
 
 
 class Watch:
@@ -208,10 +210,14 @@ class Meeting:
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
-    def enter(self, layer: int, step: int, training: bool, epoch: int = 0) -> None:
-        """A forward of a layer begins on this rank."""
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
+        """A forward of a layer begins on this rank.
+
+        Args:
+            in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
+        """
         word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self._here.word = word
+        self._here.word = word = word | _IN_GRAPH if in_graph else word
         self._here.place = layer, epoch
         self.watch.at(word)
 
@@ -252,4 +258,6 @@ class Meeting:
 def _forward(word: int) -> str:
     kind = "training" if word >> 1 & 1 else "evaluation"
     gradients = "" if word & 1 else " without gradients"
-    return f"the forward of MoE layer {word >> 8 & 0xFFFF} in {kind}{gradients} after {word >> 24} steps"
+    graph = " in a graph of torch.compile" if word & _IN_GRAPH else ""
+    steps = (word & ~_IN_GRAPH) >> 24
+    return f"the forward of MoE layer {word >> 8 & 0xFFFF} in {kind}{gradients}{graph} after {steps} steps"

@@ -8,6 +8,7 @@ rank, leaves models and optimizers on all ranks as they were.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from ..watch import Meeting, Watch
 from .checks import check, raise_on_all
 from .computing import local_experts, log_memory
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
+from .forwards import Forwards
 from .meeting import meet
 from .meta import MetaError, make_buffers, make_parameters
 from .optimizers import Optimizers
@@ -206,6 +208,7 @@ class _Attaching:
             here = partial(self.balancer._home_experts, index)
             mark_state(layer.experts, name, here, made_with=here() if layer.slots else None)
         _hook(self.balancer, self.stages, self.optimizers, self.container)
+        _forget_graphs()
         self.groups.go_with([stage.model for stage in self.stages])
 
     def record(self) -> None:
@@ -363,6 +366,12 @@ def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) 
         object.__setattr__(module, "__reduce_ex__", balancer.__reduce_ex__)
 
 
+def _forget_graphs() -> None:
+    """Graphs that torch.compile has made by now do not look whether a module has been given hooks since."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
@@ -376,10 +385,8 @@ def _hook(
     """Let batches, forwards and optimizer steps reach the balancer."""
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
-        stage.model.register_forward_pre_hook(lambda *_: balancer._before_forward())
         names = balancer.layer_of_parameter
-        held = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
-        stage.model.register_forward_hook(lambda *_, held=held: balancer._after_forward(held), always_call=True)
+        Forwards(balancer, stage, frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix)))
     parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
     hooked = Optimizers(balancer, parameters)
     if container is None:

@@ -43,7 +43,9 @@ def local_experts(
     if replicas is None and layer.standing is not None:
         return LocalExperts(layer.compute, layer.standing)
     if replicas is None:
-        return LocalExperts(layer.compute, _parameters_of(layer, divisor))
+        leaves = _standing(layer)
+        whole_leaves = None if any(is_sliced(parameter) for parameter in leaves) else leaves
+        return LocalExperts(layer.compute, _parameters_of(layer, divisor), whole_leaves)
     assert bank is not None
     if bank.is_sliced:
         standing = layer.standing or partial(_standing, layer)

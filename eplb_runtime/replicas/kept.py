@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,15 +25,24 @@ class KeptReplicas(LocalExperts):
     """
 
     def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
-        super().__init__(compute, lambda: bank.parameters)
+        super().__init__(compute, lambda: bank.parameters, bank.parameters)
         self._layer = layer
         self._bank = bank
         self._sync = sync
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
+    def within_a_graph(self) -> AbstractContextManager[bool]:
+        return self._sync.within_a_graph(self._layer)
+
+    def __call__(
+        self,
+        rows_MD: Tensor,
+        counts_S: SlotCounts,
+        weights_M: Tensor | None,
+        standing: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         self._sync.check_homes(self._layer)
         self._sync.wait(self._layer)
-        slots = _AllSlots.apply(self, *self._bank.parameters)
+        slots = _AllSlots.apply(self, *(self._bank.parameters if standing is None else standing))
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def all_slots(self) -> list[Tensor]:

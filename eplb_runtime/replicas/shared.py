@@ -8,6 +8,7 @@ by a second call, and computed again in the backward pass, where their weights a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class SharedReplicas(LocalExperts):
     """
 
     def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
-        super().__init__(compute, lambda: bank.parameters)
+        super().__init__(compute, lambda: bank.parameters, None if bank.is_sliced else bank.parameters)
         self._layer = layer
         self._bank = bank
         self._sync = sync
@@ -45,14 +46,23 @@ class SharedReplicas(LocalExperts):
         ahead: Tensor = _FetchAhead.apply(combined_TD, self)
         return ahead
 
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
+    def within_a_graph(self) -> AbstractContextManager[bool]:
+        return self._sync.within_a_graph(self._layer)
+
+    def __call__(
+        self,
+        rows_MD: Tensor,
+        counts_S: SlotCounts,
+        weights_M: Tensor | None,
+        standing: Sequence[Tensor] | None = None,
+    ) -> Tensor:
         self._sync.check_homes(self._layer)
         homes, counts = self._bank.homes_per_rank, counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
         home_rows = sum(counts[:homes])
         here, copied = slice(home_rows), slice(home_rows, None)
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
-        standing = self._parameters()
+        standing = self._parameters() if standing is None else standing
         if not self._sync.has_copies(self._layer):
             return run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(standing), home_weights)
         parameters = _Together.apply(*standing)

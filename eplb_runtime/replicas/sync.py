@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
 from .links import NONE, Below, Linking, Links, post
+
+
+@dataclass(frozen=True)
+class _Around:
+    """A backward pass that runs those of layers in graphs: its number, and the layers that have brought gradients."""
+
+    backward: int
+    collected: list[int]
 
 
 class ReplicaSync:
@@ -65,6 +75,8 @@ class ReplicaSync:
         self._held: dict[int, Links] = {}
         self._deferring = False
         self._handed_over = False
+        self._around: _Around | None = None
+        self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
 
     def follow(self, placement: Placement) -> None:
@@ -187,13 +199,17 @@ class ReplicaSync:
         if not self.takes(layer, edges):
             return
         self._finish()
-        hold = self._banks[layer].is_sliced or (self._deferring and not self.shared)
-        self._banks[layer].collect(gradients, hold, torch._C._current_graph_task_id())
+        around = self._around
+        hold = self._banks[layer].is_sliced or self._defers or around is not None
+        backward = torch._C._current_graph_task_id() if around is None else around.backward
+        self._banks[layer].collect(gradients, hold, backward)
         if hold:
             self._held[layer] = self._links[layer]
         else:
             self._send(layer)
-        if self._handed_over:
+        if around is not None:
+            around.collected.append(layer)
+        if self._handed_over or around is not None:
             return
         # The engine calls them when this backward pass is over: then every gradient is whole.
         callback = self._banks[layer].note if hold else self._finish
@@ -201,7 +217,46 @@ class ReplicaSync:
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
         """Whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
+        if self._around is not None:
+            return self.has_copies(layer)
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
+
+    @property
+    def _defers(self) -> bool:
+        """Whether copies have memory to keep gradients back in, and shall."""
+        return self._deferring and not self.shared
+
+    @contextmanager
+    def within_a_graph(self, layer: int) -> Iterator[bool]:
+        """As `experts.compute.LocalExperts.within_a_graph`. Gradients of homes are there when the pass around ends, so
+        copies' are kept back until then, in memory of the layer's own; errors as for `bank.are_accumulated`."""
+        trained = [parameter for parameter in self._banks[layer].trained() if parameter.requires_grad]
+        edges = [(get_gradient_edge(parameter).node, 0) for parameter in trained]
+        if not self.has_copies(layer) or not trained:
+            yield True
+            return
+        if not self.takes(layer, edges):
+            yield False
+            return
+        backward = torch._C._current_graph_task_id()
+        if self._last_around is None or self._last_around.backward != backward:
+            self._last_around = _Around(backward, [])
+            if not self._handed_over:
+                Variable._execution_engine.queue_callback(self._pass_around_is_over)  # type: ignore[attr-defined]
+        self._around = self._last_around
+        try:
+            yield True
+        finally:
+            self._around = None
+
+    def _pass_around_is_over(self) -> None:
+        """Every gradient of a home is whole."""
+        around, self._last_around = self._last_around, None
+        assert around is not None
+        for layer in around.collected:
+            self._banks[layer].note()
+        if not self._defers:
+            self.reduce_gradients(around.collected)
 
     def holds_gradients(self) -> bool:
         """Whether gradients of copies are held back that the optimizer is yet to see."""

@@ -70,7 +70,9 @@ def go_on_in_place(layer: nn.Module) -> None:
     layer.forward = forward
 
 
-def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **options: object) -> tuple:
+def losses_of(
+    rank: int, stacked: bool, dtype: torch.dtype, move: bool, compiled: bool = False, **options: object
+) -> tuple:
     """Losses of this rank, logical state, how many experts moved, how many copies stand at the end."""
     ours = example()
     torch.manual_seed(0)
@@ -88,10 +90,11 @@ def losses_of(rank: int, stacked: bool, dtype: torch.dtype, move: bool, **option
     balancer = eplb.attach(model, optimizer, layers=layers, config=config(**options))
     if move:
         balancer._plan_with(plan_shuffle)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     losses = []
     for step in range(STEPS):
         ids = ours.batch(rank, step)
-        loss = functional.cross_entropy(model(ids[:-1]), ids[1:])
+        loss = functional.cross_entropy(run(ids[:-1]), ids[1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -131,6 +134,7 @@ def everything(rank: int) -> dict[str, tuple]:
         "shared copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1, shared_between_layers=True),
         "static": losses_of(rank, False, torch.float32, move=False, policy="static"),
         "moving": losses_of(rank, False, torch.float32, move=True),
+        "compiled": losses_of(rank, False, torch.float32, move=True, compiled=True),
     }
 
 
@@ -159,9 +163,10 @@ def test_control_another_expert_order_would_be_noticed(results: list[dict[str, t
     assert (mine.roll(1, 0) - up).abs().max() > 1e-3
 
 
-def test_moving_experts_changes_no_bit(results: list[dict[str, tuple]]) -> None:
+@pytest.mark.parametrize("way", ["moving", "compiled"])
+def test_moving_experts_and_graphs_change_no_bit(results: list[dict[str, tuple]], way: str) -> None:
     for ways in results:
-        (static_losses, static, none, _), (losses, state, moved, _) = ways["static"], ways["moving"]
+        (static_losses, static, none, _), (losses, state, moved, _) = ways["static"], ways[way]
         assert moved > 0 == none and losses == static_losses
         assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
 

@@ -24,6 +24,7 @@ GROUND = {
     "launching",
     "load_series",
     "on_triton",
+    "operators",
     "phases",
     "placement",
     "placement_file",
@@ -45,7 +46,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "guard", "guard_looks", "structure", "parts", "maps"}
+    {"layer", "in_graph", "guard", "guard_looks", "structure", "parts", "maps"}
     | {"background", "compiling", "decision", "reconnecting", "announcing", "rebalancing", "resuming", "balancer"},
     {"observe"},
     {"attaching"},

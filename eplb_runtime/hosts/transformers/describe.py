@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ...layer import ExpertParallelLayer
+from ...operators import OutsideGraphs
 from .compute import RowCompute
 
 
@@ -36,7 +38,7 @@ def describe(model: nn.Module) -> HostModel:
     return HostModel(
         layers,
         padding.real_tokens,
-        lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+        lambda: padding.watch(model, padding.told),
         getattr(model, "_init_weights", lambda module: None),
         lambda come: _save_together(model, come),
         _Folders(),
@@ -53,7 +55,7 @@ def watched(model: nn.Module) -> WatchedModel:
             if follows_experts_interface(module)
         ),
         padding.real_tokens,
-        lambda: model.register_forward_pre_hook(padding.before_forward, with_kwargs=True),
+        lambda: padding.watch(model, padding.see),
     )
 
 
@@ -164,20 +166,34 @@ class _Folders:
         weights.read(view, folder)
 
 
-class _Padding(threading.local):
-    """Remembers the attention mask of the batch that this thread runs, so that padding does not count as load."""
+class _Mask(threading.local):
+    now: Tensor | None = None
+
+
+class _Padding:
+    """Remembers the attention mask of the batch that a thread runs, so that padding does not count as load."""
 
     def __init__(self) -> None:
-        self._mask: Tensor | None = None
-        self._tokens_per_row = 0
+        self._mask = _Mask()
+        self.told = OutsideGraphs(self.see)
+        """As ``see``, for who asks outside of graphs of torch.compile."""
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    def see(self, mask: Tensor | None) -> None:
+        """The mask of the batch that this thread runs now."""
+        self._mask.now = mask
+
+    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> RemovableHandle:
+        """Look at what each forward of the model is given, from now on."""
+
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            see(mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+
+        return model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
-        mask = self._mask
+        mask = self._mask.now
         if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
             return None
         return mask[:, mask.shape[1] - tokens // mask.shape[0] :].to(torch.bool).reshape(-1)
