@@ -81,12 +81,14 @@ class HostOptimizer(Protocol):
         after: Callable[[], None],
         square_of_experts: Callable[[Callable[[Tensor], Tensor | None]], Tensor],
         has_moved: Callable[[], bool],
+        experts_here: Callable[[Tensor], list[int]],
     ) -> Removable:
         """Call ``before`` and ``after`` around each step from now on.
 
         Args:
             square_of_experts: the squared norm over all experts, to clip by, of what is the gradient of a parameter.
-            has_moved: whether experts stand elsewhere than where the host has put them.
+            has_moved: whether experts stand elsewhere than where the host has put them; also asked after ``remove``.
+            experts_here: the logical experts in this rank's slots of the layer that has a parameter, likewise.
         """
 
 

@@ -119,6 +119,7 @@ class Optimizers:
             partial(self._after_step, number),
             balancer._square_of_experts,
             lambda: balancer.placement.with_epoch(0).digest() != began,
+            lambda parameter: self._experts_here(self._experts[id(parameter)]),
         )
         balancer._end_with(undo)
 

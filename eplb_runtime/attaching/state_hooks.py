@@ -15,6 +15,8 @@ from torch import Tensor, nn
 KEY = "eplb_runtime_experts"
 """In the metadata of a model's state dict, which ``torch.save`` keeps, beside the experts module's version; in an
 optimizer's beside its ``state``."""
+OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
+BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
 
 
 def mark_state(
@@ -30,7 +32,10 @@ def mark_state(
     """
 
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        metadata[KEY] = experts_here()
+        metadata[KEY] = here = experts_here()
+        if made_with is not None and here != made_with:
+            # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
+            state[prefix + KEY] = torch.tensor(here)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         here = experts_here()
@@ -38,13 +43,15 @@ def mark_state(
         if made_with is not None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
             theirs = metadata.get(KEY, made_with if "version" in metadata else here)
+            marked = state.pop(prefix + KEY, None)  # without the metadata, which a copy of the dict does not have
+            theirs = theirs if marked is None else marked.tolist()
             if theirs != here and any(prefix + key in state for key in own):
-                raise RuntimeError(_refusal("state dict", name, theirs, here))
+                raise RuntimeError(refusal("state dict", name, theirs, here, BY_THE_FRAMEWORK))
             return
         rows = [state[prefix + key].shape[0] for key in own if hasattr(state.get(prefix + key), "shape")]
         theirs = metadata.get(KEY, list(range(len(here))))
         if rows and set(rows) == {len(here)} and theirs != here:
-            raise RuntimeError(_refusal("state dict", name, theirs, here))
+            raise RuntimeError(refusal("state dict", name, theirs, here))
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
@@ -78,17 +85,17 @@ def mark_optimizer(
             rows = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
             theirs = state.get(KEY, {}).get(name, list(range(rows[0] if rows else len(here))))
             if rows and theirs != here:
-                raise RuntimeError(_refusal("optimizer's state dict", name, theirs, here))
+                raise RuntimeError(refusal("optimizer's state dict", name, theirs, here))
 
     optimizer.register_state_dict_post_hook(saved)
     optimizer.register_load_state_dict_pre_hook(loading)
 
 
-def _refusal(what: str, name: str, theirs: list[int], here: list[int]) -> str:
+def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS) -> str:
+    """What is said of state that is of other experts than those that stand here."""
     return (
         f"the {what} holds experts {_shown(theirs)} of {name}, and here stand {_shown(here)}: a plain state dict fits "
-        "only the rank and placement that it was taken at; use eplb_runtime.checkpoint, or "
-        "eplb_runtime.logical_state_dict and load_logical_state_dict"
+        f"only the rank and placement that it was taken at; use {instead}"
     )
 
 

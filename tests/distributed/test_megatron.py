@@ -9,6 +9,7 @@ import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -180,6 +181,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     results["refused"] = refusals()
     results["recorded"] = recorded(Path(folder) / "recorded")
     results["saved"] = saved_and_loaded(Path(folder))
+    results["frozen"] = frozen()
     return results
 
 
@@ -269,35 +271,64 @@ def saved_and_loaded(folder: Path) -> dict[str, Any]:
     model, optimizer, balancer = make(move=True, **way)
     train(model, optimizer, balancer, range(2))
     save(sharded(model, optimizer, False), folder)
-    plain = model.state_dict()
+    plain, plain_optimizer = model.state_dict(), optimizer.state_dict()
     balancer.close()
     options = {key: value for key, value in way.items() if key != "wrap"}
     model, optimizer = example().wrapped(example().model_of(**options), **way["wrap"])
     example().train(model, optimizer, range(1))  # Megatron loads what has stepped; all of it is overwritten
     load(model, optimizer)
     alone = example().train(model, optimizer, range(2, STEPS))
+    said = {"plain, alone": refusal(lambda: model.load_state_dict(plain))}
     model, optimizer, balancer = make(move=True, **way)
     train(model, optimizer, balancer, range(1))
     there = balancer.placement.physical_to_logical.tolist()
-    of_another = ""
-    try:
-        model.load_state_dict(plain)
-    except RuntimeError as error:
-        of_another = str(error)
+    said["plain"] = refusal(lambda: model.load_state_dict(plain))
+    said["plain, without metadata"] = refusal(lambda: model.load_state_dict(dict(plain)))
+    said["plain, optimizer"] = refusal(lambda: optimizer.load_state_dict(plain_optimizer))
     load(model, optimizer)
     elsewhere = example().train(model, optimizer, range(2, STEPS))
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
     balancer.close()
     model, optimizer, balancer = make(move=True, wrap={})
     train(model, optimizer, balancer, range(1))
-    by_place = ""
     sharded(model, optimizer, False, distrib_optim_sharding_type="fully_reshardable")
-    try:
-        sharded(model, optimizer, False, distrib_optim_sharding_type="dp_reshardable")
-    except RuntimeError as error:
-        by_place = str(error)
-    balancer.close()
+    balancer.close()  # what is refused stays refused: experts stay where they stand
+    for way_of_place in ("dp_reshardable", "dp_zero_gather_scatter"):
+        said[way_of_place] = refusal(
+            partial(sharded, model, optimizer, False, distrib_optim_sharding_type=way_of_place)
+        )
+    said["save_parameter_state"] = refusal(lambda: optimizer.save_parameter_state(str(folder / "places")))
+    said["load_parameter_state"] = refusal(lambda: optimizer.load_parameter_state(str(folder / "places")))
     dist.barrier()
-    return {"alone": alone, "elsewhere": elsewhere, "there": there, "by place": by_place, "plain": of_another}
+    return {"alone": alone, "elsewhere": elsewhere, "there": there, "said": said}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def frozen() -> dict[str, Any]:
+    """Losses and norms of Megatron alone, and with experts moved, where the first layer's are frozen."""
+    seen: dict[str, Any] = {}
+    for who in ("alone", "moving"):
+        bare = example().model_of()
+        for name, parameter in bare.named_parameters():
+            parameter.requires_grad_("layers.0.mlp.experts" not in name)
+        model, optimizer = example().wrapped(bare)
+        balancer = None
+        if who == "moving":
+            balancer = eplb.attach([model], optimizer, config=config(True))
+            balancer._wait_until_compiled()
+            balancer._plan_with(plan_shuffle)
+        seen[who] = example().train(model, optimizer, range(2))
+        if balancer is not None:
+            balancer.close()
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +385,22 @@ def test_checkpoints_are_in_logical_order(results: list[dict[str, Any]]) -> None
             assert alone == pytest.approx(balanced, rel=1e-3)
         assert saved["elsewhere"] == static[2:]
         assert saved["there"] != [sorted(row) for row in saved["there"]]
-        assert "dp_reshardable" in saved["by place"] and "state dict" in saved["plain"]
+
+
+def test_state_by_place_is_not_taken_for_other_experts(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        said = dict(of_rank["saved"]["said"])
+        assert "eplb_runtime_experts" in said.pop("plain, alone"), "a model without us knows no such key"
+        for what in ("plain", "plain, without metadata", "plain, optimizer"):
+            assert "here stand" in (line := said.pop(what)) and "sharded_state_dict" in line
+        for what, line in said.items():
+            assert f"by place ({what})" in line
+
+
+def test_frozen_experts_move_like_others(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        for alone, moving in zip(of_rank["frozen"]["alone"], of_rank["frozen"]["moving"], strict=True):
+            assert moving == pytest.approx(alone, rel=1e-3)
 
 
 def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -> None:

@@ -78,13 +78,15 @@ def watched(model: nn.Module) -> WatchedModel:
 
 
 def _is_wrapped(model: nn.Module, layers: Sequence[MoELayer]) -> bool:
-    """Whether gradients go to buffers of Megatron's own."""
-    found = {hasattr(layer.parameter(name), "main_grad") for layer in layers for name in layer.parameters}
+    """Whether gradients go to buffers of Megatron's own, which frozen parameters have no part in."""
+    experts = [layer.parameter(name) for layer in layers for name in layer.parameters]
+    found = {hasattr(parameter, "main_grad") for parameter in experts if parameter.requires_grad}
     if len(found) > 1:
         raise AttachError(
-            f"some experts of {type(model).__name__} have gradient buffers (main_grad) and some have none"
+            f"some experts of {type(model).__name__} have gradient buffers (main_grad) and some that are trained have "
+            "none: freeze and unfreeze before Megatron's DistributedDataParallel is put around the model"
         )
-    return found == {True}
+    return found.pop() if found else hasattr(model, "ddp_config")
 
 
 def _dense_is_equal(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 
 from ...attaching.description import AnyOptimizer, AttachError, MoELayer
-
-BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
-"""Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""
+from .plain_state import refuse_places, say_experts
 
 Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
@@ -39,9 +38,7 @@ def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptim
         AttachError: it cannot be used.
     """
     experts = {
-        id(layer.parameter(name)): (f"{layer.name}.{name}", layer.parameter(name))
-        for layer in layers
-        for name in layer.parameters
+        f"{layer.name}.{name}": (layer.name, layer.parameter(name)) for layer in layers for name in layer.parameters
     }
     if isinstance(optimizer, torch.optim.Optimizer):
         if wrapped and experts:
@@ -54,7 +51,7 @@ def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptim
         raise AttachError(f"a {type(optimizer).__name__} is neither an optimizer of torch's nor of Megatron's")
     if not wrapped and experts:
         raise AttachError("Megatron's optimizers need its DistributedDataParallel around the model: wrap it first")
-    return StepByMegatron(optimizer, dict(experts.values()))
+    return StepByMegatron(optimizer, experts)
 
 
 class StepByMegatron:
@@ -62,15 +59,16 @@ class StepByMegatron:
 
     Args:
         optimizer: as the training loop has it.
-        experts: the expert parameters of the model, by name.
+        experts: the expert parameters of the model with their layer's name, by name.
 
     Raises:
         AttachError: it keeps state that cannot be reached in place.
     """
 
-    def __init__(self, optimizer: Any, experts: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, experts: Mapping[str, tuple[str, torch.nn.Parameter]]) -> None:
         self._optimizer = optimizer
-        self._experts = dict(experts)
+        self._experts = {name: parameter for name, (_, parameter) in experts.items()}
+        self._layer_of = {name: layer for name, (layer, _) in experts.items()}
         self._leaf_of: dict[int, Any] = {}
         for leaf in _leaves(optimizer):
             held = _held(leaf)
@@ -110,6 +108,7 @@ class StepByMegatron:
         after: Callable[[], None],
         square_of_experts: Square,
         has_moved: Callable[[], bool],
+        experts_here: Callable[[Tensor], list[int]],
     ) -> Joined:
         optimizer = self._optimizer
         step, leaves = optimizer.step, list(_leaves(optimizer))
@@ -120,7 +119,7 @@ class StepByMegatron:
             after()
             return result
 
-        joined = Joined()
+        joined = Joined(has_moved)
         joined.put(optimizer, "step", stepped)
         of_experts = self._leaves_of_experts()
         if self._are_apart(of_experts) and isinstance(optimizer, ChainedOptimizer):
@@ -133,7 +132,9 @@ class StepByMegatron:
             joined.put(optimizer, "get_grad_norm", norm)
         for leaf in of_experts:
             if isinstance(leaf, DistributedOptimizer):
-                joined.put(leaf, "sharded_state_dict", _refusing_buckets(leaf.sharded_state_dict, has_moved))
+                refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
+            else:
+                say_experts(leaf, partial(self._experts_in, leaf, experts_here), joined.put_for_state)
         return joined
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
@@ -147,6 +148,15 @@ class StepByMegatron:
         gradient: Tensor | None = main.grad
         return gradient
 
+    def _experts_in(self, leaf: Any, experts_here: Callable[[Tensor], list[int]]) -> dict[str, list[int]]:
+        """The logical experts in this rank's slots, of the layers that an optimizer steps here."""
+        held = {
+            self._layer_of[name]: parameter
+            for name, parameter in self._experts.items()
+            if self._leaf_of.get(id(parameter)) is leaf
+        }
+        return {layer: experts_here(parameter) for layer, parameter in held.items()}
+
     def _leaves_of_experts(self) -> list[Any]:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
@@ -157,17 +167,23 @@ class StepByMegatron:
 
 
 class Joined:
-    """What stands in the place of methods, until it is removed."""
+    """What stands in the place of methods, until it is removed. Once experts have moved, what guards state stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_moved: Callable[[], bool]) -> None:
+        self._has_moved = has_moved
         self._put: list[tuple[Any, str]] = []
+        self._put_for_state: list[tuple[Any, str]] = []
 
     def put(self, thing: Any, name: str, method: Callable[..., Any]) -> None:
         setattr(thing, name, method)
         self._put.append((thing, name))
 
+    def put_for_state(self, thing: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(thing, name, method)
+        self._put_for_state.append((thing, name))
+
     def remove(self) -> None:
-        for thing, name in self._put:
+        for thing, name in [*self._put, *([] if self._has_moved() else self._put_for_state)]:
             vars(thing).pop(name, None)
         self._put.clear()
 
@@ -223,21 +239,3 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
         "splits experts over ranks that hold the same; use_distributed_optimizer=False, or spread the experts over all "
         "data-parallel ranks"
     )
-
-
-def _refusing_buckets(own: Callable[..., Any], has_moved: Callable[[], bool]) -> Callable[..., Any]:
-    def sharded_state_dict(
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        sharding_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> Any:
-        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
-        if way in BUCKETS and has_moved():
-            raise RuntimeError(
-                f"the distributed optimizer's state would be saved by place ({way}), and experts have moved: save it "
-                "by parameter (distrib_optim_sharding_type 'fully_reshardable')"
-            )
-        return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
-
-    return sharded_state_dict
