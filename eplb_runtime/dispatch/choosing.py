@@ -16,7 +16,8 @@ from ..migration.transports.meeting import tell_all
 from ..topology import Topology
 from .all_to_all import AllToAll
 from .base import Dispatcher
-from .deepep import Carrier, DeepEP, DeepEPByRank
+from .carried import Carried, CarriedByRank
+from .carrier import Carrier
 from .deepep_buffer import BufferCarrier
 from .deepep_elastic import ElasticCarrier
 from .deepep_low_latency import LowLatency
@@ -119,7 +120,7 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
         return partial(across_nodes, ranks_per_node=topology.ranks_per_node)
-    kind = DeepEPByRank if by_rank else DeepEP
+    kind = CarriedByRank if by_rank else Carried
     in_float8, most = config.dispatch_dtype == "float8", config.low_latency_tokens
     low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
     return partial(

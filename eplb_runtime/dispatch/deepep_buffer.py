@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,28 +17,12 @@ from torch import Tensor
 from ..config import ConfigError
 from ..migration.transports import deepep_package
 from ..migration.transports.deepep_package import refuse_filled_memory, settings
+from .carrier import Arrival, parts, whole
 from .lanes import Lane, Lanes
 
-_MOST_ROW_BYTES = 15 << 10
+MOST_ROW_BYTES = 15 << 10
 """A row is staged in a warp's 16 KiB of shared memory, with its ids and weights; wider ones go in several calls."""
 _MOST_LOCAL_EXPERTS = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """Rows that have come here: ordered by source rank, then by their position there.
-
-    Args:
-        rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent.
-        slots_UK: int64, of each row the local slots that it is for, -1 where a choice is elsewhere.
-        counts: choices for each local slot.
-        ticket: for `BufferCarrier.again` and `back`.
-    """
-
-    rows_UC: Any
-    slots_UK: Tensor
-    counts: list[int]
-    ticket: Any
 
 
 class BufferCarrier:
@@ -77,16 +60,11 @@ class BufferCarrier:
         self._others: dict[Lane, Any] = {}
 
     def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
-        """Send each row once to every rank where it has a slot. One host sync, DeepEP's own.
-
-        Args:
-            rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
-            slots_NK: int64, physical slots.
-        """
+        """As `Carrier.carry`; one host sync, DeepEP's own."""
         with self._turn() as buffer:
             slots_NK = slots_NK.contiguous()
             to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
-            first, *more = parts(rows_NC)
+            first, *more = parts(rows_NC, MOST_ROW_BYTES)
             # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
             unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
             rows, slots_UK, _, counts, handle, _ = buffer.dispatch(
@@ -103,14 +81,19 @@ class BufferCarrier:
         return Arrival(rows, slots_UK, counts, handle)
 
     def again(self, rows_NC: Any, ticket: Any) -> Any:
-        """Other rows, the way of an earlier `carry`; no sync."""
+        """As `Carrier.again`; no sync."""
         with self._turn() as buffer:
-            return whole([self._again(buffer, part, ticket) for part in parts(rows_NC)])
+            return whole([self._again(buffer, part, ticket) for part in parts(rows_NC, MOST_ROW_BYTES)])
 
     def back(self, rows_UC: Tensor, ticket: Any) -> Tensor:
-        """``[N, C]``: rows go back the way that they came, and those of one row are added up in float32."""
+        """As `Carrier.back`."""
         with self._turn() as buffer:
-            return whole([buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC)])
+            return whole(
+                [buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC, MOST_ROW_BYTES)]
+            )
+
+    def close(self, deadline: float) -> None:
+        """Nothing: a process keeps DeepEP's buffers (`deepep_package.py`)."""
 
     def _again(self, buffer: Any, part: Any, handle: Any) -> Any:
         rows = buffer.dispatch(part, handle=handle, config=self._there)[0]
@@ -128,17 +111,3 @@ class BufferCarrier:
         if lane not in self._others:
             self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, self._there, self._back)
         yield self._others[lane]
-
-
-def parts(rows_NC: Any) -> list[Any]:
-    """In columns that one call takes."""
-    if not isinstance(rows_NC, Tensor):
-        return [rows_NC]
-    most = _MOST_ROW_BYTES // rows_NC.element_size()
-    if rows_NC.shape[1] <= most:
-        return [rows_NC.contiguous()]
-    return [part.contiguous() for part in rows_NC.split(most, dim=1)]
-
-
-def whole(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -6,18 +6,16 @@ of each new way; rows are asked for in a fixed order, which costs it a sort.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..migration.transports.deepep_package import imported, refuse_filled_memory
-from .deepep_buffer import Arrival, parts, whole
+from .carrier import Arrival, agreed, grown, parts, whole
+from .deepep_buffer import MOST_ROW_BYTES
 from .lanes import Lane, Lanes
-
-_SPARE_EIGHTHS = 1
-"""A buffer is so much longer than was asked for: the number of rows changes from batch to batch."""
 
 
 class ElasticCarrier:
@@ -46,15 +44,13 @@ class ElasticCarrier:
         self._lanes = lanes or Lanes(Lane(group, group))
         self._num_experts = group.size() * slots_per_rank
         self._num_sms = num_sms
-        self._buffers: dict[Lane, tuple[Any, tuple[int, int, int]]] = {}
+        self._buffers: dict[Lane, tuple[Any, tuple[int, ...]]] = {}
 
     def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival:
         """As `BufferCarrier.carry`, of bfloat16; a token may not name a slot twice."""
-        first, *more = parts(rows_NC)
-        sizes = torch.tensor([*first.shape, slots_NK.shape[1]], device=rows_NC.device)
-        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self._lanes.here().counts)
-        rows, columns, choices = sizes.tolist()
-        buffer, most = self._buffer((max(1, rows), columns, choices), rows * _SPARE_EIGHTHS // 8)
+        first, *more = parts(rows_NC, MOST_ROW_BYTES)
+        sizes = (max(1, len(first)), first.shape[1], slots_NK.shape[1])
+        buffer, most = self._buffer(agreed(sizes, rows_NC.device, self._lanes.here()))
         arrived, slots_UK, _, handle, _ = buffer.dispatch(
             first,
             topk_idx=slots_NK.contiguous().to(self._package.topk_idx_t),
@@ -67,11 +63,14 @@ class ElasticCarrier:
 
     def again(self, rows_NC: Tensor, ticket: Any) -> Tensor:
         """As `BufferCarrier.again`."""
-        return whole([self._again(part, ticket) for part in parts(rows_NC)])
+        return whole([self._again(part, ticket) for part in parts(rows_NC, MOST_ROW_BYTES)])
 
     def back(self, rows_UC: Tensor, ticket: Any) -> Tensor:
         """As `BufferCarrier.back`."""
-        return whole([self._back(part, ticket) for part in parts(rows_UC)])
+        return whole([self._back(part, ticket) for part in parts(rows_UC, MOST_ROW_BYTES)])
+
+    def close(self, deadline: float) -> None:
+        """Nothing: a process keeps DeepEP's buffers (`deepep_package.py`)."""
 
     def _again(self, part: Tensor, handle: Any) -> Tensor:
         buffer, _ = self._buffer(_sizes(part, handle))
@@ -83,19 +82,17 @@ class ElasticCarrier:
         rows: Tensor = buffer.combine(part, handle, num_sms=self._num_sms)[0]
         return rows
 
-    def _buffer(self, wanted: tuple[int, int, int], spare: int = 0) -> tuple[Any, int]:
+    def _buffer(self, wanted: Sequence[int]) -> tuple[Any, int]:
         """One that is large enough, made anew on all ranks alike; and the rows of a rank that it is made for.
 
         Args:
             wanted: rows, columns and choices, equal on all ranks.
-            spare: rows besides, if it has to be made.
         """
         refuse_filled_memory()
         lane = self._lanes.here()
         buffer, had = self._buffers.get(lane, (None, (0, 0, 0)))
-        if buffer is None or any(want > have for want, have in zip(wanted, had, strict=True)):
-            rows, columns, choices = (max(want, have) for want, have in zip(wanted, had, strict=True))
-            had = (rows + spare if rows > had[0] else rows, columns, choices)
+        if (sizes := grown(had, wanted)) != had:
+            had = sizes
             buffer = self._package.ElasticBuffer(
                 lane.tokens, num_max_tokens_per_rank=had[0], hidden=had[1], num_topk=had[2], deterministic=True
             )

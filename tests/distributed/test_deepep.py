@@ -33,11 +33,11 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.choosing import CARRIERS
-from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
 from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 
-ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
+ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
 IN_BFLOAT16 = Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4)
 KINDS = list(product(CARRIERS, ORDERS))
@@ -46,7 +46,7 @@ WIDE = 9000
 """Columns of bfloat16 that one call of DeepEP does not take."""
 
 
-def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS, in_float8: bool = False) -> DeepEP:
+def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS, in_float8: bool = False) -> Carried:
     carrier, order = kind
     make = partial(CARRIERS[carrier], package=deepep_double)
     return ORDERS[order](group, slots, make_carrier=make, in_float8=in_float8)
@@ -158,8 +158,8 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     """Up to eight tokens a rank go by the low-latency kernels where nothing learns; one rank may have none."""
     low_latency = partial(LowLatency, most_tokens=8, in_float8=in_float8, package=deepep_double)
     make = partial(CARRIERS["deepep"], package=deepep_double)
-    dispatcher = DeepEPByRank(group, 6, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
-    slow = DeepEPByRank(group, 6, make_carrier=make, in_float8=in_float8)
+    dispatcher = CarriedByRank(group, 6, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
+    slow = CarriedByRank(group, 6, make_carrier=make, in_float8=in_float8)
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]

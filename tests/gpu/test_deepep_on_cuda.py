@@ -13,7 +13,7 @@ from transport_contract import random_bytes, soon
 
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
+from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.migration.transports import TRANSPORTS, deepep_package
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(deepep_package.missing()), reason=deepep_package.missing()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
-ORDERS = {"logical": DeepEP, "by_rank": DeepEPByRank}
+ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 
 
 def skip_without(carrier: str) -> None:
@@ -126,8 +126,8 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
     torch.utils.deterministic.fill_uninitialized_memory = False
     make = choosing.CARRIERS["deepep"]
     low_latency = partial(LowLatency, most_tokens=64, in_float8=in_float8)
-    slow = DeepEPByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8)
-    fast = DeepEPByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
+    slow = CarriedByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8)
+    fast = CarriedByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
     found = []
     for tokens in ((64, 20), (0, 3)):
         generator = torch.Generator().manual_seed(rank)

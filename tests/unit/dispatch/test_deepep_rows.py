@@ -16,8 +16,8 @@ import torch
 from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
 from eplb_runtime.dispatch import choosing, float8, row_bytes
 from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
-from eplb_runtime.dispatch.deepep import DeepEP, DeepEPByRank
 from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 from eplb_runtime.migration.transports import deepep_package
 from eplb_runtime.topology import Topology
@@ -35,7 +35,7 @@ CALLED = {
 KINDS = {
     "all_to_all": (AllToAll, AllToAll),
     "hierarchical": (Hierarchical, HierarchicalByRank),
-    "deepep": (DeepEP, DeepEPByRank),
+    "deepep": (Carried, CarriedByRank),
 }
 """Dispatchers in logical order and by rank."""
 HANDLE = ("num_max_tokens_per_rank", "topk_idx", "num_recv_tokens_per_expert_list")

@@ -1,12 +1,13 @@
-"""Dispatch over DeepEP: a token's bytes go from GPU to GPU without the host or NCCL.
+"""Dispatch over kernels that carry rows from GPU to GPU without the host: DeepEP's, or those of `nccl.ep`.
 
-Two orders of a token's sum. `DeepEP` is exact as `all_to_all` is: each choice is a token of its own with one expert, so
-that results come back one for each choice, and are weighed and summed here in the router's order. `DeepEPByRank` is
-what DeepEP is made for: a token goes to each rank once, results are weighed and summed there, and over ranks on the way
-back: fewer bytes both ways, and sums that depend on where experts stand.
+Two orders of a token's sum. `Carried` is exact as `all_to_all` is: each choice is a token of its own with one expert,
+so that results come back one for each choice, and are weighed and summed here in the router's order. `CarriedByRank`
+is what such kernels are made for: a token goes to each rank once, results are weighed and summed there, and over ranks
+on the way back: fewer bytes both ways, and sums that depend on where experts stand.
 
 Dispatch takes rows there and combine back; each one's gradient goes the other's way with the same handle, and so does
-activation recompute. How DeepEP wants to be called stands in `deepep_buffer.py`, what is in a row in `row_bytes.py`.
+activation recompute. How each package wants to be called stands in its carrier (`carrier.py`), what is in a row in
+`row_bytes.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,20 +29,10 @@ from ..routing.splitter import RowCounts
 from ..watch import Meeting
 from . import float8, permute, row_bytes
 from .base import CountExchange, Dispatched, Dispatcher, Handle
-from .deepep_buffer import Arrival, BufferCarrier
+from .carrier import Arrival, Carrier
 from .deepep_low_latency import LowLatency, LowLatencyRoute
 from .lanes import Lane, Lanes
 from .memory import RowMemory
-
-
-class Carrier(Protocol):
-    """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`."""
-
-    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival: ...
-
-    def again(self, rows_NC: Any, ticket: Any) -> Any: ...
-
-    def back(self, rows_UC: Tensor, ticket: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +46,7 @@ class Route:
         choice_M: int64, and which of its choices, counted over all that arrived.
         place_UK: int64, for each choice that arrived the place of its row by slot; -1 where it has none here.
         choices: K of this rank's tokens.
+        by_slot: rows arrive in their order by slot.
     """
 
     ticket: Any
@@ -63,13 +55,18 @@ class Route:
     choice_M: Tensor
     place_UK: Tensor
     choices: int
+    by_slot: bool
 
     @classmethod
     def of(cls, arrival: Arrival, choices: int) -> Route:
         """Rows by slot, those of a slot as they have arrived: by source rank and position there."""
         slots_N = arrival.slots_UK.reshape(-1)
         here_N = slots_N >= 0
-        order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
+        order_N = (
+            torch.arange(slots_N.shape[0], device=slots_N.device)
+            if arrival.by_slot
+            else torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
+        )
         choice_M = order_N[: sum(arrival.counts)]
         place_N = torch.where(here_N, permute.inverse(order_N), -1)
         return cls(
@@ -79,10 +76,11 @@ class Route:
             choice_M,
             place_N.view(arrival.slots_UK.shape),
             choices,
+            arrival.by_slot,
         )
 
 
-class DeepEP(Dispatcher):
+class Carried(Dispatcher):
     """Exact: the sum of a token's results does not depend on where its experts stand.
 
     Args:
@@ -97,7 +95,7 @@ class DeepEP(Dispatcher):
         make_low_latency: from group and slots what takes small batches where nothing learns; None: they go as others.
 
     Raises:
-        ConfigError: DeepEP is not there or cannot serve this group.
+        ConfigError: the package is not there or cannot serve this group.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
@@ -111,7 +109,7 @@ class DeepEP(Dispatcher):
         lanes: Lanes | None = None,
         *,
         num_sms: int = NUM_SMS,
-        make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier] = BufferCarrier,
+        make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier],
         in_float8: bool = False,
         make_low_latency: Callable[[dist.ProcessGroup, int], LowLatency] | None = None,
     ) -> None:
@@ -191,9 +189,12 @@ class DeepEP(Dispatcher):
 
     def homeward(self, rows_MD: Tensor, exact_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Rows by slot, and a value of each, back to where their choices were made: ``[N, D]`` and ``[N]``."""
-        place_U = route.place_UK.reshape(-1)
-        exact = None if exact_M is None else exact_M.index_select(0, place_U).unsqueeze(1)
-        arrived = row_bytes.pack_sums(rows_MD.index_select(0, place_U), exact)
+        exact_M1 = None if exact_M is None else exact_M.unsqueeze(1)
+        if not route.by_slot:
+            place_U = route.place_UK.reshape(-1)
+            rows_MD = rows_MD.index_select(0, place_U)
+            exact_M1 = None if exact_M1 is None else exact_M1.index_select(0, place_U)
+        arrived = row_bytes.pack_sums(rows_MD, exact_M1)
         with self.waiting():
             back = self.carrier.back(arrived, route.ticket)
         exact_dtype = rows_MD.dtype if exact_M is None else exact_M.dtype
@@ -261,10 +262,10 @@ class DeepEP(Dispatcher):
         return arrival.rows_UC, Route.of(arrival, slots_TK.shape[1])
 
 
-class DeepEPByRank(DeepEP):
+class CarriedByRank(Carried):
     """A token goes to each rank once; results are summed on each rank, then over ranks, in bfloat16.
 
-    Args, Raises: as of `DeepEP`; hidden states must be bfloat16.
+    Args, Raises: as of `Carried`; hidden states must be bfloat16.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
@@ -335,7 +336,7 @@ class _Dispatch(torch.autograd.Function):
         weights_TK: Tensor | None,
         slots_TK: Tensor | None,
         route: Route | None,
-        wire: DeepEP,
+        wire: Carried,
     ) -> tuple[Tensor, Tensor | None, Route]:
         rows_MD, weights_M, route = wire.hidden_there(hidden_TD, weights_TK, slots_TK, route)
         ctx.route, ctx.wire, ctx.place = route, wire, wire.place()
@@ -355,7 +356,7 @@ class _Combine(torch.autograd.Function):
     """The weighted sum of a token's results. Backward leaves weighing to the experts."""
 
     @staticmethod
-    def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: DeepEP) -> Tensor:
+    def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: Carried) -> Tensor:
         ctx.route, ctx.wire, ctx.dtype, ctx.place = handle.manifest, wire, out_MD.dtype, wire.place()
         return wire.results(out_MD, handle.manifest, handle.weights).to(handle.dtype)
 

@@ -1,0 +1,95 @@
+"""What takes rows to slots and back, without knowing what they mean: the contract of every carrier, and what those over
+different packages have in common.
+
+Shape suffixes: N rows of this rank, U rows that arrive here, C columns, K slots that a row may go to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .lanes import Lane
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """Rows that have come here: ordered by source rank, then by their position there.
+
+    Args:
+        rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent.
+        slots_UK: int64, of each row the local slots that it is for, -1 where a choice is elsewhere.
+        counts: choices for each local slot.
+        ticket: for `Carrier.again` and `Carrier.back`.
+        by_slot: they are ordered by slot before that; each is for one slot.
+    """
+
+    rows_UC: Any
+    slots_UK: Tensor
+    counts: list[int]
+    ticket: Any
+    by_slot: bool = False
+
+
+class Carrier(Protocol):
+    """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`, `NcclEPCarrier`. Collective, every method."""
+
+    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
+        """Send each row once to every rank where it has a slot.
+
+        Args:
+            rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
+            slots_NK: int64, physical slots.
+        """
+
+    def again(self, rows_NC: Any, ticket: Any) -> Any:
+        """Other rows, the way of an earlier `carry`."""
+
+    def back(self, rows_UC: Tensor, ticket: Any) -> Tensor:
+        """``[N, C]``: rows go back the way that they came, and those of one row are added up in float32."""
+
+    def close(self, deadline: float) -> None:
+        """Give back what can be given back; what is needed again is made again.
+
+        Args:
+            deadline: a time of `time.monotonic`, for the other ranks to come.
+        """
+
+
+def parts(rows_NC: Any, most_bytes: int) -> list[Any]:
+    """In columns that one call takes.
+
+    Args:
+        most_bytes: of a row.
+    """
+    if not isinstance(rows_NC, Tensor):
+        return [rows_NC]
+    most = most_bytes // rows_NC.element_size()
+    if rows_NC.shape[1] <= most:
+        return [rows_NC.contiguous()]
+    return [part.contiguous() for part in rows_NC.split(most, dim=1)]
+
+
+def whole(parts: list[Any]) -> Any:
+    """What `parts` has taken apart."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def agreed(sizes: Sequence[int], device: torch.device, lane: Lane) -> list[int]:
+    """Of each size the largest that any rank has. Collective; one host sync."""
+    largest = torch.tensor(sizes, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=lane.counts)
+    numbers: list[int] = largest.tolist()
+    return numbers
+
+
+def grown(had: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Sizes that hold what was had and what is wanted. The first is a number of rows, which changes from batch to
+    batch: where it has to grow, it grows by an eighth more."""
+    rows = wanted[0] + wanted[0] // 8 if wanted[0] > had[0] else had[0]
+    return (rows, *map(max, had[1:], wanted[1:]))
