@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -106,6 +107,7 @@ class Balancer:
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
         self._listeners: list[Callable[[], None]] = []
+        self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
         self._gradients = Gradients(
             parts.registry,
@@ -533,6 +535,10 @@ class Balancer:
         """Call this when there is nothing more to hear."""
         self._listeners.append(close)
 
+    def _close_together_with(self, close: Callable[[float], None]) -> None:
+        """Call this in ``close``, as every rank does, with a time of `time.monotonic` as its deadline."""
+        self._on_all_ranks.append(close)
+
     def _close_listeners(self) -> None:
         for close in self._listeners:
             close()
@@ -654,4 +660,6 @@ class Balancer:
         self._rebalancer.close()
         self._close_listeners()
         self._guard.end()
+        for close in self._on_all_ranks:
+            close(time.monotonic() + self.config.timeout_seconds)
         self._groups.close_balancing()

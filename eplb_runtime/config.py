@@ -23,7 +23,8 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "auto")
+DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "nccl_ep", "auto")
+CARRY_FLOAT8 = ("deepep", "nccl_ep")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
 MOST_LOW_LATENCY_TOKENS = 508
@@ -75,17 +76,19 @@ class BalancerConfig:
             ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
             crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer), ``"deepep_elastic"``
-            (its second interface) or ``"auto"`` (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
+            (its second interface), ``"nccl_ep"`` (extra ``nccl-ep-cu12`` or ``nccl-ep-cu13``, on the same GPUs) or
+            ``"auto"`` (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
         combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
-            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, DeepEP's way; equal to rounding.
+            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, the way of DeepEP and
+            ``nccl.ep``; equal to rounding.
             ``"all_to_all"`` has the first only.
         dispatch_dtype: how hidden states travel to the experts: ``"model"``, as they are, or ``"float8"``, rounded
-            with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` and bfloat16 only.
-            Results and gradients travel as they are.
+            with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` or ``"nccl_ep"`` and
+            bfloat16 only. Results and gradients travel as they are.
         low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
-        dispatch_sms: multiprocessors of a GPU that DeepEP's kernels take; even.
+        dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP or ``nccl.ep`` take; even.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
@@ -182,8 +185,9 @@ class BalancerConfig:
         if self.combine_order == "by_rank" and self.dispatch == "all_to_all":
             raise ConfigError("combine_order='by_rank' with dispatch='all_to_all', which sums in logical order")
         self._one_of("dispatch_dtype", DISPATCH_DTYPES)
-        if self.dispatch_dtype == "float8" and self.dispatch != "deepep":
-            raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only 'deepep' carries it")
+        if self.dispatch_dtype == "float8" and self.dispatch not in CARRY_FLOAT8:
+            carry = " and ".join(map(repr, CARRY_FLOAT8))
+            raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only {carry} carry it")
         self._check_low_latency()
         self._at_least("dispatch_sms", 2)
         if self.dispatch_sms % 2:

@@ -198,6 +198,7 @@ class _Attaching:
                 come=self._come,
             )
         )
+        self.balancer._close_together_with(self.dispatcher.close)
 
     def hook(self) -> None:
         """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
@@ -321,7 +322,7 @@ class _Attaching:
         meeting = Meeting(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        dispatcher = maker(self.config, self.dispatch, self.topology)(
+        self.dispatcher = maker(self.config, self.dispatch, self.topology)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
         for note in notes(self.config) if self._job.is_planner else ():
@@ -344,7 +345,7 @@ class _Attaching:
                 counter=counter,
                 table=maps.table,
                 splitter=maps.splitter,
-                dispatcher=dispatcher,
+                dispatcher=self.dispatcher,
                 exchange_counts=exchange_counts,
                 meeting=meeting,
                 lanes=self.lanes,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import DISPATCHES, BalancerConfig, ConfigError
+from ..config import CARRY_FLOAT8, DISPATCHES, BalancerConfig, ConfigError
 from ..dispatch import choose_together, maker
 from ..dispatch.base import Dispatched, Dispatcher
 from ..placement import Placement
@@ -100,8 +100,9 @@ def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[
         (name, "logical", {}),
         (name, "by_rank", {}),
     ]
-    if name == "deepep":
+    if name in CARRY_FLOAT8:
         variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
+    if name == "deepep":
         variants += [(f"{name}, low latency", "by_rank", {"low_latency_tokens": FEW_TOKENS})]
     return variants
 

@@ -105,6 +105,14 @@ class Dispatcher(ABC):
             ``[T, D]`` in the dtype of the hidden states. The gradient for ``out_MD`` is unweighted.
         """
 
+    def close(self, deadline: float) -> None:  # noqa: B027
+        """Give back what it holds of devices and of networks, if it can; not between a forward and its backward. What
+        is dispatched afterwards makes it anew.
+
+        Args:
+            deadline: a time of `time.monotonic`, for the other ranks to come.
+        """
+
 
 class CountExchange:
     """Every rank's counts of a batch, on the host: what the split of tokens over copies starts from.

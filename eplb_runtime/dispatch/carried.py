@@ -154,6 +154,9 @@ class Carried(Dispatcher):
         combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
         return combined_TD
 
+    def close(self, deadline: float) -> None:
+        self.carrier.close(deadline)
+
     # -- what the two orders differ in ---------------------------------------------------------------------------------
 
     def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:

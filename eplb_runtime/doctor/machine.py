@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..compiling import cache_folder, is_compiled
+from ..dispatch import nccl_ep_package
 from ..migration.transports import deepep_package
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
@@ -66,6 +67,7 @@ def backends() -> tuple[Backend, ...]:
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         _nccl(),
         _deepep(),
+        _nccl_ep(),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
         _extra("transformers", "Hugging Face models"),
         _extra("matplotlib", "simulate --plot"),
@@ -87,6 +89,12 @@ def _nccl() -> Backend:
 def _deepep() -> Backend:
     missing = deepep_package.missing()
     return Backend("deep_ep", not missing, missing or "tokens between GPUs: dispatch='auto' takes it where ranks fit")
+
+
+def _nccl_ep() -> Backend:
+    missing = nccl_ep_package.missing()
+    why = "'auto' does not take it, since it has not been run on GPUs yet"
+    return Backend("nccl.ep", not missing, f"{missing or 'tokens between GPUs, if asked for'}: {why}")
 
 
 def _extra(module: str, purpose: str, package: str | None = None) -> Backend:

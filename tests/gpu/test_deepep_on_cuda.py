@@ -1,4 +1,4 @@
-"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
+"""DeepEP and `nccl.ep` themselves between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
+from eplb_runtime.config import CARRY_FLOAT8
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.migration.transports import TRANSPORTS, deepep_package
+from eplb_runtime.migration.transports import TRANSPORTS, packages
 from eplb_runtime.migration.transports.base import Message
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(deepep_package.missing()), reason=deepep_package.missing()),
+    pytest.mark.skipif(bool(packages.no_gpu()), reason=packages.no_gpu()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
@@ -104,18 +105,19 @@ def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
             torch.testing.assert_close(one.float(), another.float(), rtol=0.05, atol=0.1 * float(one.abs().max()))
 
 
-def in_float8(rank: int, order: str) -> tuple[list, list]:
+def in_float8(rank: int, carrier: str, order: str) -> tuple[list, list]:
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    job = (("deepep", order), rank, device, 300, torch.bfloat16)
+    job = ((carrier, order), rank, device, 300, torch.bfloat16)
     return step(*job, "before"), step(*job, "on the way")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(order: str) -> None:
-    skip_without("deepep")
-    for expected, found in run_ranks(RANKS, in_float8, order, backend=NCCL, start_method="spawn"):
+@pytest.mark.parametrize("carrier", CARRY_FLOAT8)
+def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(carrier: str, order: str) -> None:
+    skip_without(carrier)
+    for expected, found in run_ranks(RANKS, in_float8, carrier, order, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
 
 

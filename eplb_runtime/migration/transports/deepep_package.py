@@ -6,7 +6,6 @@ experts go through the same one, in an order that all ranks keep (`turns.py`). N
 
 from __future__ import annotations
 
-import importlib
 from importlib import util
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import ConfigError
+from . import packages
 from .turns import Turns
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
@@ -31,15 +31,9 @@ def missing(device: torch.device | None = None) -> str:
     Args:
         device: the model's; None: the one that torch sees.
     """
-    if device is not None and device.type != "cuda":
-        return f"it carries between GPUs, and this model is on {device.type}"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability() < (9, 0):
-        return "it is for Hopper and newer"
-    if util.find_spec("deep_ep") is None:
-        return f"the package deep_ep is not installed: {INSTALL}"
-    return ""
+    if why := packages.no_gpu(device):
+        return why
+    return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
 
 
 def unfit(num_ranks: int, ranks_per_node: int) -> str:
@@ -70,13 +64,7 @@ def imported(interface: str = "Buffer", asked: str = "dispatch='deepep'") -> Any
     Raises:
         ConfigError: it cannot be imported, or does not have this interface.
     """
-    try:
-        package = importlib.import_module("deep_ep")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{asked} needs the package deep_ep (no module {error.name}): {INSTALL}") from None
-    except (ImportError, OSError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{asked}: the package deep_ep cannot be imported ({reason}): {INSTALL}") from None
+    package = packages.imported("deep_ep", asked, INSTALL)
     if not hasattr(package, interface):
         raise ConfigError(f"this version of the package deep_ep has no {interface}: {INSTALL}")
     return package

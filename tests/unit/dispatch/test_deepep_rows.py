@@ -19,7 +19,7 @@ from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
-from eplb_runtime.migration.transports import deepep_package
+from eplb_runtime.migration.transports import deepep_package, packages
 from eplb_runtime.topology import Topology
 from eplb_runtime.verification import runs
 
@@ -151,7 +151,7 @@ def test_a_machine_without_a_gpu_says_so() -> None:
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
     with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
         deepep_package.imported()
     assert "\n" not in str(said.value)
@@ -205,7 +205,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="logical order"):
         BalancerConfig(combine_order="by_rank")
     for dispatch in ("all_to_all", "deepep_elastic", "auto"):
-        with pytest.raises(ConfigError, match="only 'deepep' carries it"):
+        with pytest.raises(ConfigError, match="only 'deepep' and 'nccl_ep' carry it"):
             BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
     for tokens in (-4, 6, 512):
         with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
@@ -221,15 +221,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep_package, "missing", lambda device: "")
-    monkeypatch.setattr(
-        deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
-    )
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so")))
     assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
 
 
 def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep_package, "missing", lambda device: "")
-    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: deepep_double)
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: deepep_double)
     assert choosing.lacks("deepep", torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
     assert choosing.lacks("deepep", torch.device("cuda"), 16, 8) == ""
     assert choosing.lacks("deepep_elastic", torch.device("cuda"), 40, 8) == ""
