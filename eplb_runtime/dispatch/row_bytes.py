@@ -95,13 +95,18 @@ def _wide(columns: int) -> int:
     return -(-columns // step) * step
 
 
+def _packed(values: Tensor) -> Tensor:
+    """Contiguous, in its strides too: those of a gradient of no tokens may be zeros, and it passes for contiguous."""
+    return values.contiguous() if values.numel() else values.new_empty(values.shape)
+
+
 def _columns(values: Tensor) -> Tensor:
-    return values.contiguous().view(CARRIED)
+    return _packed(values).view(CARRIED)
 
 
 def _bytes(values: Tensor) -> Tensor:
     """A column for each byte: bfloat16 has all numbers up to 256."""
-    return values.contiguous().view(torch.uint8).to(CARRIED)
+    return _packed(values).view(torch.uint8).to(CARRIED)
 
 
 def _value(columns: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,6 @@
-"""DeepEP and `nccl.ep` themselves between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
+"""DeepEP and `nccl.ep` themselves between two ranks, beside the same dispatch over all-to-all. Function, not speed: one
+GPU is enough.
+"""
 
 from __future__ import annotations
 

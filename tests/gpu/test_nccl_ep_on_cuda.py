@@ -1,4 +1,6 @@
-"""`nccl.ep` itself between two ranks: groups that grow, end and start again. What it carries: `test_deepep_on_cuda.py`."""
+"""`nccl.ep` itself between two ranks: groups that grow, end and start again. What it carries is looked at in
+`test_deepep_on_cuda.py`.
+"""
 
 from __future__ import annotations
 

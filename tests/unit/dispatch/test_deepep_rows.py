@@ -88,6 +88,14 @@ def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dty
     assert torch.equal(behind.view(3, 2), weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_no_tokens_may_be_a_view(dtype: torch.dtype) -> None:
+    grad = torch.ones((), dtype=dtype).expand(0, 16)
+    assert row_bytes.pack(grad, None).shape[0] == 0
+    rows, values = row_bytes.unpack_sums(row_bytes.pack_sums(grad, grad[:, :1]), 16, dtype, 1, dtype)
+    assert rows.shape == (0, 16) and values.shape == (0, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) -> None:
     rows, values = of_all_bits(3, 4, dtype), of_all_bits(3, 1, torch.float32)
