@@ -160,6 +160,7 @@ class Group(Made):
         assert set(every) == {str(config)}, "equal on all ranks"
         group = cls(comm, config)
         assert group.local % 4 == 0, "16 bytes of weights"
+        assert group.local <= (256 if config.num_topk else 1024)
         return group
 
     def create_handle(

@@ -33,7 +33,8 @@ _MOST_ROW_BYTES = 32 << 10
 """16,384 columns of bfloat16, its largest hidden size; wider rows go in several calls."""
 _SPARE_BYTES = 512
 """A row that comes back may be so much wider than it went: gradients of router weights take twice their bytes."""
-_MOST_LOCAL_EXPERTS = 1024
+_MOST_LOCAL_EXPERTS = 256
+"""That rows are put in order by."""
 _FILL = 4
 """Its kernels copy the float32 weights of a rank's experts, and its maps of rows, 16 bytes at once."""
 
