@@ -29,7 +29,7 @@ from .experts.registry import ExpertTensors
 from .maps import Maps
 from .migration.agreement import Agreement, Verdict, one_line
 from .migration.engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
-from .migration.pacing import Pace, next_batch
+from .migration.pacing import Pace, Starts, next_batch
 from .migration.schedule import Round
 from .placement import Placement
 from .worker import Worker
@@ -52,7 +52,7 @@ beside a step that wants the processor, too."""
 _MARGIN = 1.5
 """What comes too late is sent twice, and what is not sent goes with the next step: better a little less at a time."""
 _WEIGHT = 0.3
-"""Of a new measurement in what is smoothed over steps."""
+"""Of a new measurement of how fast experts travel."""
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class BackgroundMigration:
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._boundary = time.perf_counter()
         self._started: set[int] = set()
-        self._starts_L = [0.0] * registry.num_layers
+        self._starts = Starts(registry.num_layers)
         self._seconds_per_byte = 0.0
         self._forget()
 
@@ -237,8 +237,7 @@ class BackgroundMigration:
         """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
         if layer not in self._started:
             self._started.add(layer)
-            seconds = time.perf_counter() - self._boundary
-            self._starts_L[layer] += (_WEIGHT if self._starts_L[layer] else 1.0) * (seconds - self._starts_L[layer])
+            self._starts.saw(layer, time.perf_counter() - self._boundary)
         if self._flights:
             with self._lock, self._paused():  # two batches may run at once
                 self._open_gate()
@@ -459,14 +458,9 @@ class BackgroundMigration:
 
     def _pace_so_far(self, link_seconds_per_byte: float) -> Pace:
         """What this rank knows of its layers' forwards, and of how fast experts travel."""
-        starts = list(self._starts_L)
-        last = max((layer for layer, start in enumerate(starts) if start), default=None)
-        for layer, start in enumerate(starts):
-            if not start and last is not None:  # of another stage: as if its layers ran after one another like these
-                starts[layer] = starts[last] * (layer + 1) / (last + 1)
         seconds_per_byte = self._seconds_per_byte or _UNTRIED * link_seconds_per_byte
         us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
-        return Pace(tuple(int(1e6 * start) for start in starts), max(1, us_per_mib))
+        return Pace(self._starts.microseconds(), max(1, us_per_mib))
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -504,6 +498,8 @@ class BackgroundMigration:
                 # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
                 # what this one waits for, the others have posted or can post.
                 for later in flights[number : number + 1 + _AHEAD]:
+                    if flight.posted is not None and self._engine.is_here(flight.posted):
+                        break  # its vote comes first: to post another may take as long as the bytes of that one do
                     if later.posted is None:
                         later.posted = self._engine.post(migration, later.round_)
                 assert flight.posted is not None

@@ -311,6 +311,12 @@ class MigrationEngine:
             self._exchanger.post(round_, migration.records, posted.exchange)
         return posted
 
+    def is_here(self, posted: Posted) -> bool:
+        """Whether `arrive` would not wait for bytes. Never raises: what has failed is noted for the vote."""
+        with _noting_problems(posted):
+            return bool(posted.problem) or posted.exchange.pending.poll()
+        return True
+
     def settle(self, posted: Posted, get_ready: GetReady) -> Verdict:
         """`arrive` and `vote`."""
         self.arrive(posted, get_ready)

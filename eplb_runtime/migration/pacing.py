@@ -20,6 +20,32 @@ from .schedule import Round
 _LONGEST_US = 1 << 40
 _WAITED_FOR_AFTER = 2
 """A layer that was late so often is waited for."""
+_LATER = 1.1
+"""From one step to the next a forward is believed to begin at most so many times later."""
+
+
+class Starts:
+    """When the forwards of layers begin, after the end of a step: a little less than is usual.
+
+    Steps take longer now and then (data, an evaluation, a checkpoint). What counts on that comes too late the next
+    time, so a late start is believed only in part, and an early one at once.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._seconds_L = [0.0] * num_layers
+
+    def saw(self, layer: int, seconds: float) -> None:
+        so_far = self._seconds_L[layer]
+        self._seconds_L[layer] = min(seconds, _LATER * so_far) if so_far else seconds
+
+    def microseconds(self) -> tuple[int, ...]:
+        """Of all layers; those of other stages as if they ran after one another like the ones here."""
+        starts = list(self._seconds_L)
+        last = max((layer for layer, start in enumerate(starts) if start), default=None)
+        for layer, start in enumerate(starts):
+            if not start and last is not None:
+                starts[layer] = starts[last] * (layer + 1) / (last + 1)
+        return tuple(int(1e6 * start) for start in starts)
 
 
 @dataclass(frozen=True)
