@@ -36,8 +36,9 @@ from .worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 
-LATE, WRITTEN = "late", "written"
-"""Kinds of verdicts: a round that is sent anew, and one whose experts somebody writes between steps."""
+LATE, WRITTEN, REPLACED = "late", "written", "replaced"
+"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; and one that has other
+tensors by now than when the migration began."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
 _ALMOST_SECONDS = 2e-3
@@ -304,7 +305,7 @@ class BackgroundMigration:
                 cause = f"{name} was written between the optimizer's step and the forward"
                 self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
             elif flight.here and (problem := self._changed([flight.layer])):
-                self._refuse(flight, Verdict(False, problem))
+                self._refuse(flight, Verdict(False, problem, kind=REPLACED))
         self._gate.set()
 
     def _written(self) -> str:

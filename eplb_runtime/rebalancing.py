@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from . import announcing
-from .background import WRITTEN, BackgroundMigration, Brought
+from .background import REPLACED, WRITTEN, BackgroundMigration, Brought
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement
 from .events import (
@@ -48,6 +48,10 @@ from .worker import Worker
 T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
+
+_REPLACED_TIMES = 2
+"""Migrations in a row that found other tensors than they began with: once is a state that was loaded, twice is an
+optimizer that makes its state anew in each step."""
 
 COMPILED_SOON_SECONDS = 2.0
 """Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
@@ -99,6 +103,7 @@ class Rebalancer:
         self._pending: _Pending | None = None
         self._committed_beside: set[int] = set()
         self._pause_beside = 0.0
+        self._replaced = 0
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
         self._engine = self._new_engine(parts.transport)
@@ -422,10 +427,11 @@ class Rebalancer:
         failure = progress.failure
         if failure is None:
             return
-        if failure.kind == WRITTEN:
+        self._replaced += failure.kind == REPLACED
+        if failure.kind == WRITTEN or self._replaced >= _REPLACED_TIMES:
             self._beside = False
             logger.warning(
-                "step %d: %s; experts that somebody writes there migrate between steps, as without overlap",
+                "step %d: %s; experts to which that happens migrate between steps, as without overlap",
                 self.step,
                 failure.cause,
             )
@@ -439,6 +445,7 @@ class Rebalancer:
         self._pause_beside += progress.pause_seconds
         if progress.placement is self._placement:
             return
+        self._replaced = 0
         self._committed_beside.update(progress.committed_layers)
         self._stands(progress.placement)
         pause, self._pause_beside = self._pause_beside, 0.0

@@ -19,12 +19,20 @@ RANKS, EXPERTS, LAYERS = 3, 6, 3
 class Job:
     """A small training job on one rank; with ``overlap`` every expert moves at every decision."""
 
-    def __init__(self, rank: int, overlap: bool, *, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        overlap: bool,
+        *,
+        dtype: torch.dtype = torch.float32,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
         self.rank, self.steps, self.losses = rank, 0, []
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(dtype)
         if dtype == torch.float64:
             self.model.set_experts_implementation("eager")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
         config = eplb.BalancerConfig(
             interval=2,
             policy="incremental" if overlap or settings.get("replica_slots") else "static",

@@ -78,6 +78,30 @@ def registered(rank: int) -> dict[str, Any]:
     return said
 
 
+class MakesItsStateAnew(torch.optim.AdamW):
+    """As optimizers do that compute ``state = beta * state + ...``."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        return loss
+
+
+def made_anew(rank: int) -> dict[str, Any]:
+    job = Job(rank, overlap=True, optimizer=MakesItsStateAnew)
+    still = Job(rank, overlap=False, optimizer=MakesItsStateAnew)
+    said: dict[str, Any] = {"moved": job.until(RebalanceCommitted).moved_experts}
+    job.until(RebalanceCommitted)
+    said["dropped"] = len(job.balancer.events.of_type(RebalanceAborted))
+    while still.steps < job.steps:
+        still.step()
+    said["same"] = job.losses == still.losses and same(job.state(), still.state())
+    for each in (job, still):
+        each.balancer.close()
+    return said
+
+
 class TooMuch(Exception):
     """What a forward may break off with."""
 
@@ -158,6 +182,12 @@ def test_an_optimizers_state_that_is_loaded_while_experts_are_on_their_way() -> 
     for said in run_ranks(2, replaced):
         assert said["same"]
         assert any("is not what it was" in cause for cause in said["causes"])
+
+
+def test_an_optimizer_that_makes_its_state_anew_in_each_step_is_balanced_between_steps() -> None:
+    for said in run_ranks(2, made_anew):
+        assert said["same"] and said["moved"] > 0
+        assert said["dropped"] == 1, "the first time it could have been a state that was loaded"
 
 
 def test_what_is_registered_while_experts_are_on_their_way_goes_with_the_right_ones() -> None:
