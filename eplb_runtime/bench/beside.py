@@ -77,6 +77,8 @@ class _Variant:
         self._step = 0
         self._weights_TK = torch.full((WORK.tokens, WORK.top_k), 1 / WORK.top_k)
         self.block_seconds: list[float] = []
+        self._copied_seconds = 0.0
+        self._time_copies()
 
     def warm_up(self) -> None:
         """One migration that does not count: of memory that nobody has touched, at a pace that nobody knows yet. Half a
@@ -84,6 +86,18 @@ class _Variant:
         self.steps(INTERVAL + INTERVAL // 2)
         self._warm_events = len(list(self.balancer.events))
         self._warm_late_bytes = self.balancer._rebalancer.background.late_bytes
+        self._copied_seconds = 0.0
+
+    def _time_copies(self) -> None:
+        engine = self.balancer._rebalancer._engine
+        commit = engine.commit
+
+        def timed(*args: Any) -> None:
+            began = time.perf_counter()
+            commit(*args)
+            self._copied_seconds += time.perf_counter() - began
+
+        engine.commit = timed  # type: ignore[method-assign,assignment]
 
     def block(self) -> None:
         """In its second half experts move."""
@@ -122,15 +136,16 @@ class _Variant:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
         late = self.balancer._rebalancer.background.late_bytes - self._warm_late_bytes
-        most = torch.tensor([*mine, float(late), *self.block_seconds], dtype=torch.float64)
+        most = torch.tensor([*mine, self._copied_seconds, float(late), *self.block_seconds], dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        pauses, received, late_bytes, *blocks = most.tolist()
+        pauses, received, copied, late_bytes, *blocks = most.tolist()
         pauses /= len(planned)
         extra = [block - other for block, other in zip(blocks, still, strict=True)]
         return {
             "migration": self.name,
             "pause_ms": pauses * 1e3,
             "share_of_pause": 1.0 if pause is None else pauses / pause,
+            "copy_ms": copied / len(planned) * 1e3,
             "extra_ms": float(torch.tensor(extra).median()) * 1e3,
             "step_ms": float(torch.tensor(still).median()) / INTERVAL * 1e3,
             "steps": len(committed) / len(planned),
@@ -153,7 +168,8 @@ def run(
         JSON-able. ``"beside"``: a row for migrations ``between steps`` and ``beside steps``, and both again where most
         of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all that
         a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of steps
-        and ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which nothing
+        and ahead of layers, ``share_of_pause``, and ``copy_ms``, the part of it in which experts that are here are
+        copied to their places; ``extra_ms`` that a block takes longer than one in which nothing
         moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a block;
         ``steps`` in which experts were committed; ``received_mib`` and, sent anew, ``late_mib``.
     """
