@@ -89,6 +89,8 @@ class BalancerConfig:
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
         dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP or ``nccl.ep`` take; even.
+        kernels: on GPUs, Triton kernels deal choices out to copies and hash experts for checksums. Each is tried at
+            attach: one that does not give what plain torch gives there is not used, and the log says so.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
@@ -143,6 +145,7 @@ class BalancerConfig:
     dispatch_dtype: Literal["model", "float8"] = "model"
     low_latency_tokens: int = 0
     dispatch_sms: int = 20
+    kernels: bool = False
     dense_gradients: Literal["host", "allreduce"] = "host"
     move_gradients: bool = False
     guard: Literal["auto", "raise", "warn", "off"] = "auto"

@@ -12,6 +12,7 @@ from .config import BalancerConfig
 from .dispatch.lanes import Lanes
 from .experts.registry import ExpertTensors
 from .guard_looks import Stepper, Watched
+from .kernels_in_use import Kernels
 from .layer import ExpertParallelLayer, HostDispatchedLayer
 from .load.counter import LoadCounter
 from .maps import Maps
@@ -42,6 +43,7 @@ class Parts:
         lanes: the ways of this rank's exchanges of tokens.
         watch: sees how long this rank waits for others.
         structure: what in a model must stay as it is.
+        kernels: what is computed by kernels of ours.
         come: given the name of a collective call, returns when all ranks have come to it; else raises on those that
             have, and names the others.
     """
@@ -62,6 +64,7 @@ class Parts:
     lanes: Lanes
     watch: Watch
     structure: Structure
+    kernels: Kernels
     come: Callable[[str], None]
 
 

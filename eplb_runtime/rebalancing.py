@@ -104,6 +104,7 @@ class Rebalancer:
         self._committed_beside: set[int] = set()
         self._pause_beside = 0.0
         self._replaced = 0
+        self._hash_blocks = parts.kernels.hash_blocks
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = Agreement(groups.control, groups.store)
         self._engine = self._new_engine(parts.transport)
@@ -130,6 +131,7 @@ class Rebalancer:
             job.row_rank,
             self._config.staging_bytes,
             self._config.timeout_seconds,
+            self._hash_blocks,
         )
         staging = self._config.staging_bytes
         engine.bytes_per_step = min(self._config.bytes_per_step or staging, staging)

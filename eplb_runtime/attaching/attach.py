@@ -24,6 +24,7 @@ from ..dispatch import Choice, choose_together, maker, notes
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.registry import ExpertTensors
+from ..kernels_in_use import Kernels, kernels_for
 from ..layer import ExpertParallelLayer, HostDispatchedLayer
 from ..load.counter import LoadCounter
 from ..maps import Maps
@@ -162,6 +163,7 @@ class _Attaching:
         store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
         self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
         self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts))
+        self.kernels = kernels_for(self.device, placement.num_experts) if self.config.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.layers = self._install_layers(self.maps, self.counter)
@@ -195,6 +197,7 @@ class _Attaching:
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
                 ),
+                kernels=self.kernels,
                 come=self._come,
             )
         )
@@ -312,6 +315,7 @@ class _Attaching:
             locality=self.config.split_locality,
             least_tokens=self.config.split_least_tokens,
             speed_R=self.config.speed_R,
+            deal=self.kernels.deal,
         )
         homes = [bank.parameters for bank in self.banks.values()]
         log_memory(self.config, homes, bool(self.optimizers), self._job.row_parts)

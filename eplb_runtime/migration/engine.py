@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..checksum import block_hashes
 from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..phases import phase
@@ -31,6 +32,7 @@ from .exchange import Exchange, Exchanger
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 from .transports.base import Transport, TransportError
+from .verifying import HashBlocks
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -158,6 +160,7 @@ class MigrationEngine:
         row_rank: this rank among those.
         staging_bytes: bytes of received experts held at once; never less than one expert.
         timeout_seconds: for the transfers of one round.
+        hash_blocks: what hashes experts on a GPU, as `checksum.block_hashes`.
 
     Attributes:
         broken: why this rank cannot go on; empty: it can.
@@ -173,6 +176,7 @@ class MigrationEngine:
         row_rank: int,
         staging_bytes: int,
         timeout_seconds: float,
+        hash_blocks: HashBlocks = block_hashes,
     ) -> None:
         self._registry = registry
         self._agreement = agreement
@@ -181,7 +185,7 @@ class MigrationEngine:
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._exchanger = Exchanger(transport, home_rows, row_rank, self._device, nbytes)
+        self._exchanger = Exchanger(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""

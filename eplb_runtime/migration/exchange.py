@@ -21,7 +21,7 @@ from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, in_turn, packed_bytes, runs_of
 from .transports.base import Message, Pending, Together, Transport
-from .verifying import checksum_of
+from .verifying import HashBlocks, checksum_of
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,20 @@ class Exchanger:
         row_rank: this rank among those.
         device: where the live rows are.
         nbytes: of staged experts, for a start; a migration that needs more reserves it.
+        hash_blocks: what hashes experts on a GPU.
     """
 
     def __init__(
-        self, transport: Transport, home_rows: HomeRows, row_rank: int, device: torch.device, nbytes: int
+        self,
+        transport: Transport,
+        home_rows: HomeRows,
+        row_rank: int,
+        device: torch.device,
+        nbytes: int,
+        hash_blocks: HashBlocks,
     ) -> None:
         self._transport = transport
+        self._hash_blocks = hash_blocks
         self._home_rows = home_rows
         self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
@@ -157,7 +165,7 @@ class Exchanger:
     def take_in(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash what has come; whether that is all."""
         for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.parts, [None] * len(s.parts)))
+            exchange.arrived_checksums.append(checksum_of(s.parts, [None] * len(s.parts), self._hash_blocks))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -248,7 +256,10 @@ class Exchanger:
         sums = torch.empty(len(experts) * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
 
         def fill() -> None:
-            said = b"".join(checksum_of([m.data for m in expert], [m.hashes for m in expert]) for expert in experts)
+            said = b"".join(
+                checksum_of([m.data for m in expert], [m.hashes for m in expert], self._hash_blocks)
+                for expert in experts
+            )
             sums.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
 
         if self._transport.hashes:  # it hashes what it reads

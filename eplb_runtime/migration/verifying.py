@@ -3,7 +3,7 @@ the same for rows on the CPU and on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
@@ -12,25 +12,34 @@ from torch import Tensor
 from ..checksum import HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, block_hashes
 from ..host_bytes import fast_host_hashes
 
+HashBlocks = Callable[[Tensor], Tensor]
+"""As `checksum.block_hashes`."""
 
-def checksum_of(rows: Sequence[Tensor], hashes: Sequence[Tensor | None]) -> bytes:
+
+def checksum_of(
+    rows: Sequence[Tensor], hashes: Sequence[Tensor | None], hash_blocks: HashBlocks = block_hashes
+) -> bytes:
     """16 bytes over flat uint8 rows.
 
     Args:
         hashes: of each row, the hashes of its whole blocks, on the host; None: they are computed here.
+        hash_blocks: what computes them on a GPU.
     """
     hasher = xxhash.xxh3_128()
     for row, known in zip(rows, hashes, strict=True):
         whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
-        hasher.update((_hashes(row[:whole]) if known is None else known).numpy().data)
+        hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
         hasher.update(row[whole:].cpu().numpy().data)
     return hasher.digest()
 
 
-def _hashes(blocks: Tensor) -> Tensor:
-    if blocks.device.type == "cpu":
-        return fast_host_hashes(blocks)
+def _hashes(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    return fast_host_hashes(blocks) if blocks.device.type == "cpu" else in_chunks(blocks, hash_blocks)
+
+
+def in_chunks(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    """int64 ``[B]``, on the host, of uint8 ``[B * 1024]``: little memory is taken at once."""
     firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
     return torch.cat(
-        [torch.empty(0, dtype=torch.int64), *(block_hashes(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
+        [torch.empty(0, dtype=torch.int64), *(hash_blocks(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
     )

@@ -172,6 +172,17 @@ class Dealer:
             )
 
 
+def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
+    """As `splitter.deal_out`: counts once more where each block's choices begin, so that nothing is kept from batch to
+    batch."""
+    ids_TK = ids_TK.contiguous()
+    dealer = Dealer(sent_EC.shape[0], ids_TK.numel(), ids_TK.device)
+    dealer.launch_count(ids_TK, torch.empty(sent_EC.shape[0], dtype=torch.int64, device=ids_TK.device))
+    slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
+    dealer.launch_deal(ids_TK, sent_EC, copy_slot_EC, slots_TK)
+    return slots_TK
+
+
 def torch_count(ids_TK: Tensor, counts_E: Tensor) -> None:
     """The reference of `Dealer.launch_count`; that of `Dealer.launch_deal` is `assign_slots`."""
     ids_N = ids_TK.reshape(-1).to(torch.int64)

@@ -40,14 +40,14 @@ class _Layer:
 
     Args:
         tables: of the layers that changed together; this one is number ``index`` there.
-        copy_slot_N: int64 ``[E * C]`` on the device: the slots of each expert's copies.
+        copy_slot_EC: int64 ``[E, C]`` on the device: the slots of each expert's copies.
         slot_P: int64 ``[3, P]``: its expert, which copy of it stands there, whether it is listed (1 or 0).
         several: whether any expert has more than one copy.
     """
 
     tables: SplitTables
     index: int
-    copy_slot_N: Tensor
+    copy_slot_EC: Tensor
     slot_P: NDArray[np.int64]
     several: bool
 
@@ -63,6 +63,7 @@ class BatchSplitter:
         locality: serve a token on its own rank or node where the quotas allow.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+        deal: what deals choices out, with the results of `deal_out`.
 
     Attributes:
         at_home: while True, no batch is split.
@@ -79,8 +80,10 @@ class BatchSplitter:
         locality: bool,
         least_tokens: int,
         speed_R: NDArray[np.float64] | None = None,
+        deal: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._device = device
+        self._deal = deal or deal_out
         self._ep_rank = ep_rank
         self._ranks_per_node = ranks_per_node
         self._mode: Mode = mode
@@ -103,11 +106,11 @@ class BatchSplitter:
         home = None if placement.home is None else placement.home[changed]
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
         tables = SplitTables.of(part)
-        slots_LN = torch.from_numpy(tables.copy_slot_LEC.reshape(len(changed), -1).astype(np.int64)).to(self._device)
+        slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
         new = {}
         for index, layer in enumerate(changed):
             several = bool(part.copy_count[index].max() > 1)
-            new[layer] = _Layer(tables, index, slots_LN[index], _copies_of_slots(part, tables, index), several)
+            new[layer] = _Layer(tables, index, slots_LEC[index], _copies_of_slots(part, tables, index), several)
 
         def take_over() -> None:
             self._layers.update(new)
@@ -143,7 +146,8 @@ class BatchSplitter:
         """
         sent_EC, received_RS = self._split(layer, counts_RE)
         expert_P, copy_P, listed_P = self._layers[layer].slot_P
-        slots_TK = _assign(topk_ids_TK, sent_EC, self._layers[layer].copy_slot_N)
+        sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
+        slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC)
         return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
 
     def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -170,12 +174,20 @@ class BatchSplitter:
         return sent_EC, counts_RE[:, expert_S] * (listed_S * (copy_S == 0))
 
 
-def _assign(topk_ids_TK: Tensor, sent_EC: NDArray[np.int64], copy_slot_N: Tensor) -> Tensor:
-    """int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the next
-    ``sent_EC[e, 1]`` to its second."""
+def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
+    """The slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the
+    next ``sent_EC[e, 1]`` to its second.
+
+    Args:
+        topk_ids_TK: int64 ``[T, K]``, logical experts.
+        sent_EC: int64 ``[E, C]``; the sum over C is how often the expert was chosen.
+        copy_slot_EC: int64 ``[E, C]``.
+
+    Returns:
+        int64 ``[T, K]``.
+    """
     ids = topk_ids_TK.reshape(-1)
-    sent = torch.from_numpy(sent_EC.reshape(-1)).to(ids.device, non_blocking=True)
-    by_expert = torch.repeat_interleave(copy_slot_N, sent, output_size=ids.shape[0])
+    by_expert = torch.repeat_interleave(copy_slot_EC.reshape(-1), sent_EC.reshape(-1), output_size=ids.shape[0])
     order = torch.argsort(ids, stable=True)
     return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(topk_ids_TK.shape)
 

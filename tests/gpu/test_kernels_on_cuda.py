@@ -10,6 +10,7 @@ from device import DEVICE, no_host_sync
 from eplb_runtime import checksum_kernel
 from eplb_runtime.checksum import block_hashes
 from eplb_runtime.dispatch import padded
+from eplb_runtime.kernels_in_use import Kernels, kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
 from eplb_runtime.routing.tables import SplitTables
@@ -48,6 +49,11 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
         expected = torch.zeros(EXPERTS, dtype=torch.int64), torch.empty(TOKENS, TOP_K, dtype=torch.int64)
         kernels.torch_count_and_look_up(choices(seed, dtype), table, *expected, real)
         assert torch.equal(counts.cpu(), expected[0]) and torch.equal(slots.cpu(), expected[1])
+
+
+def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
+    taken = kernels_for(DEVICE, EXPERTS)
+    assert taken == Kernels(kernels.deal_by_kernels, checksum_kernel.launch)
 
 
 def test_choices_are_dealt_out_in_their_order() -> None:

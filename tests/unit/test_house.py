@@ -46,7 +46,7 @@ STOREYS: tuple[set[str], ...] = (
     {"migration.transports"},
     {"replicas"},
     {"gradients", "dispatch", "migration"},
-    {"layer", "in_graph", "guard", "guard_looks", "structure", "parts", "maps"}
+    {"layer", "in_graph", "guard", "guard_looks", "structure", "parts", "maps", "kernels_in_use"}
     | {"background", "compiling", "decision", "reconnecting", "announcing", "rebalancing", "resuming", "balancer"},
     {"observe"},
     {"attaching"},

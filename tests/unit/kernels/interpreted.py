@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_runtime import checksum_kernel
+from eplb_runtime import checksum_kernel, kernels_in_use
 from eplb_runtime.checksum import block_hashes
 from eplb_runtime.dispatch import padded
+from eplb_runtime.kernels_in_use import if_equal
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
+from eplb_runtime.routing.splitter import deal_out
 from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.routing.water_filling_torch import assign_slots
 
@@ -42,6 +44,13 @@ def test_counting_and_looking_up_in_one_pass(tokens: int, top_k: int, experts: i
         assert all(map(torch.equal, found, expected))
         counted = ids if mask is None else ids[mask]
         assert found[0].sum() == 9 * experts + int((counted >= 0).sum())
+
+
+def test_what_is_tried_out_at_attach_is_taken() -> None:
+    choices = kernels_in_use._choices(torch.device("cpu"), 60)
+    assert if_equal("dealing", kernels.deal_by_kernels, deal_out, choices) is kernels.deal_by_kernels
+    blocks = kernels_in_use._blocks(torch.device("cpu"))
+    assert if_equal("hashes", checksum_kernel.launch, block_hashes, blocks) is checksum_kernel.launch
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
