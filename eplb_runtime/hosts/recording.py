@@ -35,7 +35,7 @@ def record(
 
     For a job without a balancer: what it writes is what ``eplb-runtime simulate`` plays through balancers, to see what
     one would do. Counting enqueues one small kernel a layer; sums over ranks and writing happen beside training.
-    Padding, activation recompute and, where there is an optimizer, evaluation do not count. Collective: with
+    Padding, activation recompute and, of a model that is trained, evaluation do not count. Collective: with
     torch.distributed, every rank of the world calls it for the same model; counts are summed over all of them::
 
         with eplb.record(model, "runs/first", optimizer):

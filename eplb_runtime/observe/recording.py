@@ -34,7 +34,8 @@ class Recording:
         recorder: of rank 0; None on the others.
         group: gloo, for the sums over ranks; None: there is one rank.
         real_tokens: as a host says it.
-        in_training_only: whether forwards in evaluation mode are left out.
+        in_training_only: whether forwards in evaluation mode are left out. False: until the first in training mode,
+            since then the model is trained, and what is evaluated in between is not its load.
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class Recording:
     def _see(self, layer: int, chosen: Tensor) -> None:
         if self._closed or in_recompute() or (self._in_training_only and not self._model.training):
             return
+        if self._model.training and not self._in_training_only:
+            self._in_training_only = True
+            self._counter.counts.zero_()  # an evaluation ahead of the first step
         count = self._counter.count_chosen if chosen.dtype is torch.bool else self._counter.count
         count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
 

@@ -195,6 +195,10 @@ def recorded(run: Path) -> tuple[list[Any], list[Any]]:
     losses = []
     with eplb.record(model, run, interval=1) as recording:
         for step in range(STEPS):
+            model.eval()  # which is no load of a model that is trained, ahead of its first step, too
+            with torch.no_grad():
+                example().loss_of(model, STEPS)
+            model.train()
             losses.append(example().loss_of(model, step).item())
             recording.step()
     assert all("route" not in vars(layer.mlp) for layer in model.decoder.layers)
