@@ -161,6 +161,7 @@ class Balancer:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def step(self) -> None:
         """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
 
@@ -179,6 +180,7 @@ class Balancer:
         if self._training or moved:
             self._refresh_copies()
 
+    @torch.compiler.disable
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
 
@@ -203,6 +205,7 @@ class Balancer:
             self._refresh_copies()
         return moved
 
+    @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
         """Say what load will come, where it is known (replayed routing, a curriculum): the next decision plans for it
         instead of a forecast, and only that one; `rebalance()` decides at once.
@@ -261,6 +264,7 @@ class Balancer:
         if self._maps.replicas is not None:
             self._maps.replicas.refresh()
 
+    @torch.compiler.disable
     def weights_changed(self) -> None:
         """Expert weights were written in place, between steps (clamped, swapped with an average for an evaluation, a
         plain ``load_state_dict``): copies follow. `eplb_runtime.checkpoint` calls it itself; without replica slots
@@ -298,6 +302,7 @@ class Balancer:
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
 
@@ -337,6 +342,7 @@ class Balancer:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def reduce_gradients(self) -> None:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
 
@@ -353,6 +359,7 @@ class Balancer:
         with self._watch.waiting():
             self._gradients.reduce()
 
+    @torch.compiler.disable
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes leave the gradients of copies where they are; for all micro-batches but the last.
@@ -367,6 +374,7 @@ class Balancer:
         with self._maps.replicas.defer():
             yield
 
+    @torch.compiler.disable
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
 
@@ -392,6 +400,7 @@ class Balancer:
         rows_LH = self._logical_of_rows()
         return self._gradients.square_of_experts(rows_LH, self.placement.num_experts, gradient_of)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
         """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
@@ -567,6 +576,7 @@ class Balancer:
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     @contextmanager
     def quiesce(self) -> Iterator[None]:
         """No migration while inside (weight reload, asynchronous save); enter and leave at the same step on all ranks.
@@ -580,6 +590,7 @@ class Balancer:
         finally:
             self._rebalancer.quiesced -= 1
 
+    @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
@@ -588,6 +599,7 @@ class Balancer:
         self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
         return {**state, "load": self._resuming.measured()}
 
+    @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
 
@@ -646,6 +658,7 @@ class Balancer:
         """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 
+    @torch.compiler.disable
     def close(self) -> None:
         """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
         more, since nobody refreshes them. In a process that was forked from a rank it does nothing.

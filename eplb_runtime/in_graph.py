@@ -106,5 +106,6 @@ class _Enter(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

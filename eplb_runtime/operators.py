@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -249,10 +250,17 @@ def _experts_where_they_stand(
     autocast: torch.dtype | None,
 ) -> Tensor:
     """Inside activation checkpointing, a forward is repeated by its backward operator, never as a part of the graph:
-    there nothing would say in which order repeated forwards and backward passes exchange tokens."""
+    there nothing would say in which order repeated forwards and backward passes exchange tokens. Nor is it where a
+    graph is made to keep less for its backward (``aggressive_recomputation``)."""
     modes = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
     repeats = any(isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)) for mode in modes)
-    tracing = get_proxy_mode() if repeats else None
+    tracing = get_proxy_mode() if modes else None
+    if tracing is not None and functorch_config.activation_memory_budget < 1:
+        raise RuntimeError(
+            "torch._functorch.config.activation_memory_budget below 1 has torch choose what of a graph's forward is "
+            "repeated in its backward, and it may choose an MoE layer's exchange of tokens: leave it at 1, and use "
+            "activation checkpointing (torch.utils.checkpoint), inside the graph or around it"
+        )
     before = len(tracing.tracer.graph.nodes) if tracing is not None else 0
     combined_TD: Tensor = torch.ops.eplb_runtime.experts_forward(
         number, hidden_TD, topk_ids_TK, topk_weights_TK, parameters, grad, learns, autocast, repeats

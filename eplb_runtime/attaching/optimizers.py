@@ -142,6 +142,7 @@ class Optimizers:
     def _experts_here(self, name: str) -> list[int]:
         return self._balancer._home_experts(self._balancer.layer_of_parameter[name])
 
+    @torch.compiler.disable
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -180,6 +181,7 @@ class Optimizers:
             self._balancer._guard.passed_over(optimizer)
             self._end_turn(number, stepped=False)
 
+    @torch.compiler.disable
     def _after_step(self, number: int, *_: Any) -> None:
         self._stepping = False
         self._end_turn(number, stepped=True)
@@ -200,6 +202,7 @@ class Optimizers:
             if was_step:
                 self._balancer.step()
 
+    @torch.compiler.disable
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Runs before any optimizer of the process steps."""
         # An optimizer may step others inside, as wrappers of optimizers do.

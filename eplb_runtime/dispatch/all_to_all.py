@@ -262,6 +262,7 @@ class _Dispatch(torch.autograd.Function):
         return rows_MD, weights_M
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None) -> tuple[Tensor | None, ...]:
         manifest, wire = ctx.manifest, ctx.wire
         hidden_need, weights_need, *_ = ctx.needs_input_grad
@@ -285,6 +286,7 @@ class _Combine(torch.autograd.Function):
         return wire.homeward(out_MD, handle.manifest, handle.weights)().to(handle.dtype)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         with phase("combine", "B", *ctx.place):
             return ctx.wire.outward(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest)(), None, None

@@ -348,6 +348,7 @@ class _Dispatch(torch.autograd.Function):
         return rows_MD, weights_M, route
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden_need, weights_need, *_rest = ctx.needs_input_grad
         with phase("dispatch", "B", *ctx.place):
@@ -364,6 +365,7 @@ class _Combine(torch.autograd.Function):
         return wire.results(out_MD, handle.manifest, handle.weights).to(handle.dtype)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         with phase("combine", "B", *ctx.place):
             grad_TD = grad_TD.to(ctx.dtype)

@@ -165,6 +165,7 @@ class _UntilBackward(torch.autograd.Function):
         return combined_TD
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -154,6 +154,7 @@ class _WeighGradients(torch.autograd.Function):
         return out_MD.view_as(out_MD)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, Tensor | None]:
         out_MD, weights_M = ctx.saved_tensors
         grad_MD = grad_MD.to(torch.promote_types(ctx.dtype, weights_M.dtype))
@@ -172,6 +173,7 @@ class _Idle(torch.autograd.Function):
         return rows.clone()
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         zeros = (torch.zeros_like(p) if need else None for p, need in zip(ctx.saved_tensors, needed, strict=True))

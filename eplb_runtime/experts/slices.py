@@ -92,5 +92,6 @@ class DividedGradient(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.divisor, None

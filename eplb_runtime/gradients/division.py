@@ -63,6 +63,7 @@ class Division:
                 parameter.register_hook(self._divide)
                 self._divided.add(name)
 
+    @torch.compiler.disable
     def _divide(self, gradient: Tensor) -> Tensor:
         if not self.training:
             raise RuntimeError(

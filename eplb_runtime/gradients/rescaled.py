@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Arrived:
         self._watched = dict(trained[:: max(1, -(-len(trained) // WATCHED))])
         self._pieces: dict[str, Tensor] = {}
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
             for name, parameter in self._watched.items()
         ]
         self.names = tuple(self._watched)
@@ -57,6 +58,7 @@ class Arrived:
         pieces, self._pieces = self._pieces, {}
         return tuple(self._factor(pieces.get(name), p.grad) for name, p in self._watched.items()) if pieces else ()
 
+    @torch.compiler.disable
     def _take(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None and not parameter.grad.is_sparse:
             self._pieces[name] = _piece(parameter.grad).clone()

@@ -67,6 +67,7 @@ class Recording:
         """Call this at ``close``."""
         self._undo.append(undo)
 
+    @torch.compiler.disable
     def step(self) -> None:
         """A step is over; hooked to the optimizer if one was given. Every ``interval`` steps, on all ranks alike, the
         counts are summed and written in the background."""

@@ -145,6 +145,7 @@ class ReplicaBank:
             leaving.zero_() if self._discarded(number) else leaving.copy_(held)
         self.unsent = False
 
+    @torch.compiler.disable
     def note(self) -> None:
         """A backward pass is over. The gradients of the homes are what belongs to what is held back here: nobody else
         may write them."""

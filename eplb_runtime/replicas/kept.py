@@ -65,5 +65,6 @@ class _AllSlots(torch.autograd.Function):
         return tuple(slots.view_as(slots) for slots in layer.all_slots())
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.layer.part(gradients, ctx.next_functions)

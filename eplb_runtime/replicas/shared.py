@@ -100,6 +100,7 @@ class _Together(torch.autograd.Function):
         return views
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients
 
@@ -128,6 +129,7 @@ class _OnReplicaRows(torch.autograd.Function):
         return layer.compute_copies(rows_MD, counts_S, layer.fetched(), None)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, weights_M = ctx.saved_tensors
         rows_need, weights_need, _, _, *trained = ctx.needs_input_grad
@@ -159,6 +161,7 @@ class _FetchAhead(torch.autograd.Function):
         return combined_TD
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
         ctx.layer.fetch()
         return grad_TD, None

@@ -249,6 +249,7 @@ class ReplicaSync:
         finally:
             self._around = None
 
+    @torch.compiler.disable
     def _pass_around_is_over(self) -> None:
         """Every gradient of a home is whole."""
         around, self._last_around = self._last_around, None
@@ -296,6 +297,7 @@ class ReplicaSync:
         links = self._held.pop(layer, self._links[layer])
         self._sent = layer, links, post(links.gradients[0].messages if links.gradients else [])
 
+    @torch.compiler.disable
     def _finish(self) -> None:
         """Add what has been on its way to the homes' gradients; the rows that it left from are free then."""
         sent, self._sent = self._sent, None

@@ -176,6 +176,55 @@ def test_control_other_batches_are_noticed() -> None:
     assert results()[0]["homes"]["loads"] != results()[0]["homes, micro-batches"]["loads"]
 
 
+def _by_one_function(rank: int, compiled: bool, **config: Any) -> tuple[list[float], dict[str, Any], int]:
+    """Forward, backward, clipping and the optimizer's step in one function: losses, state, and how many graphs a
+    second round of steps has made."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model("olmoe", layers=1).train()
+    model.set_experts_implementation("grouped_mm")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    config = {"interval": 1, "lag": 0, "dense_gradients": "allreduce", **config}
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**config))
+    balancer._plan_with(plan_shuffle)
+    balancer._wait_until_compiled()
+
+    def step(*batches: torch.Tensor) -> torch.Tensor:
+        for ids in batches[:-1]:
+            with balancer.no_sync():
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        loss = model(input_ids=batches[-1], labels=batches[-1], use_cache=False).loss
+        loss.backward()
+        balancer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = torch.compile(step, backend="aot_eager") if compiled else step
+    losses, graphs = [], []
+    for number in range(6):
+        losses.append(run(*(batch_of(rank, number + 10 * part) for part in range(number % 2 + 1))).item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    state = eplb.logical_state_dict(model, optimizer)
+    assert balancer.placement.epoch == 6
+    balancer.close()
+    return losses, state, graphs[-1] - graphs[3]
+
+
+def _by_one_function_and_not(rank: int) -> list[tuple[Any, Any]]:
+    configs: tuple[dict[str, Any], ...] = ({}, {"replica_slots": 1})
+    return [(_by_one_function(rank, False, **more), _by_one_function(rank, True, **more)) for more in configs]
+
+
+def test_a_whole_training_step_is_compiled_and_the_balancer_is_left_out() -> None:
+    for with_homes_and_copies in run_ranks(2, _by_one_function_and_not):
+        for (losses, state, _), (compiled, of_compiled, new_graphs) in with_homes_and_copies:
+            assert losses == compiled and len(set(losses)) == 6
+            assert new_graphs == 0
+            for name, tensor in state.items():
+                assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, of_compiled[name]), name
+
+
 def _one_of_two(rank: int, **options: Any) -> dict[str, Any]:
     return train(rank, "aot_eager" if rank == 0 else "", **options)
 

@@ -76,6 +76,27 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter({module: set(imports(module, path, sources)) for module, path in sources.items()}).prepare()
 
 
+def test_torch_compile_looks_into_no_backward_pass() -> None:
+    """It would, where the function that calls ``backward()`` is compiled."""
+    seen = [
+        f"{module}:{line}"
+        for module, path in modules()
+        if not module.startswith("bench.")
+        for line, decorators in backward_passes(ast.parse(path.read_text()))
+        if "torch.compiler.disable" not in decorators
+    ]
+    assert not seen
+    one = ast.parse("class F:\n  @staticmethod\n  def backward(ctx): ...")
+    assert list(backward_passes(one)) == [(3, ["staticmethod"])]
+
+
+def backward_passes(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
+    """Line and decorators of those of autograd functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "backward" and node.args.args[0].arg == "ctx":
+            yield node.lineno, [ast.unparse(decorator) for decorator in node.decorator_list]
+
+
 @pytest.mark.parametrize(
     "line", ["from ..balancer import Balancer", "if True:\n    from ..hosts import attach", "import eplb_runtime.cli"]
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +143,35 @@ def test_recompute_in_a_graph_and_around_one(inside: bool) -> None:
     hidden.sum().backward()
     for one, tensor in zip(found, (given[0], given[2], layers[0].parameter), strict=True):
         torch.testing.assert_close(one, tensor.grad)
+
+
+def test_a_graph_that_keeps_little_repeats_no_layer() -> None:
+    calls: list[str] = []
+    layers = [Scaled(name, calls) for name in ("one", "two")]
+
+    def run(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        for layer in layers:
+            hidden = layer((hidden * 1.1).sin().exp().tanh(), ids, weights.sigmoid()).sin()
+        return hidden
+
+    kept, little = inputs(), inputs()
+    with functorch_config.patch(aggressive_recomputation=True):
+        torch.compile(run, backend="aot_eager")(*little).sum().backward()
+    assert calls == ["one", "two", "two back", "one back"]
+    torch._dynamo.reset()
+    torch.compile(run, backend="aot_eager")(*kept).sum().backward()
+    torch.testing.assert_close(little[0].grad, kept[0].grad)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_graph_that_may_repeat_a_layer_is_refused(budget: float) -> None:
+    layer = Scaled("one", [])
+    run = torch.compile(lambda *given: layer(*given).sin(), backend="aot_eager")
+    with (
+        functorch_config.patch(activation_memory_budget=budget),
+        pytest.raises(Exception, match="activation_memory_budget below 1"),
+    ):
+        run(*inputs())
 
 
 def test_saved_tensors_that_are_copied_are_refused() -> None:

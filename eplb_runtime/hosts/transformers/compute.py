@@ -169,6 +169,7 @@ class _LastLinear(torch.autograd.Function):
         return out_MD
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MI, matrix, weights_M = ctx.saved_tensors
         rows_need, matrix_need, bias_need, weights_need, *_ = ctx.needs_input_grad
