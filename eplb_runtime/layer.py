@@ -119,6 +119,7 @@ class ExpertParallelLayer:
         self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch, copies)
         if in_recompute():
             return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+        self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
         self._meeting.routes(int(self._table.changes_L[self.index]))
         with self._one_at_a_time:

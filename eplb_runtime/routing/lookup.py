@@ -51,7 +51,25 @@ class SlotTable:
 
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
         """Physical slot of each choice, int64 ``[T, K]``."""
-        return self._home_LE[layer][topk_ids_TK]
+        # Plain indexing would take -1 for the last expert without a word.
+        return self._home_LE[layer].index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
+
+    def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
+        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)
+
+        Raises:
+            ValueError: an id is negative or too large.
+        """
+        if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
+            return
+        ids_TK = topk_ids_TK.detach().numpy()
+        lowest, highest = ids_TK.min(), ids_TK.max()
+        experts = self._home_LE.shape[1]
+        if lowest < 0 or highest >= experts:
+            raise ValueError(
+                f"MoE layer {layer} was given expert ids from {lowest} to {highest}, and its experts are 0 to "
+                f"{experts - 1}: a choice that is none (-1 for padding) takes any expert and a router weight of 0"
+            )
 
     def logical_of_slots(self, layer: int) -> Tensor:
         """int64 ``[E]``: the logical expert in each slot, in the order of the slots; the memory stays."""

@@ -181,6 +181,37 @@ def test_one_process_alone_works_too() -> None:
     assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
 
 
+def ids_of_no_expert(rank: int) -> list[str]:
+    """What is said to -1 and to an expert too many, in training and in evaluation, without copies and with them."""
+    said = []
+    for slots in (0, 1):
+        ours = example()
+        model = ours.Model()
+        eplb.stack_experts(model, ours.LAYERS_TO_BALANCE)
+        optimizer = torch.optim.AdamW(model.parameters())
+        balancer = eplb.attach(model, optimizer, layers=ours.LAYERS_TO_BALANCE, config=config(replica_slots=slots))
+        given = torch.zeros(3, ours.HIDDEN), torch.full((3, ours.TOP_K), 0.5)
+        for wrong in (-1, ours.EXPERTS):
+            ids = torch.tensor([[0, 1], [2, wrong], [0, 1]])
+            for training in (True, False):
+                model.train(training)
+                with torch.set_grad_enabled(training), pytest.raises(ValueError) as refused:
+                    model.layers[0].run_experts(given[0], ids, given[1])
+                said.append(str(refused.value))
+        balancer.close()
+    return said
+
+
+def test_ids_of_no_expert_are_refused_in_one_line_and_none_is_taken_for_the_last_expert() -> None:
+    for said in run_ranks(2, ids_of_no_expert):
+        assert [line.partition(":")[0] for line in said] == 2 * [
+            "MoE layer 0 was given expert ids from -1 to 2, and its experts are 0 to 7",
+            "MoE layer 0 was given expert ids from -1 to 2, and its experts are 0 to 7",
+            "MoE layer 0 was given expert ids from 0 to 8, and its experts are 0 to 7",
+            "MoE layer 0 was given expert ids from 0 to 8, and its experts are 0 to 7",
+        ]
+
+
 def with_another_activation(expert: nn.Sequential) -> None:
     expert[1] = nn.ReLU()
 
