@@ -15,6 +15,7 @@ import secrets
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,24 @@ class _Notified(Counted):
     """
 
     spare: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Region:
+    """Memory that the agent knows.
+
+    Args:
+        handle: the agent's.
+        told: peers that may write there; what none was told of is only read here.
+    """
+
+    memory: Tensor
+    handle: Any
+    told: set[int] = field(default_factory=set)
+
+    def holds(self, data: Tensor) -> bool:
+        first, start = data.data_ptr(), self.memory.data_ptr()
+        return start <= first and first + data.numel() <= start + self.memory.numel()
 
 
 @dataclass
@@ -127,8 +146,7 @@ class Nixl(Transport):
             raise
         except Exception as error:
             raise TransportError(f"nixl cannot be used: {error}") from error
-        self._regions: dict[tuple[int, int], Tensor] = {}
-        self._registrations: list[Any] = []
+        self._regions: list[_Region] = []
         self._spare: list[Tensor] = []
         self._traffic: dict[int, _Traffic] = {}
         self._rank_of: dict[str, int] = {}
@@ -157,6 +175,7 @@ class Nixl(Transport):
 
     def register(self, regions: Sequence[Tensor]) -> None:
         with self._lock:
+            self._release()
             for region in regions:
                 self._register(region)
 
@@ -215,18 +234,29 @@ class Nixl(Transport):
             raise TransportError(traffic.problem)
 
     def _register(self, region: Tensor) -> None:
-        key = region.data_ptr(), region.numel()
-        if not region.numel() or key in self._regions:
+        if not region.numel() or self._region_of(region) is not None:
             return
         try:
-            self._registrations.append(self._agent.register_memory(region))
+            handle = self._agent.register_memory(region)
+            self._regions.append(_Region(region.data, handle))  # a view would keep what it is a view of
         except Exception as error:
             raise TransportError(f"nixl cannot register {region.numel()} bytes: {error}") from error
-        self._regions[key] = region
+
+    def _release(self) -> None:
+        """Memory that nobody else has any more is given back: an optimizer may make its state anew in each step."""
+        storages = [region.memory.untyped_storage() for region in self._regions]
+        ours = Counter(storage._cdata for storage in storages)
+        ours.update(set(ours))  # Python's own hold on each
+        for region, storage in zip(list(self._regions), storages, strict=True):
+            # Peers would go on to believe in memory that they were told of; that is staging memory, which stays.
+            if not region.told and torch._C._storage_Use_Count(storage._cdata) <= ours[storage._cdata]:
+                self._regions.remove(region)
+                with contextlib.suppress(Exception):  # as little can be done about it as at the end
+                    self._agent.deregister_memory(region.handle)
 
     def _registered_places(self, data: Sequence[Tensor], pending: _Notified) -> list[Tensor]:
         """The tensors themselves where their memory is registered, else as many bytes of memory that is."""
-        known = [self._is_registered(tensor) for tensor in data]
+        known = [self._region_of(tensor) is not None for tensor in data]
         needed = sum(tensor.numel() for tensor, there in zip(data, known, strict=True) if not there)
         if needed:
             fitting = [spare for spare in self._spare if spare.numel() >= needed]
@@ -244,9 +274,9 @@ class Nixl(Transport):
             used += tensor.numel()
         return places
 
-    def _is_registered(self, data: Tensor) -> bool:
-        first, end = data.data_ptr(), data.data_ptr() + data.numel()
-        return any(start <= first and end <= start + nbytes for start, nbytes in self._regions)
+    def _region_of(self, data: Tensor) -> _Region | None:
+        """The registered memory that a tensor is part of."""
+        return next((region for region in self._regions if region.holds(data)), None)
 
     def _offer(
         self, messages: Sequence[Message], places: Sequence[Tensor], numbers: Sequence[int], pending: _Notified
@@ -259,17 +289,23 @@ class Nixl(Transport):
             first.setdefault(message.peer, traffic.expected)
             traffic.receives[traffic.expected] = _Receive(into, place, number, pending)
             traffic.expected += 1
+            self._tell_of(place, message.peer)
             index = place.get_device() if place.is_cuda else 0
             offers.setdefault(message.peer, []).append(_PLACE.pack(place.data_ptr(), place.numel(), index))
         for peer, packed in offers.items():
             traffic = self._traffic[peer]
-            for registration in self._registrations[traffic.memories_sent :]:
-                metadata = self._agent.get_partial_agent_metadata(registration, True, ["UCX"])
-                self._agent.send_notif(traffic.name, _HEAD.pack(_MEMORY, 0, 0) + metadata)
-            traffic.memories_sent = len(self._registrations)
             for at in range(0, len(packed), AT_ONCE):
                 head = _HEAD.pack(_OFFER, traffic.memories_sent, first[peer] + at)
                 self._agent.send_notif(traffic.name, head + b"".join(packed[at : at + AT_ONCE]))
+
+    def _tell_of(self, place: Tensor, peer: int) -> None:
+        """Let a peer write where this is."""
+        region, traffic = self._region_of(place), self._traffic[peer]
+        if region is not None and peer not in region.told:
+            metadata = self._agent.get_partial_agent_metadata(region.handle, True, ["UCX"])
+            self._agent.send_notif(traffic.name, _HEAD.pack(_MEMORY, 0, 0) + metadata)
+            region.told.add(peer)
+            traffic.memories_sent += 1
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -416,10 +452,9 @@ class Nixl(Transport):
                 traffic.writing.clear()
                 with contextlib.suppress(Exception):
                     self._agent.remove_remote_agent(traffic.name)
-            for registration in self._registrations:
+            for region in self._regions:
                 with contextlib.suppress(Exception):
-                    self._agent.deregister_memory(registration)
-            self._registrations.clear()
+                    self._agent.deregister_memory(region.handle)
             self._agent = None
             self._regions.clear()
             self._spare.clear()
