@@ -94,11 +94,12 @@ class NcclEPCarrier:
         first, *more = parts(rows_NC, _MOST_ROW_BYTES)
         lane, device = self._lanes.here(), slots_NK.device
         way = self._way(lane, slots_NK)
-        rows, row_bytes, in_use = agreed([len(slots_NK), _widest(first), way.retired_in_use], device, lane)
-        if not in_use:
-            way.end_retired()
-        experts_NK = slots_NK // self._slots * self._experts + slots_NK % self._slots
+        rows, row_bytes, *in_use = agreed([len(slots_NK), _widest(first), *way.in_use], device, lane)
         sizes = (max(1, rows), row_bytes)
+        way.end_retired(sizes, in_use)
+        # The package reads them one row behind another, whatever their strides.
+        slots_NK = slots_NK.contiguous()
+        experts_NK = slots_NK // self._slots * self._experts + slots_NK % self._slots
         group = way.group(sizes)
         counts = torch.zeros(self._experts + 1, dtype=torch.int32, device=device)
         handle = group.take(experts_NK, counts)
@@ -142,7 +143,13 @@ class NcclEPCarrier:
         if lane not in ticket.handles:
             group = self._way(lane, ticket.experts_NK).group(ticket.sizes)
             ticket.handles[lane] = group, group.take(ticket.experts_NK)
-        return ticket.handles[lane]
+        group, handle = ticket.handles[lane]
+        if group.ended:
+            raise RuntimeError(
+                "the balancer was closed between this batch's forward and its backward, and dispatch='nccl_ep' has "
+                "ended the way that its rows went: close after the backward pass"
+            )
+        return group, handle
 
 
 class _Way:
@@ -158,28 +165,44 @@ class _Way:
         self._package, self._by_slot, self._settings = package, by_slot, settings
         self._communicator = package.interop.torch.get_nccl_comm_from_group(lane.tokens)
         self._groups: list[_Group] = []
+        self._most = (0, 0)
 
     @property
-    def retired_in_use(self) -> int:
-        """1 if a group that became too small has handles that somebody needs, else 0."""
-        return int(any(group.in_use for group in self._groups[:-1]))
+    def in_use(self) -> tuple[int, int]:
+        """1 if somebody needs handles of groups that became too small, else 0; and of the one that serves now."""
+        *retired, now = [False, *(group.in_use for group in self._groups)]
+        return int(any(retired)), int(now)
 
     def group(self, wanted: Sequence[int]) -> _Group:
         """One that is large enough; made anew, on all ranks alike, if there is none."""
-        had = self._groups[-1].sizes if self._groups else (0, 0)
-        if any(want > have for want, have in zip(wanted, had, strict=True)):
-            rows, row_bytes = grown(had, wanted)
+        if self._too_small(wanted):
+            rows, row_bytes = grown(self._most, wanted)
             sizes = _filled(rows), row_bytes
             self._groups.append(
                 _Group(self._package, self._communicator, self.device, sizes, self._by_slot, self._settings)
             )
+            self._most = sizes
         return self._groups[-1]
 
-    def end_retired(self) -> None:
-        """On all ranks at once."""
-        for group in self._groups[:-1]:
+    def end_retired(self, wanted: Sequence[int], in_use: Sequence[int]) -> None:
+        """End groups that serve nobody any more, ahead of `group`, so that there is memory for both at once only where
+        both are needed. On all ranks at once.
+
+        Args:
+            wanted: as of `group`.
+            in_use: as `in_use` says, of the rank that says most.
+        """
+        retired_in_use, now_in_use = in_use
+        if retired_in_use:
+            return
+        stay = len(self._groups) if self._too_small(wanted) and not now_in_use else len(self._groups) - 1
+        for group in self._groups[:stay]:
             group.end()
-        del self._groups[:-1]
+        del self._groups[:stay]
+
+    def _too_small(self, wanted: Sequence[int]) -> bool:
+        have = self._groups[-1].sizes if self._groups else (0, 0)
+        return any(want > had for want, had in zip(wanted, have, strict=True))
 
     def end(self) -> None:
         """On all ranks at once."""
@@ -219,6 +242,7 @@ class _Group:
         self._group = package.Group.create(communicator, config)
         self._handles: list[Any] = []
         self._free: dict[int, list[Any]] = {}
+        self.ended = False
 
     @property
     def in_use(self) -> bool:
@@ -290,6 +314,7 @@ class _Group:
 
     def end(self) -> None:
         """Destroy it, on all ranks at once."""
+        self.ended = True
         while self._handles:
             self._handles.pop().destroy()
         self._group.destroy()

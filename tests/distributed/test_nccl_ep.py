@@ -20,7 +20,7 @@ from transport_contract import soon
 
 import eplb_runtime as eplb
 from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.carried import Carried
+from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.lanes import Lane, Lanes
 from eplb_runtime.dispatch.nccl_ep import NcclEPCarrier
 from eplb_runtime.events import RebalanceCommitted
@@ -128,9 +128,41 @@ def closed_alone(rank: int) -> int:
     return len(double.MADE)
 
 
+def transposed(rank: int) -> list[bool]:
+    """Whether rows come home where the router's choices lie column by column; and that they did lie so."""
+    group = dist.new_group([0, 1])
+    dispatcher = CarriedByRank(group, SLOTS, make_carrier=partial(NcclEPCarrier, package=double))
+    hidden = torch.randn(5, 16).bfloat16()
+    slots = torch.rand(5, 2 * SLOTS).argsort(dim=1)[:, :2].t().contiguous().t()
+    arrived = dispatcher.dispatch(hidden, slots, torch.full((5, 2), 0.5))
+    back = dispatcher.combine(arrived.rows_MD, arrived.handle)
+    dispatcher.close(soon())
+    return [torch.equal(back, hidden), not slots.is_contiguous()]
+
+
+def closed_in_flight(rank: int) -> tuple[str, bool]:
+    """What a backward pass says when its way has ended; and whether the next batch goes."""
+    group = dist.new_group([0, 1])
+    dispatcher = Carried(group, SLOTS, make_carrier=partial(NcclEPCarrier, package=double))
+    hidden = torch.randn(3, 16).requires_grad_()
+    arrived = dispatcher.dispatch(hidden, torch.tensor([[0], [4], [5]]), torch.ones(3, 1))
+    out = dispatcher.combine(arrived.rows_MD, arrived.handle)
+    dispatcher.close(soon())
+    said = ""
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    hidden, out = there_and_back(dispatcher, 4, rank)
+    dispatcher.close(soon())
+    return said, torch.equal(hidden, out)
+
+
 def all_of_it(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {way: train(rank, way) for way in WAYS}
     found["lives"] = lives(rank)
+    found["transposed"] = transposed(rank)
+    found["closed in flight"] = closed_in_flight(rank)
     found["closed alone"] = closed_alone(rank)
     return found
 
@@ -186,7 +218,7 @@ def test_a_group_that_became_too_small_is_ended_when_its_ways_are_over(ranks: li
     for found in ranks:
         made = found["lives"]["made"]
         assert made[:3] == [one, one, one], "room for a few rows more"
-        assert made[3:5] == [both, one], "it is ended with the next batch"
+        assert made[3:5] == [one, one], "nobody needs it: it is ended before the larger one is made"
         assert made[5] == made[6] == both, "somebody still has a way through the old one"
 
 
@@ -200,6 +232,16 @@ def test_close_ends_everything_and_the_next_batch_makes_it_anew(ranks: list) -> 
     for found in ranks:
         assert found["lives"]["closed"] == []
         assert found["lives"]["made"][-1] == sorted(["Communicator", "Group", "Handle"] * 2), "in two lanes"
+
+
+def test_choices_that_lie_column_by_column_are_read_as_rows(ranks: list) -> None:
+    assert [found["transposed"] for found in ranks] == [[True, True]] * 2
+
+
+def test_a_backward_pass_after_close_says_so_and_the_next_batch_goes(ranks: list) -> None:
+    for found in ranks:
+        said, right = found["closed in flight"]
+        assert "close after the backward pass" in said and "\n" not in said and right
 
 
 def test_what_is_closed_by_one_rank_alone_stays(ranks: list) -> None:
