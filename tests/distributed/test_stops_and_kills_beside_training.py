@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,8 @@ def stand_still_once(seconds: float) -> Callable[[object], None]:
         if not stopped:
             stopped.append(True)
             subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this very thread: sent to the process, another may take it, and this one goes on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     return stop
 
