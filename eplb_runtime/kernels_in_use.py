@@ -19,6 +19,7 @@ from .routing.splitter import deal_out
 logger = logging.getLogger("eplb_runtime")
 
 _CHOICES = (2048, 8)
+"""Tokens and choices of a batch that is tried."""
 
 
 @dataclass(frozen=True)

@@ -169,9 +169,9 @@ def run(
         of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all that
         a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of steps
         and ahead of layers, ``share_of_pause``, and ``copy_ms``, the part of it in which experts that are here are
-        copied to their places; ``extra_ms`` that a block takes longer than one in which nothing
-        moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a block;
-        ``steps`` in which experts were committed; ``received_mib`` and, sent anew, ``late_mib``.
+        copied to their places; ``extra_ms`` that a block takes longer than one in which nothing moves (the median),
+        which has the processor's share in carrying and hashing; ``step_ms`` of such a block; ``steps`` in which experts
+        were committed; ``received_mib`` and, sent anew, ``late_mib``.
     """
     if device.type != "cpu":
         raise ValueError("bench beside measures on CPUs")
