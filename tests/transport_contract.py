@@ -258,6 +258,27 @@ def what_is_done_stays_done_after_an_abort(rank: int, transport: Transport) -> N
     exchange_with_all(rank, transport, others(rank), [10])
 
 
+def a_message_that_is_said_to_be_here_is(rank: int, transport: Transport) -> None:
+    """Asked before anything has been sent, by carriers that tell messages apart and by others."""
+    sizes = [70_000, 0, 16]
+    if rank == 0:
+        into = [transport.empty(size) for size in sizes]
+        pending = transport.post([], [Message(1, piece) for piece in into])
+        assert not pending.has(0) and not pending.has(2)
+        tell("asked")
+        end = soon()
+        for number, piece in enumerate(into):
+            while not pending.has(number):
+                assert time.monotonic() < end
+            assert torch.equal(piece, random_bytes(number, sizes[number], transport.device)), number
+        pending.wait(soon())
+        assert all(pending.has(number) for number in range(len(sizes)))
+    if rank == 1:
+        hear("asked")
+        out = [Message(0, random_bytes(number, size, transport.device)) for number, size in enumerate(sizes)]
+        transport.post(out, []).wait(soon())
+
+
 def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Transport) -> None:
     """For carriers that say so; each message is told of when it is here, while later ones have not even been sent."""
     sizes = [3 << 20, 16, 5000]
@@ -312,6 +333,7 @@ CASES: list[Case] = [
     a_peer_that_is_later_than_the_deadline,
     what_is_cancelled_is_not_written,
     what_is_done_stays_done_after_an_abort,
+    a_message_that_is_said_to_be_here_is,
     what_comes_is_posted_first_and_what_goes_bit_by_bit,
     what_is_read_is_hashed_before_the_next_message_is_filled,
 ]

@@ -18,7 +18,7 @@ class Counted(Pending):
         give_up: called with this and a reason; afterwards it has failed, unless it was done.
 
     Attributes:
-        here: which of the messages received are; `expect` says how many there are.
+        here: which of the messages received are; `expect` says how many there are. Empty: this carrier cannot tell.
         finished: set when all are through, or none will be any more.
         problem: why it has failed.
     """
@@ -39,7 +39,7 @@ class Counted(Pending):
         return [number for number, here in enumerate(self.here) if not here]
 
     def has(self, index: int) -> bool:
-        return self.poll() or bool(self.here[index])
+        return self.poll() or (bool(self.here) and bool(self.here[index]))
 
     def one_done(self) -> None:
         self.left -= 1

@@ -8,8 +8,6 @@ place.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import mmap
 import os
 import threading
@@ -17,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,16 @@ from torch import Tensor
 
 from ...checksum import HASH_BLOCK_BYTES
 from ...host_bytes import copy, copy_and_hash
-from .base import Message, Pending, Transport, TransportError
-from .counted import Counted, to_others
-from .neighbours import Card, Inbox, Kind, Neighbour, Note, meet_all, wait_for
+from .base import Message, TransportError
+from .counted import Counted
+from .neighbours import Kind, Neighbour, Note
 from .segments import Segment, open_segment
-
-logger = logging.getLogger("eplb_runtime")
+from .within_node import Traffic, WithinNode
 
 SHARED_BYTES = 1 << 20
 """Memory of at least so many bytes is shared; each piece of it takes a descriptor."""
 PIECE_BYTES = 8 << 20
 """Written at once; between two pieces a rank looks whether anybody has given up."""
-LOOK_SECONDS = 0.5
-"""So often a rank that waits looks at its neighbours' cards, should a note have found no room."""
 FENCE_SECONDS = 0.25
 """Who has given up waits so long for a neighbour in the middle of a piece."""
 
@@ -82,37 +78,43 @@ class _Receive:
 
 
 @dataclass
-class _Traffic:
-    """With one neighbour, in order.
-
-    Args:
-        sends: messages that are not written yet.
-        offers: memory of the neighbour's for the next of them.
-        receives: messages that were offered memory and are not here yet.
-        mapped: segments of the neighbour's by identity.
-        problem: why nothing goes this way any more.
+class _Traffic(Traffic):
+    """Args:
+    sends: messages that are not written yet.
+    receives: messages that were offered memory and are not here yet.
+    mapped: segments of the neighbour's by identity.
     """
 
     sends: deque[_Send] = field(default_factory=deque)
-    offers: deque[Note] = field(default_factory=deque)
     receives: deque[_Receive] = field(default_factory=deque)
     mapped: dict[int, Tensor] = field(default_factory=dict)
-    problem: str = ""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sends or self.receives)
+
+    def drop(self) -> None:
+        self.sends.clear()
+        self.receives.clear()
+
+    def forget(self) -> None:
+        super().forget()
+        self.mapped.clear()
 
 
-class SharedMemory(Transport):
+class SharedMemory(WithinNode[_Shared, _Traffic]):
     """Writes into the memory of other processes, and hashes on the way.
 
     Args:
-        group: the migration group; only used to find each other.
-        backend: its backend's name.
+        group, timeout_seconds, peers: as of `WithinNode`.
+        backend: of the group, by name.
         device: the model's; the CPU.
-        timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
-        peers: the ranks of this node that will be sent to; None: all of the group.
 
     Raises:
         TransportError: the model is not on a CPU.
     """
+
+    by = "shared memory"
 
     def __init__(
         self,
@@ -125,35 +127,12 @@ class SharedMemory(Transport):
         if device.type != "cpu":
             raise TransportError(f"transport 'shm' carries experts between CPUs, not on {device.type}")
         self.device = torch.device("cpu")
+        super().__init__(group, self.device, timeout_seconds, peers)
         self.hashes = self.one_by_one = True
-        self._group = group
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
-        everybody = range(group.size()) if peers is None else peers
-        self._peers = [peer for peer in everybody if peer != self._rank]
-        self._state = threading.Condition(threading.RLock())
-        self._inbox = Inbox()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._card = Card(group.size())
-        self._neighbours: dict[int, Neighbour] = {}
-        self._traffic: dict[int, _Traffic] = {}
         self._segments: list[Segment] = []
         self._spare: list[Segment] = []
         self._freed: deque[int] = deque()
-        self._pending: list[_Shared] = []
-        self._thread: threading.Thread | None = None
         self._copying = False
-        self._problem = ""
-        self._closed = False
-
-    def warm_up(self, deadline: float) -> None:
-        try:
-            self._neighbours = meet_all(self._group, self.device, self._inbox, self._card, self._peers, deadline)
-            self._traffic = {peer: _Traffic() for peer in self._peers}
-            self._say_hello(deadline)
-        except BaseException:
-            self.close()
-            raise
 
     def empty(self, nbytes: int) -> Tensor:
         if nbytes < SHARED_BYTES:
@@ -163,54 +142,13 @@ class SharedMemory(Transport):
             self._segments.append(Segment(nbytes, self._freed.append))
             return self._segments[-1].hand_out()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = to_others(self._rank, sends, receives)
-        with self._state:
-            for peer in {message.peer for message in (*out, *into)}:
-                self._refuse_if_lost(peer)
-            pending = _Shared(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
-            numbers = pending.expect(self._rank, receives)
-            if not pending.left:
-                return pending
-            self._pending.append(pending)
-            self._tell_what_is_gone()
-            self._offer(into, numbers, pending)
-            for message in out:
-                send = _Send(message.data.detach(), message.hashes, message.fill, pending)
-                self._traffic[message.peer].sends.append(send)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-                self._thread.start()
-        os.eventfd_write(self._wake, 1)
-        return pending
+    def _new_traffic(self) -> _Traffic:
+        return _Traffic()
 
-    def close(self) -> None:
-        with self._state:
-            if self._closed:
-                return
-            self._closed = True
-            self._give_up("the transport is closed")
-            thread = self._thread
-        os.eventfd_write(self._wake, 1)
-        if thread is not None:
-            thread.join()
-        for neighbour in self._neighbours.values():
-            neighbour.close()
-        self._traffic.clear()
-        self._inbox.close()
-        os.close(self._wake)
+    def _new_pending(self, messages: int, end: float) -> _Shared:
+        return _Shared(messages, end, self.give_up)
 
-    def give_up(self, pending: Counted, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        with self._state:
-            if not pending.finished.is_set():
-                self._give_up(reason)
-                if not self._closed:
-                    os.eventfd_write(self._wake, 1)
-
-    # -- meeting -------------------------------------------------------------------------------------------------------
-
-    def _say_hello(self, deadline: float) -> None:
+    def _try_out(self, deadline: float) -> None:
         out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
         self.post(
             [Message(peer, out) for peer in self._peers],
@@ -219,14 +157,13 @@ class SharedMemory(Transport):
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
-    def _refuse_if_lost(self, peer: int) -> None:
-        if self._problem:
-            raise TransportError(f"shared memory is not used any more: {self._problem}")
-        traffic = self._traffic.get(peer)
-        if traffic is None:
-            raise TransportError(f"EP rank {peer} is not connected by shared memory")
-        if traffic.problem:
-            raise TransportError(traffic.problem)
+    def _take_on(
+        self, out: Sequence[Message], into: Sequence[Message], numbers: Sequence[int], pending: _Shared
+    ) -> None:
+        self._offer(into, numbers, pending)
+        for message in out:
+            send = _Send(message.data.detach(), message.hashes, message.fill, pending)
+            self._traffic[message.peer].sends.append(send)
 
     def _offer(self, messages: Sequence[Message], numbers: Sequence[int], pending: _Shared) -> None:
         places = [self._place_of(message.data) for message in messages]
@@ -266,80 +203,15 @@ class SharedMemory(Transport):
         pending.spare = spare
         return spare
 
-    def _tell(self, peer: int, note: Note, told: _Shared | None = None) -> None:
-        written = told.one_done if told is not None else _nothing
-        self._neighbours[peer].outbox.append((note.encode(), written))
-
     def _tell_what_is_gone(self) -> None:
         while self._freed:
-            identity = self._freed.popleft()
-            for peer, traffic in self._traffic.items():
-                if not traffic.problem:
-                    self._tell(peer, Note(Kind.FREED, self._rank, identity))
+            self._tell_all(Note(Kind.FREED, self._rank, self._freed.popleft()))
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        """Until nothing is pending."""
-        try:
-            with torch.no_grad():
-                while self._step():
-                    pass
-        except BaseException as error:
-            logger.exception("the thread that writes to shared memory has failed")
-            with self._state:
-                self._copying, self._thread = False, None
-                self._give_up(f"{type(error).__name__}: {error}")
-                self._state.notify_all()
-
-    def _step(self) -> bool:
-        """Hear, say, and write one piece, or wait for something to happen. Whether to go on."""
-        with self._state:
-            self._listen()
-            self._bring_up_to_date()
-            if not self._pending:
-                self._thread = None
-                return False
-            piece = self._next_piece()
-            self._copying = piece is not None
-            waiting = [n.inbox for n in self._neighbours.values() if n.outbox]
-            ends = [n.end for p, n in self._neighbours.items() if not self._traffic[p].problem]
-            seconds = max(0.0, min(LOOK_SECONDS, min(p.end for p in self._pending) - time.monotonic()))
-        if piece is None:
-            wait_for([self._inbox.reading, self._wake, *ends], waiting, seconds)
-            return True
-        try:
-            self._write(*piece)
-        finally:
-            with self._state:
-                self._copying = False
-                self._state.notify_all()
-        return True
-
-    def _listen(self) -> None:
-        """Hear what the neighbours say; who has ended or closed may have said something before."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        gone = {
-            peer: "its process has ended" if neighbour.ended else "it has given up"
-            for peer, neighbour in self._neighbours.items()
-            if not self._traffic[peer].problem and (neighbour.closed or neighbour.ended)
-        }
-        for note in self._inbox.read():
-            self._hear(note)
-        for peer, why in gone.items():
-            self._lose(peer, f"EP rank {peer} does not answer: {why}")
-
-    def _hear(self, note: Note) -> None:
-        traffic = self._traffic.get(note.source)
-        if traffic is None or traffic.problem:
-            return
-        if note.kind == Kind.OFFER:
-            traffic.offers.append(note)
-        elif note.kind == Kind.FREED:
+    def _hear(self, note: Note, traffic: _Traffic) -> None:
+        if note.kind == Kind.FREED:
             traffic.mapped.pop(note.identity, None)
-        elif note.kind == Kind.GOODBYE:
-            self._lose(note.source, f"EP rank {note.source} does not answer: it has given up")
         elif traffic.receives:
             receive = traffic.receives.popleft()
             if receive.into is not None and receive.at is not None:
@@ -347,24 +219,26 @@ class SharedMemory(Transport):
             receive.pending.here[receive.number] = 1
             receive.pending.one_done()
 
-    def _bring_up_to_date(self) -> None:
-        """Write what can be said, and leave out what is over."""
-        for neighbour in self._neighbours.values():
-            neighbour.send()
-        if any(time.monotonic() > pending.end for pending in self._pending):
-            self._give_up("messages through shared memory were not through in time")
-        for pending in self._pending:
-            if pending.finished.is_set() and pending.spare is not None and not pending.problem:
-                self._spare.append(pending.spare)
-                pending.spare = None
-        self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
+    def _keep(self, pending: _Shared) -> None:
+        if pending.spare is not None:
+            self._spare.append(pending.spare)
+            pending.spare = None
 
-    def _next_piece(self) -> tuple[int, _Send, Note] | None:
-        """A neighbour that has offered memory for what is to be sent to it; each gets a message in turn."""
+    def _next(self) -> Callable[[], None] | None:
+        """A piece for a neighbour that has offered memory for what is to be sent to it; each gets a message in turn."""
         for peer, traffic in self._traffic.items():
             if traffic.sends and traffic.offers and not traffic.problem:
-                return peer, traffic.sends[0], traffic.offers[0]
+                self._copying = True
+                return partial(self._write_one_piece, peer, traffic.sends[0], traffic.offers[0])
         return None
+
+    def _write_one_piece(self, peer: int, send: _Send, offer: Note) -> None:
+        try:
+            self._write(peer, send, offer)
+        finally:
+            with self._state:
+                self._copying = False
+                self._state.notify_all()
 
     def _write(self, peer: int, send: _Send, offer: Note) -> None:
         """Write the next piece of a message, unless its receiver has given up.
@@ -396,13 +270,13 @@ class SharedMemory(Transport):
                 self._card.write_to(peer, False)
         with self._state:
             if closed:
-                self._lose(peer, f"EP rank {peer} does not answer: it has given up")
+                self._lose(peer, "it has given up")
             elif not self._problem:
                 send.done = end
                 if end == total:
                     self._traffic[peer].sends.popleft()
                     self._traffic[peer].offers.popleft()
-                    self._tell(peer, Note(Kind.WRITTEN, self._rank), send.pending)
+                    self._tell(peer, Note(Kind.WRITTEN, self._rank), send.pending.one_done)
                     # Another neighbour's turn.
                     self._traffic[peer] = self._traffic.pop(peer)
 
@@ -415,42 +289,18 @@ class SharedMemory(Transport):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _lose(self, peer: int, problem: str) -> None:
-        """Nothing comes from or goes to a neighbour any more."""
-        traffic = self._traffic[peer]
-        if traffic.problem:
-            return
-        traffic.problem = problem
-        self._neighbours[peer].outbox.clear()
-        if traffic.sends or traffic.receives:
-            self._give_up(problem)
-        traffic.offers.clear()
-        traffic.mapped.clear()
-
     def _fail(self, problem: str) -> None:
         with self._state:
             self._give_up(problem)
 
-    def _give_up(self, problem: str) -> None:
-        """End all that is pending, on this rank and, since it was told, on those that it has to do with."""
-        if not self._problem:
-            self._problem = problem
-            self._card.close()
-            goodbye = Note(Kind.GOODBYE, self._rank)
-            for peer, neighbour in self._neighbours.items():
-                if not self._traffic[peer].problem:
-                    self._tell(peer, goodbye)
-                    neighbour.send()
-        while self._copying and threading.current_thread() is not self._thread:
+    def _part(self, problem: str) -> str:
+        while self._copying and self._thread not in (None, threading.current_thread()):
             self._state.wait()
         end = time.monotonic() + FENCE_SECONDS
         for peer, traffic in self._traffic.items():
             if traffic.receives:
                 self._keep_out(self._neighbours[peer], traffic, end)
-            traffic.sends.clear()
-            traffic.receives.clear()
-        for pending in self._pending:
-            pending.fail(problem)
+        return problem
 
     def _keep_out(self, neighbour: Neighbour, traffic: _Traffic, end: float) -> None:
         """Let nothing more be written into what this neighbour was offered."""
@@ -469,7 +319,3 @@ def _write_piece(target: Tensor, send: _Send, first: int, end: int) -> None:
     else:
         blocks = slice(first // HASH_BLOCK_BYTES, end // HASH_BLOCK_BYTES)
         copy_and_hash(target[first:end], send.data[first:end], send.hashes[blocks])
-
-
-def _nothing() -> None:
-    """For notes whose writing nobody waits for."""
