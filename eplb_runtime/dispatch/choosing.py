@@ -24,6 +24,7 @@ from .deepep_elastic import ElasticCarrier
 from .deepep_low_latency import LowLatency
 from .hierarchical import Hierarchical, HierarchicalByRank
 from .nccl_ep import NcclEPCarrier
+from .one_rank import OneRank
 
 CARRIERS: Mapping[str, Callable[..., Carrier]] = {
     "deepep": BufferCarrier,
@@ -133,7 +134,7 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
     """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
     ranks are in the same forward, and the ways of their exchanges."""
     if choice.name == "all_to_all":
-        return AllToAll
+        return AllToAll if topology.num_ranks > 1 else OneRank
     by_rank = config.combine_order == "by_rank"
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical

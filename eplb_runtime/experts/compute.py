@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -39,8 +40,12 @@ class SlotCounts:
         return torch.diff(self.offsets_S, prepend=self.offsets_S.new_zeros(1))
 
     def known(self) -> Sequence[int]:
-        """The numbers; waits for the device if the host does not have them."""
-        counts: Sequence[int] = self.counts_S.tolist() if self.on_host is None else self.on_host
+        """The numbers; waits for the device, once, if the host does not have them."""
+        return self._waited_for if self.on_host is None else self.on_host
+
+    @cached_property
+    def _waited_for(self) -> list[int]:
+        counts: list[int] = self.counts_S.tolist()
         return counts
 
     def slot_of_rows(self, rows: int) -> Tensor:

@@ -15,6 +15,8 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.dispatch.all_to_all import AllToAll
+from eplb_runtime.dispatch.base import Dispatcher
+from eplb_runtime.dispatch.one_rank import OneRank
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.experts.compute import weigh_gradients
 from eplb_runtime.migration.transports.base import Message, TransportError
@@ -34,7 +36,7 @@ def ranks_on_gpu(world_size: int, function: Callable[..., object], *args: object
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def dispatch_alone(rank: int) -> None:
+def dispatch_alone(rank: int, kind: type[Dispatcher]) -> None:
     """All choices of a batch through the dispatcher, against the same experts applied directly."""
     use(DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +49,7 @@ def dispatch_alone(rank: int) -> None:
         inputs = [t.clone().requires_grad_() for t in (hidden, share, experts)]
         x, weight, matrices = inputs
         if dispatched:
-            dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+            dispatcher = kind(dist.group.WORLD, EXPERTS)
             arrived = dispatcher.dispatch(x, slots, weight)
             slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
             out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
@@ -76,8 +78,9 @@ def dispatch_with_known_counts(rank: int) -> None:
         dispatcher.combine(out, arrived.handle).sum().backward()
 
 
-def test_dispatch_at_world_size_1() -> None:
-    ranks_on_gpu(1, dispatch_alone)
+@pytest.mark.parametrize("kind", [AllToAll, OneRank])
+def test_dispatch_at_world_size_1(kind: type[Dispatcher]) -> None:
+    ranks_on_gpu(1, dispatch_alone, kind)
 
 
 def test_dispatch_with_known_counts_never_waits_for_the_device() -> None:

@@ -1,0 +1,85 @@
+"""Control: what `host_waits` promises to notice, it notices; and what waits for nothing passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from host_waits import HostWaitsError, no_waits
+from torch import Tensor
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x[0]),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool(x[0]),
+    "if": lambda x: 1 if x.any() else 0,
+    "index": lambda x: range(5)[x[1]],
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(),
+    "array": lambda x: x.__array__(),
+    "in": lambda x: 3 in x,
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "boolean index": lambda x: x[x > 0],
+    "boolean assignment": lambda x: x.clone().__setitem__(x > 0, x[:1].expand(3)),
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "bincount": lambda x: x.bincount(),
+    "split by values": lambda x: x.split(x.tolist()),
+    "slice by a value": lambda x: x[: x[1]],
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_reads_values_is_refused(name: str) -> None:
+    x = torch.tensor([0, 1, 2, 3])
+    try:
+        WAITS[name](x)
+    except (ValueError, RuntimeError):
+        assert name in ("boolean assignment", "split by values")
+    with pytest.raises(HostWaitsError), no_waits():
+        WAITS[name](x)
+
+
+def test_it_is_refused_in_a_backward_pass() -> None:
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad if grad.sum() else grad * 2
+
+    x = torch.ones(3, requires_grad=True)
+    loss = Looks.apply(x).sum()
+    with pytest.raises(HostWaitsError), no_waits():
+        loss.backward()
+
+
+def test_what_waits_for_nothing_passes() -> None:
+    x = torch.tensor([2, 0, 1])
+    with no_waits():
+        order = x.argsort(stable=True)
+        x.cumsum(0).index_select(0, order).scatter_add_(0, order, x)
+        torch.where(x > 0, x[order], 0).clamp_(max=1).masked_fill_(x > 0, 2)
+        torch.repeat_interleave(x, x, output_size=3)
+        torch.searchsorted(x, x)
+        x[order] = x.clone()
+
+
+def test_named_functions_may_wait() -> None:
+    def looks_on_a_cpu(x: Tensor) -> bool:
+        return bool(x.any())
+
+    with no_waits(but_in=["looks_on_a_cpu"]):
+        assert looks_on_a_cpu(torch.ones(1))
+    with pytest.raises(HostWaitsError), no_waits():
+        looks_on_a_cpu(torch.ones(1))
