@@ -75,6 +75,9 @@ class Look:
         text = self.problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
         values = [_hash(piece) for piece in pieces]
+        for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
+            # Other experts all the same have the same where everything overflows.
+            values[number] = 0 if _is_one_value(piece) else values[number]
         hashes = torch.zeros(2 * SAMPLES, dtype=torch.int64)
         hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
@@ -111,3 +114,9 @@ class Seen:
 def _hash(piece: Tensor) -> int:
     """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
     return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
+
+
+def _is_one_value(piece: Tensor) -> bool:
+    """Whether all elements are the same, whatever their dtype."""
+    words = piece[: piece.numel() // 8 * 8].clone().view(torch.int64)  # a piece may begin anywhere
+    return bool((words == words[:1]).all())

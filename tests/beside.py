@@ -33,12 +33,12 @@ class Job:
         if dtype == torch.float64:
             self.model.set_experts_implementation("eager")
         self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
+        moving, copies = "incremental", settings.get("replica_slots")
         config = eplb.BalancerConfig(
             interval=2,
-            policy="incremental" if overlap or settings.get("replica_slots") else "static",
             overlap=overlap,
             dense_gradients="allreduce",
-            **{"timeout_seconds": 15.0, **settings},
+            **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.background = self.balancer._rebalancer.background

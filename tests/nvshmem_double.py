@@ -29,8 +29,8 @@ class Double:
     def __init__(self, folder: Path) -> None:
         self.calls: list[str] = []
         self._folder = folder
-        self._heaps: dict[int, np.ndarray] = {}
-        self._base = self._nbytes = 0
+        self._heaps: dict[tuple[int, int], np.ndarray] = {}
+        self._begins: list[tuple[int, int]] = []
         self._name = ""
 
     def library(self) -> Library:
@@ -46,28 +46,34 @@ class Double:
         self.rank, self._name = rank, "heap"
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        assert dtype == torch.uint8 and not self._nbytes
-        (self._nbytes,) = shape
-        mine = self._heap(self.rank)
-        self._base = mine.ctypes.data
+        assert dtype == torch.uint8
+        number, (nbytes,) = len(self._begins), shape
+        mine = self._part(number, self.rank, nbytes)
+        self._begins.append((mine.ctypes.data, nbytes))
         return torch.from_numpy(mine)
 
     # -- nvshmem.bindings.nvshmem --------------------------------------------------------------------------------------
 
     def putmem_on_stream(self, dest: int, source: int, bytes: int, pe: int, cstrm: int) -> None:
-        begin = dest - self._base
-        assert begin >= 0 and begin + bytes <= self._nbytes, "the destination is in the heap"
-        assert source - self._base >= 0 and source - self._base + bytes <= self._nbytes, "and so is the source"
+        number, at = self._place(dest, bytes)
+        self._place(source, bytes)
         assert pe != self.rank
         self.calls.append("put")
-        ctypes.memmove(self._heap(pe).ctypes.data + begin, source, bytes)
+        ctypes.memmove(self._part(number, pe, self._begins[number][1]).ctypes.data + at, source, bytes)
 
     def quiet_on_stream(self, cstrm: int) -> None:
         self.calls.append("quiet")
 
-    def _heap(self, pe: int) -> np.ndarray:
-        if pe not in self._heaps:
-            with open(self._folder / f"heap{pe}", "a+b") as file:
-                file.truncate(self._nbytes)
-                self._heaps[pe] = np.frombuffer(mmap.mmap(file.fileno(), self._nbytes), dtype=np.uint8)
-        return self._heaps[pe]
+    def _place(self, address: int, nbytes: int) -> tuple[int, int]:
+        """Which allocation of the heap, and where in it."""
+        for number, (begin, size) in enumerate(self._begins):
+            if begin <= address and address + nbytes <= begin + size:
+                return number, address - begin
+        raise AssertionError("source and destination are in the heap")
+
+    def _part(self, number: int, pe: int, nbytes: int) -> np.ndarray:
+        if (number, pe) not in self._heaps:
+            with open(self._folder / f"heap {number} of {pe}", "a+b") as file:
+                file.truncate(nbytes)
+                self._heaps[number, pe] = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
+        return self._heaps[number, pe]

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ipc_double import Double
+from cuda_ipc_double import Double, OfAnyMemory
 from ranks import run_ranks
 from torch.multiprocessing import reductions
 from transport_contract import CASES, RANKS, Case, hear, large_messages, run_cases, soon, tell
@@ -22,7 +22,7 @@ from transport_contract import CASES, RANKS, Case, hear, large_messages, run_cas
 from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory
 from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.cuda_ipc import CudaIpc
-from eplb_runtime.migration.transports.cuda_memory import Handle
+from eplb_runtime.migration.transports.cuda_memory import Export, Handle
 
 CPU = torch.device("cpu")
 CHEAP = [case for case in CASES if case is not large_messages]
@@ -155,6 +155,14 @@ def test_what_is_read_while_its_owner_gives_up_is_not_taken_for_good(ranks: list
 
 def test_a_peer_that_dies_is_an_error_at_once(ranks: list[dict]) -> None:
     assert all("process has ended" in said["died"] or "has given up" in said["died"] for said in ranks[:2])
+
+
+def test_memory_that_is_resized_is_exported_anew() -> None:
+    kept = torch.zeros(64, dtype=torch.uint8)
+    export = Export.of(kept, OfAnyMemory())
+    assert export.holds(kept[8:])
+    kept.untyped_storage().resize_(1 << 20)
+    assert export.gone and not export.holds(kept[8:])
 
 
 def names_of(node: ast.expr) -> list[str]:

@@ -29,16 +29,10 @@ ORDER: list[str] = []
 """Collective calls of this rank's buffer, as they begin."""
 
 
-class Buffer(deepep_double.Buffer):
-    """Between three ranks, too, which the real one has no settings for; writes down what goes when."""
+class Buffer(deepep_double.ForAnyNumber):
+    """Writes down what goes when."""
 
     begun = threading.Event()
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> deepep_double.Config:
-        return deepep_double.Config(Buffer.num_sms)
-
-    get_combine_config = get_dispatch_config
 
     def dispatch(self, x: Any, *arguments: Any, **named: Any) -> Any:
         ORDER.append("experts" if x.shape[1] * 2 == ROW_BYTES else "tokens")

@@ -157,6 +157,15 @@ class ScaledAlike(Job):
         nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
 
 
+class OverflowsEverywhere(Job):
+    """Training that diverges: nobody has averaged over other experts because all gradients are the same NaN."""
+
+    def before_step(self, step: int) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(torch.nan)
+
+
 class UnfrozenLater(Job):
     def before_attach(self) -> None:
         self.model.model.layers[0].mlp.experts.requires_grad_(False)
@@ -206,6 +215,7 @@ CASES: dict[str, Callable[[int], dict]] = {
     "clipped ahead of averaging": lambda rank: ClippedAheadOfAveraging(rank).run(),
     "clipped by value ahead of averaging": lambda rank: ClippedByValueAheadOfAveraging(rank).run(),
     "scaled alike": lambda rank: ScaledAlike(rank, gate="always", policy="incremental").run(),
+    "overflow": lambda rank: OverflowsEverywhere(rank).run(2),
     "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
     "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
     "written on one rank": lambda rank: WrittenOnOneRank(rank).run(16),
@@ -223,7 +233,7 @@ def results() -> list[dict[str, dict]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike"]
+    "name", ["right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike", "overflow"]
 )
 def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
     for result in results:

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from beside import RANKS, Job, at, same
+from cuda_ipc_double import OfAnyMemory
+from deepep_double import ForAnyNumber
 from moe_models import batch_of
+from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
 
 from eplb_runtime import background
 from eplb_runtime.background import BackgroundMigration
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationEngine, Phase
-from eplb_runtime.migration.transports import nixl_agent
+from eplb_runtime.migration.transports import TRANSPORTS, nixl_agent
+from eplb_runtime.migration.transports.cuda_ipc import CudaIpc
+from eplb_runtime.migration.transports.deepep import DeepEP
+from eplb_runtime.migration.transports.nvshmem import Nvshmem
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 
@@ -150,8 +159,12 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
     assert not first["written"]
 
 
-def what_other_carriers_make_of_it(rank: int, transports: list[str]) -> dict[str, dict[str, Any]]:
-    """A job over each of them, with a fault at each point of the protocol; then the same steps without migrations."""
+def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path) -> dict[str, dict[str, Any]]:
+    """A job over each of them, with a fault at each point of the protocol; then the same steps without migrations.
+    Those of GPUs carry by doubles."""
+    TRANSPORTS["cuda_ipc"] = lambda *arguments: CudaIpc(*arguments, memory=OfAnyMemory())
+    TRANSPORTS["nvshmem"] = partial(Nvshmem, library=NvshmemDouble(heaps).library())
+    TRANSPORTS["deepep"] = partial(DeepEP, package=SimpleNamespace(Buffer=ForAnyNumber))
     said: dict[str, dict[str, Any]] = {}
     for transport in transports:
         job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000)
@@ -186,9 +199,9 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str]) -> dict[str
     return said
 
 
-def test_so_it_is_with_other_carriers() -> None:
-    transports = ["shm"] if nixl_agent.missing() else ["shm", "nixl"]
-    results = run_ranks(RANKS, what_other_carriers_make_of_it, transports)
+def test_so_it_is_with_other_carriers(tmp_path: Path) -> None:
+    transports = ["shm", "cuda_ipc", "nvshmem", "deepep", *([] if nixl_agent.missing() else ["nixl"])]
+    results = run_ranks(RANKS, what_other_carriers_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]
         assert "rank 1" in first["prepared 1"] and "checksum" in first["staged 2"]

@@ -7,12 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from nvshmem_double import Double
 from ranks import run_ranks
-from transport_contract import CASES, RANKS, Case, large_messages, many_small_messages, run_cases
+from transport_contract import (
+    CASES,
+    RANKS,
+    Case,
+    exchange_with_all,
+    large_messages,
+    many_small_messages,
+    others,
+    run_cases,
+    soon,
+)
 
 from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
-from eplb_runtime.migration.transports.base import TransportError
+from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.nvshmem import Nvshmem
 
 CHEAP = [case for case in CASES if case not in (large_messages, many_small_messages)]
@@ -22,7 +33,35 @@ def over_the_double(rank: int, folder: Path) -> tuple[dict, list[str]]:
     nvshmem_heap.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
     double = Double(folder)
     TRANSPORTS["nvshmem"] = partial(Nvshmem, library=double.library())
-    return run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CHEAP), double.calls
+    said = run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CHEAP)
+    begun = len(double.calls)
+    said["two at once"] = two_at_once(rank)
+    return said, double.calls[:begun]
+
+
+def two_at_once(rank: int) -> list[int]:
+    """Transports of two models in one process, whose messages mix; then of a third. Says how many windows there are."""
+    first, second = (TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", torch.device("cpu"), 30.0) for _ in range(2))
+    first.warm_up(soon())
+    second.warm_up(soon())
+    windows = [len(nvshmem_heap._process.memories)]
+    to, source = (rank + 1) % RANKS, (rank - 1) % RANKS
+    arrived = [torch.empty(200_000, dtype=torch.uint8) for _ in range(2)]
+    pending = [
+        transport.post([Message(to, torch.full_like(into, 10 * number + rank))], [Message(source, into)])
+        for number, (transport, into) in enumerate(zip((first, second), arrived, strict=True))
+    ]
+    for each in pending:
+        each.wait(soon())
+    assert [set(into.tolist()) for into in arrived] == [{source}, {10 + source}]
+    first.close()
+    third = TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", torch.device("cpu"), 30.0)
+    third.warm_up(soon())
+    exchange_with_all(rank, second, others(rank), [70_000])
+    exchange_with_all(rank, third, others(rank), [70_000])
+    for transport in (second, third):
+        transport.close()
+    return [*windows, len(nvshmem_heap._process.memories)]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +73,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, list[str
 def test_contract(ranks: list, case: Case) -> None:
     wrong = "".join(said[case.__name__] for said, _ in ranks)
     assert not wrong, wrong
+
+
+def test_each_transport_in_use_has_a_window_of_its_own_and_leaves_it_to_the_next(ranks: list) -> None:
+    assert [said["two at once"] for said, _ in ranks] == [[2, 2]] * RANKS
 
 
 def test_a_note_follows_its_piece_only_when_that_is_there(ranks: list) -> None:

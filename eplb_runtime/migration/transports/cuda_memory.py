@@ -105,7 +105,7 @@ class Export:
     Args:
         page: holds its word, for those who know where the page is.
         address, nbytes: of the storage.
-        storage: whether it is still there.
+        storage: leads to it while it is there.
     """
 
     page: Segment
@@ -124,7 +124,9 @@ class Export:
 
     @property
     def gone(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+        """Whether it was freed, or given other memory (``resize_``)."""
+        now = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return now is None or (now.data_ptr(), now.nbytes()) != (self.address, self.nbytes)
 
     def holds(self, data: Tensor) -> bool:
         """Whether a tensor is part of it."""

@@ -127,10 +127,16 @@ class Neighbour:
                 self.outbox.extendleft(reversed(taken))
                 return
             except OSError:
-                self.outbox.clear()  # its process has ended, which others notice
+                self.outbox.extendleft(reversed(taken))
+                self.forget()  # its process has ended, which others notice
                 return
             for _, written in taken:
                 written()
+
+    def forget(self) -> None:
+        """Nobody hears notes to it any more: they count as written, so that nobody waits for that."""
+        while self.outbox:
+            self.outbox.popleft()[1]()
 
     def close(self) -> None:
         for descriptor in (self.end, self.inbox):

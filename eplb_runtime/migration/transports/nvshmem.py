@@ -256,6 +256,7 @@ class Nvshmem(Transport):
                 for peer in self._peers:
                     self._window.tell(peer, GOODBYE, 1, stream)
             wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "what was under way")
+            self._window.released = True
         except (RuntimeError, TransportError) as error:
             self._problem = f"{problem}; {error}"
         for traffic in self._peers.values():

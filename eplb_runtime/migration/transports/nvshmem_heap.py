@@ -1,12 +1,14 @@
-"""NVSHMEM's memory of this process: the same window on every rank, which the others write into.
+"""NVSHMEM's memory of this process: the same windows on every rank, which the others write into.
 
-NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline. So the window is
-made once, equally large everywhere, and stays. Only writes on a stream and `quiet` are used: signals, teams and
-collectives end the process where several ranks share a GPU.
+NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline. So windows are
+equally large everywhere and stay: one for each transport in use at once, lent again to the next. Only writes on a
+stream and `quiet` are used: signals, teams and collectives end the process where several ranks share a GPU.
 """
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, util
@@ -75,12 +77,14 @@ class Window:
         piece_bytes: B.
 
     Attributes:
+        released: whether its user reads and writes it no longer.
         inbox_RHB: uint8 ``[R, 2, B]``, pieces from each rank.
         outbox_B: uint8, what goes out, for networks that read only from the heap.
         notes_RKN: int64 ``[R, kinds, 2]``, numbers from each rank.
     """
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, kinds: int):
+        self.released = False
         self._library = library
         self._rank = rank
         inbox, note = num_ranks * HALVES * piece_bytes, num_ranks * kinds * _NOTE * 8
@@ -115,8 +119,15 @@ class Window:
 class _Process:
     """NVSHMEM of this process, which has one world and never a second."""
 
-    members: tuple[int, ...] = ()
-    memory: Tensor | None = None
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = ()
+        self.memories: list[Tensor] = []
+        self.users: list[Callable[[], Window | None]] = []
+
+    def free(self) -> list[int]:
+        """Numbers of windows that nobody uses here."""
+        users = [user() for user in self.users]
+        return [number for number, user in enumerate(users) if user is None or user.released]
 
 
 _process = _Process()
@@ -125,7 +136,7 @@ _process = _Process()
 def window_of(
     group: dist.ProcessGroup, device: torch.device, kinds: int, deadline: float, library: Library | None
 ) -> Window:
-    """The window between the ranks of a group. Collective.
+    """A window between the ranks of a group, of the caller alone until it is released. Collective.
 
     Args:
         kinds: of notes.
@@ -141,20 +152,29 @@ def window_of(
             problem = f"NVSHMEM is started between ranks {list(_process.members)} in this process, not {list(members)}"
     except TransportError as error:
         problem = str(error)
-    said = [word.decode() for word in tell_all(group, device, problem.encode(), deadline)]
-    for rank, text in enumerate(said):
+    word = json.dumps([problem, _process.free()]).encode()
+    said = [json.loads(word) for word in tell_all(group, device, word, deadline)]
+    for rank, (text, _) in enumerate(said):
         if text:
             raise TransportError(f"EP rank {rank}: {text}")
     assert library is not None
     ranks = group.size()
     piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, INBOX_BYTES // (ranks * HALVES) // 4096 * 4096))
-    if _process.memory is None:
-        _process.memory = _started(group, device, library, Window.nbytes(ranks, piece_bytes, kinds), deadline)
+    if not _process.members:
+        _start(group, device, library, deadline)
         _process.members = members
-    return Window(_process.memory, library, group.rank(), ranks, piece_bytes, kinds)
+    free_everywhere = set.intersection(*(set(free) for _, free in said))
+    number = min(free_everywhere, default=len(_process.memories))
+    if number == len(_process.memories):
+        memory: Tensor = library.core.tensor((Window.nbytes(ranks, piece_bytes, kinds),), dtype=torch.uint8)
+        _process.memories.append(memory.zero_())
+        _process.users.append(lambda: None)
+    window = Window(_process.memories[number], library, group.rank(), ranks, piece_bytes, kinds)
+    _process.users[number] = weakref.ref(window)
+    return window
 
 
-def _started(group: dist.ProcessGroup, device: torch.device, library: Library, nbytes: int, deadline: float) -> Tensor:
+def _start(group: dist.ProcessGroup, device: torch.device, library: Library, deadline: float) -> None:
     first = group.rank() == 0
     identity = library.core.get_unique_id(empty=not first)
     raw = identity._data.view(np.uint8)
@@ -162,6 +182,3 @@ def _started(group: dist.ProcessGroup, device: torch.device, library: Library, n
     on = library.device_of(device.index or 0)
     on.set_current()
     library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")
-    memory: Tensor = library.core.tensor((nbytes,), dtype=torch.uint8)
-    memory.zero_()
-    return memory

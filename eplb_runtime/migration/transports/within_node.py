@@ -125,7 +125,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
                 self._thread.start()
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
         return pending
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
         if traffic.problem:
             return
         traffic.problem = f"EP rank {peer} does not answer: {why}"
-        self._neighbours[peer].outbox.clear()
+        self._neighbours[peer].forget()
         if traffic.busy:
             self._give_up(traffic.problem)
         traffic.forget()
