@@ -23,6 +23,7 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
+COPIES_BY = ("torch", "copy_engine")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "nccl_ep", "auto")
 CARRY_FLOAT8 = ("deepep", "nccl_ep")
 COMBINE_ORDERS = ("logical", "by_rank")
@@ -52,6 +53,9 @@ class BalancerConfig:
         shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
             theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
             instead of once a step, and are computed by a second call, again in the backward pass.
+        copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
+            point: gloo or NCCL) or ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
+            symmetric memory; between nodes as ``"torch"``). The same bits either way.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.
@@ -126,6 +130,7 @@ class BalancerConfig:
     lag: int = 1
     replica_slots: int = 0
     shared_between_layers: bool = False
+    copies_by: str = "torch"
     split: Literal["water_filling", "even"] = "water_filling"
     split_locality: bool = True
     split_least_tokens: int = 64
@@ -169,6 +174,9 @@ class BalancerConfig:
             raise ConfigError(f"lag={self.lag} must be less than interval={self.interval}: one decision at a time")
         if self.shared_between_layers and not self.replica_slots:
             raise ConfigError("shared_between_layers=True without replica slots: give replica_slots=1 or more")
+        self._one_of("copies_by", COPIES_BY)
+        if self.copies_by != "torch" and not self.replica_slots:
+            raise ConfigError(f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more")
         if self.overlap and self.move_gradients:
             raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
         for name in ("timeout_seconds", "max_pause_seconds"):

@@ -180,6 +180,16 @@ class ProcessGroups:
             self._second_lane = dispatch, counts
         return self._second_lane
 
+    def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
+        """A gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective.
+
+        Args:
+            ranks_per_node: consecutive EP ranks that do.
+        """
+        each = ranks_per_node * self.job.row_parts
+        sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
+        return self._new(sets, "gloo", "node")
+
     def go_with(self, models: Sequence[nn.Module]) -> None:
         """Give back all of them when the last of these models is gone: a closed model still computes with some."""
         here = [True for _ in models]

@@ -38,6 +38,7 @@ from ..process_groups import ProcessGroups
 from ..ranks import GroupError, Job, Ranks
 from ..rebalancing import new_transport
 from ..replicas.bank import ReplicaBank, ReplicaPool
+from ..replicas.carrier import Carrier
 from ..replicas.sliced import WholeCopies
 from ..replicas.sync import ReplicaSync
 from ..routing.lookup import SlotTable
@@ -47,6 +48,7 @@ from ..topology import Topology
 from ..watch import Meeting, Watch
 from .checks import check, raise_on_all
 from .computing import local_experts, log_memory
+from .copies import carrier_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meeting import meet
@@ -90,6 +92,7 @@ def attach_stages(
         placement = check(stages, optimizers, config, groups, device)
         dispatch = choose_together(config, groups.dispatch, topology, device)
         raise_on_all(dispatch.problem, groups)
+        copies = carrier_of_copies(config, groups, topology, device)
     except TransportError as error:
         groups.close()
         raise AttachError(str(error)) from None
@@ -97,7 +100,7 @@ def attach_stages(
         groups.close()
         raise
     attaching = _Attaching(
-        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch
+        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies
     )
     before = Before(
         [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
@@ -139,6 +142,7 @@ class _Attaching:
     device: torch.device
     container: torch.optim.Optimizer | None
     dispatch: Choice
+    copies: Carrier
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -170,6 +174,7 @@ class _Attaching:
 
     def balance(self) -> None:
         """Make the balancer. Collective."""
+        self.copies.open()
         experts = {id(p) for p in self.registry.parameters()}
         self.balancer = Balancer(
             Parts(
@@ -263,8 +268,9 @@ class _Attaching:
         training = bool(self.optimizers)
         slots = self.config.replica_slots
         parts = self._job.row_parts
-        shared_rows = ReplicaPool(slots, parts) if self.config.shared_between_layers else None
-        replica_gradients = ReplicaPool(slots, parts) if training else None
+        zeros = self.copies.zeros
+        shared_rows = ReplicaPool(slots, zeros, parts) if self.config.shared_between_layers else None
+        replica_gradients = ReplicaPool(slots, zeros, parts) if training else None
         rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
         for index, name, layer in self._layers():
             if layer.slots:
@@ -275,7 +281,7 @@ class _Attaching:
                 getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
             ]
             if self.config.replica_slots:
-                self.banks[index] = ReplicaBank(homes, slots, replica_gradients, shared_rows, parts)
+                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
                 if parameter is not getattr(layer.experts, own_name):
@@ -298,8 +304,7 @@ class _Attaching:
             return Maps(table, None, None)
         replicas = ReplicaSync(
             self.banks,
-            self.groups.replicas,
-            self._job.row_ranks,
+            self.copies,
             self._job.row_rank,
             self._job.gradient_divisor,
             self.config.shared_between_layers,

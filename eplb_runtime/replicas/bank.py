@@ -7,7 +7,7 @@ a time, so all layers take turns with one set of gradient rows; only what `no_sy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,21 @@ from torch import Tensor, nn
 
 from ..experts.slices import is_sliced, local, version
 
+Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+"""Makes memory of a shape, as `carrier.Carrier.zeros` does."""
+
 
 class ReplicaPool:
     """Replica rows, or their gradients, that layers of equal shapes use in turn.
 
     Args:
+        zeros: makes them.
         parts: D, over how many ranks the homes of each are divided: each then has a slice of each copy.
     """
 
-    def __init__(self, replica_slots: int, parts: int = 1) -> None:
+    def __init__(self, replica_slots: int, zeros: Zeros, parts: int = 1) -> None:
         self._replica_slots = replica_slots
+        self._zeros = zeros
         self.parts = parts
         self._made: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
@@ -33,11 +38,11 @@ class ReplicaPool:
         """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
         key = (position, self._shape(home), dtype)
         if key not in self._made:
-            self._made[key] = self.own_rows(home, dtype)
+            self._made[key] = self._zeros((self._replica_slots, *self._shape(home)), dtype, local(home).device)
         return self._made[key]
 
     def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
-        """As ``rows``, for one layer alone."""
+        """As ``rows``, for one layer alone and for nobody to carry."""
         return local(home).detach().new_zeros((self._replica_slots, *self._shape(home)), dtype=dtype)
 
     def _shape(self, home: Tensor) -> torch.Size:
@@ -58,6 +63,7 @@ class ReplicaBank:
     Args:
         homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then copies are slices, too.
         replica_slots: k, rows for copies (zeros until they are refreshed).
+        zeros: makes memory that copies are in, if ``rows`` does not.
         gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
             (inference).
         parts: D, over how many ranks the homes of each are divided (`ranks.Job.row_parts`): ``homes`` have ``[H/D,
@@ -71,6 +77,7 @@ class ReplicaBank:
         self,
         homes: Sequence[nn.Parameter],
         replica_slots: int,
+        zeros: Zeros,
         gradients: ReplicaPool | None,
         rows: ReplicaPool | None = None,
         parts: int = 1,
@@ -82,10 +89,10 @@ class ReplicaBank:
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         elif self.is_sliced:
-            self.replicas = [ReplicaPool(replica_slots, parts).own_rows(p, p.dtype) for p in homes]
+            own = ReplicaPool(replica_slots, zeros, parts)
+            self.replicas = [own.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         else:
-            empty = ReplicaPool(replica_slots)
-            self.slots = [torch.cat([p.detach(), empty.own_rows(p, p.dtype)]) for p in homes]
+            self.slots = [_with_rows(p.detach(), replica_slots, zeros) for p in homes]
             self.replicas = [slots[self.homes_per_rank :] for slots in self.slots]
             self.parameters = [
                 nn.Parameter(slots[: self.homes_per_rank], requires_grad=p.requires_grad)
@@ -186,6 +193,13 @@ class ReplicaBank:
         parameter = self.parameters[position]
         dtype = accumulation_dtype(parameter)
         return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
+
+
+def _with_rows(homes: Tensor, replica_slots: int, zeros: Zeros) -> Tensor:
+    """``[H, ...]`` -> ``[H + k, ...]``: homes, and rows for copies behind them."""
+    rows = zeros((len(homes) + replica_slots, *homes.shape[1:]), homes.dtype, homes.device)
+    rows[: len(homes)] = homes
+    return rows
 
 
 def _version(parameter: Tensor) -> tuple[int, ...] | None:

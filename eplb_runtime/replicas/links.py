@@ -1,26 +1,22 @@
 """What one rank sends and receives for the copies of a layer, put down once for each placement.
 
-Messages of a stage are posted together, on every rank in the same order; a stage begins when this rank's part of the
-one before has ended. Both ends of a message put it into the same stage, as NCCL demands.
+A stage begins when this rank's part of the one before has ended; what carries it is a `Carrier`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
+from .carrier import Carrier, Row, Stage
 from .tree import Tree, tree_of
-
-_TAGS_PER_CHANNEL = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,11 @@ class GradientStage:
     """Gradients on their way up.
 
     Args:
-        messages: of copies that have everything from below them.
+        rows: of copies that have everything from below them.
         additions: when those have arrived: rows of this rank's copies, and what is added to them, in this order.
     """
 
-    messages: list[dist.P2POp]
+    rows: Stage
     additions: list[tuple[Tensor, Tensor]]
 
     @torch.no_grad()
@@ -72,7 +68,7 @@ class Links:
     """
 
     lent: list[Below]
-    weights: list[list[dist.P2POp]]
+    weights: list[Stage]
     gradients: list[GradientStage]
     arrivals: list[list[Tensor]]
     anywhere: bool
@@ -85,9 +81,8 @@ class Linking:
     """Finds what a rank exchanges.
 
     Args:
-        group: the ranks that have each row once, on the weights' device, used by nothing else.
-        ranks: all of them, in the order of the rows: the EP group, or, with divided rows, more.
-        rank: this one's place among them.
+        carrier: carries rows between the ranks that have each once: the EP group, or, with divided rows, more.
+        rank: this one's place among them, in the order of the rows.
         parts: D, over how many of them the homes of an EP rank are divided. Each has the part of every copy of that
             rank that its place among those says; so an expert has as many trees, one a part, from the rank of its home.
         ranks_per_node: consecutive EP ranks that share a node.
@@ -96,15 +91,13 @@ class Linking:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
+        carrier: Carrier,
         rank: int,
         parts: int,
         ranks_per_node: int,
         arrival: Callable[[int, int, Tensor], Tensor],
     ) -> None:
-        self._group = group
-        self._ranks = ranks
+        self._carrier = carrier
         self._rank = rank
         self._parts = parts
         self._ep_rank, self._part = divmod(rank, parts)
@@ -137,23 +130,23 @@ class Linking:
 
     def _weights(
         self, layer: int, bank: ReplicaBank, tree: Tree, below: Sequence[Below], above_K: np.ndarray
-    ) -> list[list[dist.P2POp]]:
+    ) -> list[Stage]:
         """``above_K``: the ranks that this one's copies hang on."""
-        channel = _Channel(2 * layer, self._group, self._ranks)
+        lane = self._carrier.lane(layer, down=True)
         stages = []
         for stage in range(tree.stages):
             sends = [
-                (copy.rank, row)
+                Row(copy.rank, row, at_copy)
                 for copy in below
                 if tree.depth_RK[copy.rank // self._parts, copy.replica] == stage
-                for row in self._rows(bank, copy)
+                for row, at_copy in zip(self._rows(bank, copy), bank.replica_rows(copy.replica), strict=True)
             ]
             receives = [
-                (parent, row)
+                Row(parent, row, row)
                 for replica, parent in self._held(above_K, tree.depth_RK, stage)
                 for row in bank.replica_rows(replica)
             ]
-            stages.append(channel.messages(sends, receives))
+            stages.append(lane.stage(sends, receives))
         return stages
 
     def _gradients(
@@ -165,7 +158,7 @@ class Linking:
         arrivals: Sequence[Sequence[Tensor]],
         above_K: np.ndarray,
     ) -> list[GradientStage]:
-        channel = _Channel(2 * layer + 1, self._group, self._ranks)
+        lane = self._carrier.lane(layer, down=False)
         stages = []
         for stage in range(tree.stages):
             arriving = [
@@ -174,7 +167,7 @@ class Linking:
                 if tree.height_RK[copy.rank // self._parts, copy.replica] == stage
             ]
             sends = [
-                (parent, row)
+                Row(parent, row, row)
                 for replica, parent in self._held(above_K, tree.height_RK, stage)
                 for row in bank.gradient_rows(replica)
             ]
@@ -184,8 +177,12 @@ class Linking:
                 if copy.on_replica != EMPTY
                 for into, arrived in zip(bank.gradient_rows(copy.on_replica), rows, strict=True)
             ]
-            messages = channel.messages(sends, [(copy.rank, row) for copy, rows in arriving for row in rows])
-            stages.append(GradientStage(messages, additions))
+            receives = [
+                Row(copy.rank, row, at_copy)
+                for copy, rows in arriving
+                for row, at_copy in zip(rows, bank.gradient_rows(copy.replica), strict=True)
+            ]
+            stages.append(GradientStage(lane.stage(sends, receives), additions))
         return stages
 
     def _held(self, above_K: np.ndarray, stage_RK: np.ndarray, stage: int) -> list[tuple[int, int]]:
@@ -201,31 +198,3 @@ class Linking:
             slice_of_row(local(parameter).detach(), self._parts, copy.part)[copy.home_row]
             for parameter in bank.parameters
         ]
-
-
-class _Channel:
-    """Messages between pairs of ranks. Several channels are on their way at once, and a pair may exchange several rows:
-    each message of a pair has a tag of its own."""
-
-    def __init__(self, number: int, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._first_tag = number * _TAGS_PER_CHANNEL
-        self._group = group
-        self._count: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
-
-    def messages(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.P2POp]:
-        """``(rank, row)`` each."""
-        operations = []
-        for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
-            count = self._count[kind.__name__]
-            for rank, row in rows:
-                tag = self._first_tag + count[rank]
-                count[rank] += 1
-                as_bytes = row.reshape(-1).view(torch.uint8)
-                operations.append(dist.P2POp(kind, as_bytes, self._ranks[rank], self._group, tag=tag))
-        return operations
-
-
-def post(operations: list[dist.P2POp]) -> list[dist.Work]:
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works

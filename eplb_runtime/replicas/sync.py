@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
@@ -26,7 +25,8 @@ from ..experts.slices import local, version
 from ..phases import phase
 from ..placement import EMPTY, Placement
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
-from .links import NONE, Below, Linking, Links, post
+from .carrier import Carrier, Stage, Waiting
+from .links import NONE, Below, Linking, Links
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,34 @@ class ReplicaSync:
 
     Args:
         banks: of the layers that are here, by layer.
-        group, ranks, rank, parts: as of `links.Linking`.
+        carrier, rank, parts, ranks_per_node: as of `links.Linking`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
-        ranks_per_node: consecutive ranks of the group that share a node; 0: all of them.
     """
 
     def __init__(
         self,
         banks: Mapping[int, ReplicaBank],
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
+        carrier: Carrier,
         rank: int,
         gradient_divisor: int,
-        shared: bool = False,
-        ranks_per_node: int = 0,
-        parts: int = 1,
+        shared: bool,
+        ranks_per_node: int,
+        parts: int,
     ) -> None:
         self._banks = banks
         self._divisor = gradient_divisor
         self.shared = shared
         self._parts = parts
-        self._linking = Linking(group, ranks, rank, parts, ranks_per_node or len(ranks), self._arrival)
+        self._linking = Linking(carrier, rank, parts, ranks_per_node, self._arrival)
         self._links = dict.fromkeys(banks, NONE)
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
-        self._pending: dict[int, list[dist.Work]] = {layer: [] for layer in banks}
-        self._to_hand_on: dict[int, list[list[dist.P2POp]]] = {}
+        self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
+        self._to_hand_on: dict[int, list[Stage]] = {}
         self._fetched: int | None = None
-        self._sent: tuple[int, Links, list[dist.Work]] | None = None
+        self._sent: tuple[int, Links, Sequence[Waiting]] | None = None
         self._held: dict[int, Links] = {}
         self._deferring = False
         self._handed_over = False
@@ -156,8 +154,8 @@ class ReplicaSync:
             with phase("wait for copies", "", layer):
                 for work in self._pending[layer]:
                     work.wait()
-                for messages in self._to_hand_on.pop(layer, []):
-                    for work in post(messages):
+                for stage in self._to_hand_on.pop(layer, []):
+                    for work in stage.post():
                         work.wait()
         self._pending[layer] = []
 
@@ -172,10 +170,10 @@ class ReplicaSync:
         self.wait(layer)
         self._versions[layer] = self._versions_now(layer)
         with phase("refresh copies", "", layer):
-            first, *handed_on = self._links[layer].weights or [[]]
-            self._pending[layer] = post(first)
-            if any(handed_on):
-                self._to_hand_on[layer] = handed_on
+            stages = self._links[layer].weights
+            self._pending[layer] = stages[0].post() if stages else []
+            if len(stages) > 1:
+                self._to_hand_on[layer] = stages[1:]
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -295,7 +293,7 @@ class ReplicaSync:
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
         links = self._held.pop(layer, self._links[layer])
-        self._sent = layer, links, post(links.gradients[0].messages if links.gradients else [])
+        self._sent = layer, links, links.gradients[0].rows.post() if links.gradients else []
 
     @torch.compiler.disable
     def _finish(self) -> None:
@@ -306,7 +304,7 @@ class ReplicaSync:
         layer, links, works = sent
         with phase("gradients of copies", "B", layer):
             for number, stage in enumerate(links.gradients):
-                for work in post(stage.messages) if number else works:
+                for work in stage.rows.post() if number else works:
                     work.wait()
                 stage.add()
             self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)

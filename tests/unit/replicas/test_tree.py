@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.planner import plan
-from eplb_runtime.replicas import links, tree
+from eplb_runtime.replicas import links, point_to_point, tree
+from eplb_runtime.replicas.point_to_point import PointToPoint
 from eplb_runtime.replicas.tree import NODES_EACH, RANKS_EACH, tree_of
 from eplb_runtime.topology import Topology
 
@@ -175,21 +176,22 @@ def test_weights_reach_all_copies_and_all_gradients_come_home_once(
         irecv=dist.irecv,
         P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
     )
-    monkeypatch.setattr(links, "dist", record)
+    monkeypatch.setattr(point_to_point, "dist", record)
     banks = [Bank(rank, replicas) for rank in range(ranks)]
     linked = [
         links.Linking(
-            None, range(ranks), rank, 1, per_node, lambda index, at, p: torch.zeros(3, dtype=torch.float64)
+            PointToPoint(None, range(ranks)), rank, 1, per_node, lambda *_: torch.zeros(3, dtype=torch.float64)
         ).link(5, bank, home_RK, HomeRows(slots, HOMES))
         for rank, bank in enumerate(banks)
     ]
     copies = np.argwhere(home_RK != EMPTY).tolist()
     stages = [len(of_rank.weights) for of_rank in linked]
-    assert sum(carry([of_rank.weights[stage] for of_rank in linked]) for stage in range(max(stages))) == len(copies)
+    sent = [carry([of_rank.weights[stage].operations for of_rank in linked]) for stage in range(max(stages))]
+    assert sum(sent) == len(copies)
     for rank, replica in copies:
         assert set(banks[rank].replica_rows(replica)[0].tolist()) == {float(home_RK[rank, replica])}
     for stage in range(max(stages)):
-        carry([of_rank.gradients[stage].messages for of_rank in linked])
+        carry([of_rank.gradients[stage].rows.operations for of_rank in linked])
         for of_rank in linked:
             of_rank.gradients[stage].add()
     sums = Counter()
@@ -230,18 +232,18 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
         irecv=dist.irecv,
         P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
     )
-    monkeypatch.setattr(links, "dist", record)
+    monkeypatch.setattr(point_to_point, "dist", record)
     ranks = range(2 * ep_ranks)
     banks = [DividedBank(rank, replicas) for rank in ranks]
     linked = [
-        links.Linking(None, ranks, rank, 2, per_node, lambda index, at, p: torch.zeros(2, dtype=torch.float64)).link(
-            5, bank, home_RK, rows
-        )
+        links.Linking(
+            PointToPoint(None, ranks), rank, 2, per_node, lambda *_: torch.zeros(2, dtype=torch.float64)
+        ).link(5, bank, home_RK, rows)
         for rank, bank in enumerate(banks)
     ]
     stages = max(len(of_rank.weights) for of_rank in linked)
     for stage in range(stages):
-        carry([of_rank.weights[stage] for of_rank in linked])
+        carry([of_rank.weights[stage].operations for of_rank in linked])
     expected: Counter[tuple[int, int]] = Counter()
     for ep_rank, replica in np.argwhere(home_RK != EMPTY).tolist():
         home = int(home_RK[ep_rank, replica])
@@ -250,7 +252,7 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
             assert copy == [10.0 * home + 2 * part, 10.0 * home + 2 * part + 1]
             expected[home, part] += 1.0 + ep_rank
     for stage in range(stages):
-        carry([of_rank.gradients[stage].messages for of_rank in linked])
+        carry([of_rank.gradients[stage].rows.operations for of_rank in linked])
         for of_rank in linked:
             of_rank.gradients[stage].add()
     sums: Counter[tuple[int, int]] = Counter()

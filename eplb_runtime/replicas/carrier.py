@@ -1,0 +1,81 @@
+"""What carries rows between copies and what they hang on, ahead of any use: the contract, and no messages here.
+
+A stage is put down once for each placement and used step after step. All ranks of the group use the same stages of the
+same layers in the same order, also those that have no rows in one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of one tensor on its way between a copy and what it hangs on.
+
+    Args:
+        rank: the other end's place among the ranks.
+        here: where it leaves from or arrives at on this rank; contiguous.
+        at_copy: memory of this rank that lies as the copy's end does on the copy's rank, of the same shape and dtype.
+    """
+
+    rank: int
+    here: Tensor
+    at_copy: Tensor
+
+
+class Waiting(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> object:
+        """From here on what arrives is there, and what leaves may be written: for the host, or for what the current
+        stream does next."""
+
+
+class Stage(ABC):
+    """Rows that travel together."""
+
+    @abstractmethod
+    def post(self) -> Sequence[Waiting]:
+        """Begin; what leaves has been computed by the current stream."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows that begin or end on this rank."""
+
+
+class Lane(ABC):
+    """The stages of one layer, weights or gradients, as one placement has them."""
+
+    @abstractmethod
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+        """The next one; both ends list the rows between them in the same order."""
+
+
+class Carrier(ABC):
+    """One way between the ranks that have each row of an expert tensor once."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for rows of copies and for their gradients, on this rank: where `Row.at_copy` lies."""
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def open(self) -> None:  # noqa: B027 (not all have anything to open)
+        """All memory is there. Collective.
+
+        Raises:
+            RuntimeError: it cannot be opened.
+        """
+
+    @abstractmethod
+    def lane(self, layer: int, down: bool) -> Lane:
+        """For rows of a layer.
+
+        Args:
+            down: weights, to copies; else their gradients, back.
+        """

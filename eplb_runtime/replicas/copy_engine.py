@@ -1,0 +1,209 @@
+"""Rows of copies by the copy engines of one node's GPUs: no host waits and no multiprocessor copies.
+
+Replica rows and the rows in which their gradients leave lie in memory that the node's ranks open to each other. What a
+copy hangs on does all copying, on a side stream: it writes weights into the copy's rows, and reads gradients out of
+them. A copy's rank says that its rows are its parent's now (`_GO`: weights may be overwritten, gradients are whole), and
+the parent that they are the copy's again (`_DONE`).
+
+A signal waits until the one before on its channel was taken, so stages go round over ``depth`` channels, and a stage
+begins when the one ``depth`` before it has been waited for; stages are waited for in the order in which they were
+posted. So whatever a stage waits for on any rank comes earlier in the order of posts and waits, which is the same on all
+ranks: nothing waits in a circle, not even where all of a GPU's streams share one queue.
+
+A rank that does not come is waited for until the timeout; then torch's kernel says which signal is missing and ends
+this process's work on the GPU with an error, as NCCL's watchdog does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .carrier import Carrier, Lane, Row, Stage, Waiting
+from .node_memory import NodeMemory
+
+MOST_DEPTH = 32
+"""Stages that are under way at once, of weights and of gradients."""
+_LINES = 2
+_SIGNALS = 2
+_GO, _DONE = range(_SIGNALS)
+LEAST_CHANNELS = _LINES * _SIGNALS
+
+
+class Side:
+    """A stream beside the current one; on a CPU, where doubles are used, a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "eplb_runtime copies")
+
+    def begin(self, work: Callable[[], None]) -> Callable[[], object]:
+        """Do it after all that was begun here and what the current stream has to do now. What is returned makes the
+        current stream wait for its end."""
+        if self._stream is None:
+            assert self._thread is not None
+            return self._thread.submit(work).result
+        stream, device = self._stream, self._stream.device
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(stream)
+        return lambda: torch.cuda.current_stream(device).wait_event(ended)
+
+
+class CopyEngine(Carrier):
+    """Rows between ranks of this node by copy engines, between others by another carrier.
+
+    Args:
+        memory: of the node, met.
+        first: place among all ranks of the node's first, which come one behind the other.
+        device: the model's.
+        elsewhere: carries between nodes.
+    """
+
+    def __init__(self, memory: NodeMemory, first: int, device: torch.device, elsewhere: Carrier) -> None:
+        self._memory = memory
+        self._near = range(first, first + memory.size)
+        self._elsewhere = elsewhere
+        depth = min(MOST_DEPTH, memory.channels // LEAST_CHANNELS)
+        self._lines = {
+            down: _Line(memory, Side(device), depth, number * _SIGNALS * depth)
+            for number, down in enumerate((True, False))
+        }
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory.zeros(shape, dtype, device)
+
+    def open(self) -> None:
+        self._memory.open()
+
+    def lane(self, layer: int, down: bool) -> Lane:
+        return _Lane(self._memory, self._near, self._lines[down], self._elsewhere.lane(layer, down), down)
+
+
+@dataclass
+class _Exchange:
+    """One stage under way.
+
+    Args:
+        number: of its line, from 0.
+        arrived: makes the current stream wait for this rank's own copying; None: it has not begun.
+    """
+
+    number: int
+    stage: _NearStage
+    line: _Line
+    arrived: Callable[[], object] | None = None
+    over: bool = False
+
+    def wait(self) -> None:
+        self.line.wait(self)
+
+
+@dataclass
+class _Line:
+    """Stages of one kind, in the order in which they are posted.
+
+    Args:
+        first_channel: of ``2 * depth``.
+    """
+
+    memory: NodeMemory
+    side: Side
+    depth: int
+    first_channel: int
+    posted: int = 0
+    under_way: deque[_Exchange] = field(default_factory=deque)
+    to_begin: deque[_Exchange] = field(default_factory=deque)
+
+    def post(self, stage: _NearStage) -> _Exchange:
+        exchange = _Exchange(self.posted, stage, self)
+        self.posted += 1
+        self.to_begin.append(exchange)
+        self._begin()
+        return exchange
+
+    def wait(self, exchange: _Exchange) -> None:
+        """End all up to this one."""
+        while not exchange.over:
+            first = self.under_way.popleft()
+            for parent in first.stage.parents:
+                self.memory.wait(parent, self._channel(first, _DONE))
+            assert first.arrived is not None
+            first.arrived()
+            first.over = True
+            self._begin()
+
+    def _begin(self) -> None:
+        while self.to_begin and len(self.under_way) < self.depth:
+            exchange = self.to_begin.popleft()
+            self.under_way.append(exchange)
+            exchange.arrived = self.side.begin(lambda exchange=exchange: self._copy(exchange))  # type: ignore[misc]
+
+    def _copy(self, exchange: _Exchange) -> None:
+        go, done = self._channel(exchange, _GO), self._channel(exchange, _DONE)
+        for parent in exchange.stage.parents:
+            self.memory.put(parent, go)
+        for child, copies in exchange.stage.children.items():
+            self.memory.wait(child, go)
+            for into, source in copies:
+                into.copy_(source, non_blocking=True)
+            self.memory.put(child, done)
+
+    def _channel(self, exchange: _Exchange, signal: int) -> int:
+        return self.first_channel + _SIGNALS * (exchange.number % self.depth) + signal
+
+
+@dataclass(frozen=True)
+class _NearStage:
+    """What of a stage stays in the node; ranks are places in it.
+
+    Args:
+        parents: that copies of this rank hang on, each once.
+        children: ranks whose copies hang on this one, and what is copied: into, from.
+    """
+
+    parents: tuple[int, ...]
+    children: dict[int, list[tuple[Tensor, Tensor]]]
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Stage(Stage):
+    near: _NearStage
+    line: _Line
+    far: Stage
+
+    def post(self) -> Sequence[Waiting]:
+        return [self.line.post(self.near), *self.far.post()]
+
+    def __len__(self) -> int:
+        return self.near.rows + len(self.far)
+
+
+class _Lane(Lane):
+    def __init__(self, memory: NodeMemory, near: range, line: _Line, elsewhere: Lane, down: bool) -> None:
+        self._memory = memory
+        self._near = near
+        self._line = line
+        self._elsewhere = elsewhere
+        self._down = down
+
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+        of_parents, of_children = (receives, sends) if self._down else (sends, receives)
+        parents = dict.fromkeys(row.rank - self._near.start for row in of_parents if row.rank in self._near)
+        children: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for row in of_children:
+            if row.rank in self._near:
+                peer = row.rank - self._near.start
+                there = self._memory.of_peer(peer, row.at_copy)
+                children.setdefault(peer, []).append((there, row.here) if self._down else (row.here, there))
+        rows = sum(row.rank in self._near for row in (*sends, *receives))
+        far = [[row for row in some if row.rank not in self._near] for some in (sends, receives)]
+        return _Stage(_NearStage(tuple(parents), children, rows), self._line, self._elsewhere.stage(*far))

@@ -1,0 +1,151 @@
+"""Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
+
+Rows of copies lie in it. All ranks of a node make the same pieces in the same order. No copies here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from ..migration.transports.meeting import tell_all
+from ..migration.transports.neighbours import node_of_this_rank
+
+BACKEND = "CUDA"
+"""torch's back end whose memory is written by plain copies and whose signals wait on a stream."""
+_BYTES_OF_A_SIGNAL = 4
+
+
+def missing(device: torch.device, package: Any = _symmetric_memory) -> str:
+    """What this process lacks to have such memory, in a line; empty: nothing that can be seen before meeting."""
+    if device.type != "cuda":
+        return f"it copies between GPUs, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    backend = package.get_backend(device)
+    if backend != BACKEND:
+        return f"torch's symmetric memory must be of the back end {BACKEND!r} here, and is of {backend!r}"
+    return ""
+
+
+@dataclass
+class _Piece:
+    """Args:
+    own: memory of this rank.
+    handle: of torch, for that of all.
+    of_peer: the same of other ranks, bytes, by rank.
+    """
+
+    own: Tensor
+    handle: Any = None
+    of_peer: dict[int, Tensor] = field(default_factory=dict)
+
+
+class NodeMemory:
+    """Memory of this rank and of the others of its node.
+
+    Args:
+        group: the ranks of the node; used to meet, by its store. It is torch's to find by its name from here on.
+        device: of all memory.
+        timeout_seconds: a signal that is waited for longer ends the process: torch's kernels print which one, and stop
+            the GPU's work with an error. 0: never.
+        package: `torch.distributed._symmetric_memory`.
+
+    Attributes:
+        rank: this one's place in the group; peers are places in it.
+        channels: so many signals can be under way at once from one rank to another.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, package: Any = _symmetric_memory
+    ) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.channels = 0
+        self._group = group
+        self._device = device
+        self._timeout_ms = int(timeout_seconds * 1000)
+        self._package = package
+        self._pieces: list[_Piece] = []
+        torch._C._distributed_c10d._register_process_group(group.group_name, group)
+
+    def meet(self, deadline: float) -> None:
+        """Open a first piece, and try writes and signals between all ranks. Collective; waits on the host.
+
+        Args:
+            deadline: a time of `time.monotonic`.
+
+        Raises:
+            RuntimeError: this node's ranks cannot open each other's memory.
+        """
+        pad = int(self._package.get_signal_pad_size())
+        word = json.dumps([node_of_this_rank(), pad]).encode()
+        said = [json.loads(one) for one in tell_all(self._group, torch.device("cpu"), word, deadline)]
+        if len({node for node, _ in said}) > 1:
+            raise RuntimeError("ranks that the launcher counts to one node see different ones")
+        if len({pad for _, pad in said}) > 1:
+            raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
+        self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
+        trial = self.zeros((self.size,), torch.int32, self._device)
+        self.open()
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        mine = torch.tensor([self.rank + 1], dtype=torch.int32, device=self._device)
+        for peer in others:
+            self.of_peer(peer, trial)[self.rank : self.rank + 1].copy_(mine)
+            self.put(peer, 0)
+        for peer in others:
+            self.wait(peer, 0)
+        if trial.tolist() != [peer + 1 if peer != self.rank else 0 for peer in range(self.size)]:
+            raise RuntimeError("what ranks write into each other's memory does not arrive")
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new piece; the same on every rank. It lives as long as this object."""
+        if device.type != self._device.type:
+            raise RuntimeError(f"rows of copies on {device}, and the node's memory is on {self._device}")
+        self._pieces.append(_Piece(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_()))
+        return self._pieces[-1].own
+
+    def open(self) -> None:
+        """Open all pieces that are new. Collective; waits on the host.
+
+        Raises:
+            RuntimeError: they cannot be opened, or are not the same on all ranks.
+        """
+        new = [piece for piece in self._pieces if piece.handle is None]
+        word = json.dumps([[list(piece.own.shape), str(piece.own.dtype)] for piece in new]).encode()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
+        said = tell_all(self._group, torch.device("cpu"), word, time.monotonic() + max(1.0, self._timeout_ms / 1000))
+        if len(set(said)) > 1:
+            raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
+        for piece in new:
+            piece.handle = self._package.rendezvous(piece.own, self._group)
+            for peer in range(self.size):
+                piece.of_peer[peer] = piece.handle.get_remote_tensor(peer, (piece.own.nbytes,), torch.uint8)
+
+    def of_peer(self, peer: int, own: Tensor) -> Tensor:
+        """Memory of another rank that lies there as ``own``, contiguous and part of a piece, does here."""
+        address = own.data_ptr()
+        for piece in self._pieces:
+            offset = address - piece.own.data_ptr()
+            if 0 <= offset and offset + own.nbytes <= piece.own.nbytes:
+                there = piece.of_peer[peer][offset : offset + own.nbytes]
+                return there.view(own.dtype).view(own.shape)
+        raise RuntimeError("these rows lie in no memory of the node")
+
+    # -- on the current stream -----------------------------------------------------------------------------------------
+
+    def put(self, peer: int, channel: int) -> None:
+        """Signal what was done so far; waits until the signal before has been taken."""
+        self._pieces[0].handle.put_signal(peer, channel, self._timeout_ms)
+
+    def wait(self, peer: int, channel: int) -> None:
+        """Until that rank has put a signal; it is taken."""
+        self._pieces[0].handle.wait_signal(peer, channel, self._timeout_ms)

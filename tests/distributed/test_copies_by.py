@@ -1,0 +1,228 @@
+"""What carries copies changes no bit: training whose copies are refreshed, and whose gradients come home, by copy engines
+(a double of torch's symmetric memory) is training in which torch.distributed does it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import symmetric_memory_double as double
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.attaching import attach, copies
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.replicas import tree
+from eplb_runtime.replicas.node_memory import NodeMemory
+
+EXPERTS = 16
+COPIED = {"bytes": 0}
+"""By copy engines, on this rank."""
+
+
+def use_the_double() -> None:
+    attach.measure = lambda topology, *_: topology  # plans go by it, and no two measurements are the same
+    copies.missing = lambda device: ""
+    copies.NodeMemory = partial(NodeMemory, package=double)
+    of_peer = NodeMemory.of_peer
+
+    def counted(self: NodeMemory, peer: int, own: torch.Tensor) -> torch.Tensor:
+        COPIED["bytes"] += own.nbytes
+        return of_peer(self, peer, own)
+
+    NodeMemory.of_peer = counted
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    replica_slots: int = 2
+    steps: int = 8
+    shared: bool = False
+    overlap: bool = False
+    ep_size: int = 4
+    ranks_per_node: int = 4
+    each: int = 8
+    eventful: bool = False
+    dtype: torch.dtype = torch.float32
+    close_at: int | None = None
+
+
+def train(rank: int, job: Job, way: str) -> dict:
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.ranks_per_node)
+    tree.NODES_EACH = tree.RANKS_EACH = job.each
+    model = make_model("gpt_oss", experts=EXPERTS, top_k=2).to(job.dtype)
+    if job.dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    turn_to(model, 4.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    config = eplb.BalancerConfig(
+        interval=3,
+        gate="always",
+        replica_slots=job.replica_slots,
+        shared_between_layers=job.shared,
+        overlap=job.overlap,
+        copies_by=way,
+        split_least_tokens=0,
+        dense_gradients="allreduce",
+    )
+    sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
+    group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]
+    balancer = eplb.attach(model, optimizer, config=config, ep_group=group)
+    model.train()
+    losses, placements = [], set()
+    for step in range(job.steps):
+        if step == job.steps // 2:
+            turn_to(model, -4.0)
+        if step == job.close_at:
+            loss_of(model, rank, 100).backward()
+            balancer.close()
+        losses += (eventful_step if job.eventful else plain_step)(model, optimizer, balancer, rank, step)
+        placements.add(balancer.placement.digest())
+    copied = int((balancer.placement.copy_count > 1).sum())
+    state = eplb.logical_state_dict(model, optimizer)
+    aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
+    commits = len(balancer.events.of_type(RebalanceCommitted))
+    balancer.close()
+    return {
+        "losses": losses,
+        "placements": placements,
+        "copied": copied,
+        "state": state,
+        "aborted": aborted,
+        "commits": commits,
+    }
+
+
+def turn_to(model: torch.nn.Module, bias: float) -> None:
+    """A router that is biased to few experts, at one end or the other."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.router.bias.copy_(torch.linspace(bias, -bias / 4, EXPERTS))
+
+
+def loss_of(model: torch.nn.Module, rank: int, number: int) -> torch.Tensor:
+    ids = batch_of(rank, number, batch=2, length=8)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def plain_step(model, optimizer, balancer, rank: int, step: int) -> list[float]:
+    loss = loss_of(model, rank, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
+def eventful_step(model, optimizer, balancer, rank: int, step: int) -> list[float]:
+    """What a loop does besides: it accumulates, evaluates, writes weights, leaves steps out, is interrupted."""
+    losses = []
+    for part in range(3):
+        with balancer.no_sync() if part == step % 2 else nullcontext():
+            loss = loss_of(model, rank, 3 * step + part)
+            loss.backward()
+        losses.append(loss)
+    if step % 4 == 1:  # a scaler that found an overflow
+        optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+    if step % 4 == 2:
+        with interrupted_between_layers(model), pytest.raises(KeyError, match="interrupted"):
+            loss_of(model, rank, step).backward()
+        optimizer.zero_grad()
+        loss_of(model, rank, 3 * step).backward()
+    balancer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 3 == 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.001)
+        balancer.weights_changed()
+    model.eval()
+    with torch.no_grad():
+        losses.append(loss_of(model, rank, 50 + step))
+    model.train()
+    return [loss.item() for loss in losses]
+
+
+@contextmanager
+def interrupted_between_layers(model: torch.nn.Module) -> Iterator[None]:
+    """The last layer's gradients of copies are on their way, and the backward pass goes no further."""
+
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyError("interrupted")
+
+    def hook(module, given, out) -> None:
+        (out[0] if isinstance(out, tuple) else out).register_hook(interrupt)
+
+    handle = model.model.layers[0].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def train_both_ways(rank: int, jobs: list[Job]) -> list[dict]:
+    """Of each job, what the two ways have in common."""
+    use_the_double()
+    found = []
+    for job in jobs:
+        by_torch = train(rank, job, "torch")
+        COPIED["bytes"] = 0
+        by_engines = train(rank, job, "copy_engine")
+        found.append({**differences(by_torch, by_engines), "bytes": COPIED["bytes"]})
+    return found
+
+
+def differences(one: dict, other: dict) -> dict:
+    assert one["state"].keys() == other["state"].keys()
+    pairs = [(value, other["state"][name]) for name, value in one["state"].items()]
+    pairs.append((torch.tensor(one["losses"]), torch.tensor(other["losses"])))
+    return {
+        "equal": all(torch.equal(x, y) for x, y in pairs),
+        "difference": max(((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item() for x, y in pairs),
+        "placements": (len(one["placements"]), one["placements"] == other["placements"]),
+        "copied": other["copied"],
+        "aborted": [*one["aborted"], *other["aborted"]],
+        "commits": other["commits"],
+    }
+
+
+JOBS = [
+    Job("one node"),
+    Job("two nodes", ranks_per_node=2),
+    Job("shared between layers", shared=True),
+    Job("shared, two nodes", shared=True, ranks_per_node=2),
+    Job("copies that hang on copies", each=1),
+    Job("shared ones that hang on copies", each=1, shared=True),
+    Job("two EP groups", ep_size=2, replica_slots=1),
+    Job("migration beside training", overlap=True, dtype=torch.float64),
+    Job("all sorts of steps", eventful=True),
+    Job("all sorts of steps, shared", eventful=True, shared=True),
+    Job("closed in the middle", close_at=5),
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[list[dict]]:
+    return run_ranks(4, train_both_ways, JOBS)
+
+
+@pytest.mark.parametrize("number", range(len(JOBS)), ids=[job.name for job in JOBS])
+def test_copy_engines_train_as_torch_does_to_the_bit(trained: list[list[dict]], number: int) -> None:
+    job = JOBS[number]
+    for found in (of_rank[number] for of_rank in trained):
+        assert found["aborted"] == []
+        if job.overlap:  # layers are committed when they have come, which is not at the same step of each run
+            assert found["difference"] < 1e-11 and found["commits"] > 1
+        else:
+            assert found["equal"] and found["placements"][1]
+            assert found["placements"][0] > 1, "links changed"
+        assert (found["copied"] > 0) == (job.close_at is None)
+    assert sum(of_rank[number]["bytes"] for of_rank in trained) > 0
