@@ -79,7 +79,7 @@ class SymmetricMemory:
         self._change(self.rank, channel, src_rank, 1, 0, timeout_ms)
 
     def _change(self, at: int, channel: int, source: int, before: int, after: int, timeout_ms: int) -> None:
-        assert 0 <= channel and 4 * (channel + 1) * self.world_size <= PAD_BYTES
+        assert channel >= 0 and 4 * (channel + 1) * self.world_size <= PAD_BYTES
         assert 0 <= at < self.world_size and 0 <= source < self.world_size
         pad, word = self._pads[at], self.world_size * channel + source
         end = time.monotonic() + timeout_ms / 1000

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..compiling import cache_folder, is_compiled
 from ..dispatch import nccl_ep_package
 from ..migration.transports import deepep_package
+from ..replicas import node_memory
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 POLICY = "incremental"
@@ -68,6 +69,7 @@ def backends() -> tuple[Backend, ...]:
         _nccl(),
         _deepep(),
         _nccl_ep(),
+        _symmetric_memory(),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
         _extra("transformers", "Hugging Face models"),
         _extra("matplotlib", "simulate --plot"),
@@ -95,6 +97,13 @@ def _nccl_ep() -> Backend:
     missing = nccl_ep_package.missing()
     why = "'auto' does not take it, since it has not been run on GPUs yet"
     return Backend("nccl.ep", not missing, f"{missing or 'tokens between GPUs, if asked for'}: {why}")
+
+
+def _symmetric_memory() -> Backend:
+    missing = node_memory.missing(torch.device("cuda"))
+    why = "it has not been run on GPUs yet"
+    purpose = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
+    return Backend("symmetric memory", not missing, f"{missing or purpose}: {why}")
 
 
 def _extra(module: str, purpose: str, package: str | None = None) -> Backend:

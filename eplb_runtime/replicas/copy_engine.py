@@ -2,13 +2,13 @@
 
 Replica rows and the rows in which their gradients leave lie in memory that the node's ranks open to each other. What a
 copy hangs on does all copying, on a side stream: it writes weights into the copy's rows, and reads gradients out of
-them. A copy's rank says that its rows are its parent's now (`_GO`: weights may be overwritten, gradients are whole), and
-the parent that they are the copy's again (`_DONE`).
+them. A copy's rank says that its rows are its parent's now (`_GO`: weights may be overwritten, gradients are whole),
+and the parent that they are the copy's again (`_DONE`).
 
 A signal waits until the one before on its channel was taken, so stages go round over ``depth`` channels, and a stage
 begins when the one ``depth`` before it has been waited for; stages are waited for in the order in which they were
-posted. So whatever a stage waits for on any rank comes earlier in the order of posts and waits, which is the same on all
-ranks: nothing waits in a circle, not even where all of a GPU's streams share one queue.
+posted. So whatever a stage waits for on any rank comes earlier in the order of posts and waits, which is the same on
+all ranks: nothing waits in a circle, not even where all of a GPU's streams share one queue.
 
 A rank that does not come is waited for until the timeout; then torch's kernel says which signal is missing and ends
 this process's work on the GPU with an error, as NCCL's watchdog does.
@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from .carrier import Carrier, Lane, Row, Stage, Waiting
-from .node_memory import NodeMemory
+from .node_memory import LEAST_CHANNELS, NodeMemory
 
 MOST_DEPTH = 32
 """Stages that are under way at once, of weights and of gradients."""
-_LINES = 2
+_GO, _DONE = 0, 1
 _SIGNALS = 2
-_GO, _DONE = range(_SIGNALS)
-LEAST_CHANNELS = _LINES * _SIGNALS
 
 
 class Side:

@@ -21,6 +21,8 @@ from ..migration.transports.neighbours import node_of_this_rank
 
 BACKEND = "CUDA"
 """torch's back end whose memory is written by plain copies and whose signals wait on a stream."""
+LEAST_CHANNELS = 4
+"""Two signals each way, for weights and for gradients."""
 _BYTES_OF_A_SIGNAL = 4
 
 
@@ -93,6 +95,11 @@ class NodeMemory:
         if len({pad for _, pad in said}) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
         self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
+        if self.channels < LEAST_CHANNELS:
+            raise RuntimeError(
+                f"torch's signal pad has room for {self.channels} signals between {self.size} ranks, and "
+                f"{LEAST_CHANNELS} are needed: torch.distributed._symmetric_memory.set_signal_pad_size makes it larger"
+            )
         trial = self.zeros((self.size,), torch.int32, self._device)
         self.open()
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -135,7 +142,7 @@ class NodeMemory:
         address = own.data_ptr()
         for piece in self._pieces:
             offset = address - piece.own.data_ptr()
-            if 0 <= offset and offset + own.nbytes <= piece.own.nbytes:
+            if offset >= 0 and offset + own.nbytes <= piece.own.nbytes:
                 there = piece.of_peer[peer][offset : offset + own.nbytes]
                 return there.view(own.dtype).view(own.shape)
         raise RuntimeError("these rows lie in no memory of the node")

@@ -45,6 +45,7 @@ class Job:
 
     replica_slots: int = 1
     shared: bool = False
+    copies_by: str = "torch"
     micro_batches: int = 1
     holds: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -75,7 +76,12 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     mesh, everyone = meshes()
     ep_group = mesh["ep"].get_group()
     config = eplb.BalancerConfig(
-        interval=2, lag=0, gate="always", replica_slots=job.replica_slots, shared_between_layers=job.shared
+        interval=2,
+        lag=0,
+        gate="always",
+        replica_slots=job.replica_slots,
+        shared_between_layers=job.shared,
+        copies_by=job.copies_by,
     )
     model, options = whole_model(job), dict(job.options)
     eplb.shard_experts(model, config=config, ep_group=ep_group)

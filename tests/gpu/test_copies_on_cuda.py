@@ -1,0 +1,77 @@
+"""Copies of experts by the copy engine itself, through torch's symmetric memory, between two ranks; one GPU
+is enough."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from device import DEVICE, NCCL, device_of, no_host_sync, use
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.replicas import node_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+EXPERTS, STEPS = 8, 6
+
+
+def copied_both_ways() -> eplb.Placement:
+    """Each rank has a copy of an expert of the other."""
+    plain = eplb.Placement.initial(2, EXPERTS, 2, 1)
+    slots = np.array(plain.physical_to_logical)
+    slots[:, [4, 9]] = [5, 1]
+    return eplb.Placement(slots, EXPERTS, 2, plain.home)
+
+
+def train(rank: int, way: str, shared: bool) -> dict:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = device_of(rank)
+    use(device)
+    model = make_model("olmoe", experts=EXPERTS).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = eplb.BalancerConfig(
+        policy="static",
+        replica_slots=1,
+        shared_between_layers=shared,
+        copies_by=way,
+        split="even",
+        split_least_tokens=0,
+        initial_placement=copied_both_ways(),
+        dense_gradients="allreduce",
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    model.train()
+    losses = []
+    for step in range(STEPS):
+        ids = batch_of(rank, step).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    replicas = balancer._maps.replicas
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    with no_host_sync() if way == "copy_engine" else nullcontext():
+        replicas.refresh()
+        replicas.wait_all()
+    state = {name: tensor.cpu() for name, tensor in eplb.logical_state_dict(model, optimizer).items()}
+    balancer.close()
+    return {"losses": losses, "state": state}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
+def test_training_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits(shared: bool) -> None:
+    if lacks := node_memory.missing(DEVICE):
+        pytest.skip(lacks)
+    by_torch, by_engine = (
+        run_ranks(2, train, way, shared, backend=NCCL, start_method="spawn") for way in ("torch", "copy_engine")
+    )
+    for one, other in zip(by_torch, by_engine, strict=True):
+        assert one["losses"] == other["losses"]
+        assert [name for name in one["state"] if not torch.equal(one["state"][name], other["state"][name])] == []

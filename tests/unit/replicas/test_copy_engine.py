@@ -1,0 +1,425 @@
+"""Copies by copy engines: the schedules of all ranks run against each other in one process, in orders drawn at random.
+
+Each rank has a main stream and two beside it. What it gives them is put down first; then operations are carried out one
+by one, of whichever stream has one that is ready. Only signals hold ranks together here, so a rank may be far ahead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import symmetric_memory_double as double
+import torch
+from test_tree import HOMES, some_copies
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+from torch.overrides import TorchFunctionMode
+
+from eplb_runtime.placement import EMPTY, HomeRows
+from eplb_runtime.replicas import copy_engine, tree
+from eplb_runtime.replicas.carrier import Carrier, Lane, Row, Stage
+from eplb_runtime.replicas.copy_engine import CopyEngine
+from eplb_runtime.replicas.links import Linking, Links
+
+RANKS, REPLICAS, LAYERS = 6, 2, 5
+SLOTS = HOMES + REPLICAS
+MAIN = "main"
+
+
+class Stuck(AssertionError):
+    """No stream of any rank can go on."""
+
+
+@dataclass
+class Operation:
+    """Args:
+    stream: of its rank.
+    ready: whether it can be carried out now.
+    do: carries it out.
+    """
+
+    stream: str
+    ready: Callable[[], bool]
+    do: Callable[[], None]
+    done: bool = False
+
+
+@dataclass
+class Recorder(TorchFunctionMode):
+    """What one rank gives its streams, in that order."""
+
+    current: str = MAIN
+    given: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def give(self, do: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> Operation:
+        self.given.append(Operation(self.current, ready, do))
+        return self.given[-1]
+
+    def last(self, stream: str) -> Operation | None:
+        return next((operation for operation in reversed(self.given) if operation.stream == stream), None)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.copy_:
+            into, source = args
+            self.give(lambda: into.data.copy_(source))
+            return into
+        return function(*args, **(kwargs or {}))
+
+
+class Side:
+    """A stream beside the main one."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def begin(self, work: Callable[[], None]) -> Callable[[], object]:
+        before, outer = self.recorder.last(MAIN), self.recorder.current
+        self.recorder.current = self.name
+        self.recorder.give(lambda: None, lambda: before is None or before.done)
+        work()
+        end = self.recorder.last(self.name)
+        self.recorder.current = outer
+        assert end is not None
+        return lambda: self.recorder.give(lambda: None, lambda: end.done)
+
+
+class Memory:
+    """As `NodeMemory`, of a rank among others of this process."""
+
+    def __init__(self, rank: int, depth: int, recorder: Recorder, signals: dict, everybody: list[Memory]) -> None:
+        self.size, self.channels = RANKS, 4 * depth
+        self.pieces: list[Tensor] = []
+        self._rank, self._recorder, self._signals, self._everybody = rank, recorder, signals, everybody
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.pieces.append(torch.zeros(tuple(shape), dtype=dtype))
+        return self.pieces[-1]
+
+    def of_peer(self, peer: int, own: Tensor) -> Tensor:
+        for number, piece in enumerate(self.pieces):
+            if 0 <= (offset := own.data_ptr() - piece.data_ptr()) < piece.nbytes:
+                begin = offset // piece.itemsize
+                return self._everybody[peer].pieces[number].view(-1)[begin : begin + own.numel()]
+        raise AssertionError("in no piece")
+
+    def put(self, peer: int, channel: int) -> None:
+        word = self._rank, peer, channel
+        assert channel < self.channels
+        self._recorder.give(lambda: self._signals.update({word: 1}), lambda: not self._signals.get(word))
+
+    def wait(self, peer: int, channel: int) -> None:
+        word = peer, self._rank, channel
+        self._recorder.give(lambda: self._signals.update({word: 0}), lambda: bool(self._signals.get(word)))
+
+
+class Nowhere(Carrier):
+    """All ranks share a node."""
+
+    def lane(self, layer: int, down: bool) -> Lane:
+        return self  # type: ignore[return-value]
+
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+        assert not sends and not receives
+        return self  # type: ignore[return-value]
+
+    def post(self) -> list[Any]:
+        return []
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Bank:
+    """One number a row: homes of a layer, copies of them, and rows for gradients that all layers share."""
+
+    def __init__(self, rank: int, engine: CopyEngine, gradients: Tensor) -> None:
+        self.parameters = [torch.zeros(HOMES, 1)]
+        self.replicas = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
+        self.gradients = gradients
+
+    def trained(self) -> list[Tensor]:
+        return self.parameters
+
+    def replica_rows(self, replica: int) -> list[Tensor]:
+        return [self.replicas[replica]]
+
+    def gradient_rows(self, replica: int) -> list[Tensor]:
+        return [self.gradients[replica]]
+
+
+def weight(slot: int, layer: int, version: int) -> float:
+    return float(10_000 * version + 100 * layer + slot)
+
+
+@dataclass
+class Rank:
+    """One rank's program."""
+
+    rank: int
+    recorder: Recorder
+    banks: list[Bank]
+    linking: Linking
+    checks: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def link(self, home_LRK: np.ndarray) -> list[Links]:
+        return [
+            self.linking.link(layer, bank, home_LRK[layer], HomeRows(SLOTS, HOMES))
+            for layer, bank in enumerate(self.banks)
+        ]
+
+    def write_homes(self, layer: int, version: int) -> None:
+        for home in range(HOMES):
+            value = weight(self.rank * SLOTS + home, layer, version)
+            row = self.banks[layer].parameters[0].data[home]
+            self.recorder.give(lambda row=row, value=value: row.fill_(value))
+
+    def use_copies(self, layer: int, home_RK: np.ndarray, version: int) -> None:
+        for replica, home in enumerate(home_RK[self.rank].tolist()):
+            if home != EMPTY:
+                row = self.banks[layer].replicas[replica]
+                expected = weight(home, layer, version)
+                self.recorder.give(
+                    lambda row=row, expected=expected: self.checks.append(("copy", row.item(), expected))
+                )
+
+    def fill_gradients(self, layer: int, version: int) -> None:
+        rows = self.banks[layer].gradients
+        value = float(1000 * version + 10 * layer + self.rank)
+        self.recorder.give(lambda: rows.fill_(value))
+
+    def use_gradients(self, links: Links, layer: int, home_RK: np.ndarray, version: int) -> None:
+        got = [rows[0] for rows in links.arrivals]
+        holders = [rank for rank, home in np.argwhere(home_RK != EMPTY).tolist()]
+        homes = home_RK[home_RK != EMPTY].tolist()
+        expected = sum(
+            1000 * version + 10 * layer + rank
+            for rank, home in zip(holders, homes, strict=True)
+            if home // SLOTS == self.rank
+        )
+        self.recorder.give(lambda: self.checks.append(("gradients", sum(row.item() for row in got), float(expected))))
+
+
+def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], left_out: set[tuple[int, int]]) -> None:
+    """Steps of one rank.
+
+    Args:
+        again: steps and layers whose homes are written and posted once more ahead of their forward, as a commit does
+            beside training.
+        left_out: steps and layers that a forward does not come to.
+    """
+    version = 0
+    for step, home_LRK in enumerate(home_TLRK):
+        linked, version = rank.link(home_LRK), version + 1
+        versions = dict.fromkeys(range(LAYERS), version)
+        for layer in range(LAYERS):
+            rank.write_homes(layer, version)
+        posted = {layer: links.weights[0].post() if links.weights else [] for layer, links in enumerate(linked)}
+
+        def wait(layer: int, linked: list[Links] = linked, posted: dict = posted) -> None:
+            for work in posted.pop(layer, []):
+                work.wait()
+                for stage in linked[layer].weights[1:]:
+                    for later in stage.post():
+                        later.wait()
+
+        used = [layer for layer in range(LAYERS) if (step, layer) not in left_out]
+        for layer in used:
+            if (step, layer) in again:
+                wait(layer)
+                versions[layer] = version = version + 1
+                rank.write_homes(layer, version)
+                posted[layer] = linked[layer].weights[0].post() if linked[layer].weights else []
+            wait(layer)
+            rank.use_copies(layer, home_LRK[layer], versions[layer])
+        sent: list[tuple[int, Any]] = []
+
+        def finish(linked: list[Links] = linked, sent: list = sent, home_LRK: np.ndarray = home_LRK, step: int = step):
+            for layer, works in sent:
+                for number, stage in enumerate(linked[layer].gradients):
+                    for work in stage.rows.post() if number else works:
+                        work.wait()
+                    for into, arrived in stage.additions:
+                        rank.recorder.give(lambda into=into, arrived=arrived: into.data.add_(arrived))
+                rank.use_gradients(linked[layer], layer, home_LRK[layer], step)
+            sent.clear()
+
+        for layer in reversed(used):
+            finish()
+            rank.use_copies(layer, home_LRK[layer], versions[layer])
+            rank.fill_gradients(layer, step)
+            stages = linked[layer].gradients
+            sent.append((layer, stages[0].rows.post() if stages else []))
+        finish()
+        for layer in range(LAYERS):
+            wait(layer)
+
+
+def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]]:
+    """What was computed with and what should have been.
+
+    Args:
+        one_queue: a GPU whose streams share one queue carries out everything in the order in which it was given.
+    """
+    rng = np.random.default_rng(seed)
+    home_TLRK = [
+        np.stack([some_copies(rng, RANKS, REPLICAS, hot=int(rng.integers(1, 4))) for _ in range(LAYERS)])
+        for _ in range(3)
+    ]
+    home_TLRK[1][2] = EMPTY  # a layer without copies
+    home_TLRK[2][:, 0] = EMPTY  # a rank without copies
+    again = {(int(rng.integers(3)), int(rng.integers(LAYERS))) for _ in range(2)}
+    left_out = {(1, layer) for layer in range(LAYERS) if rng.random() < 0.3}
+    signals: dict = {}
+    memories: list[Memory] = []
+    ranks = []
+    for number in range(RANKS):
+        recorder = Recorder()
+        memories.append(Memory(number, depth, recorder, signals, memories))
+        with replaced_sides(recorder):
+            engine = CopyEngine(memories[-1], 0, torch.device("cpu"), Nowhere())  # type: ignore[arg-type]
+        gradients = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
+        banks = [Bank(number, engine, gradients) for _ in range(LAYERS)]
+        arrivals: dict[int, Tensor] = {}
+        linking = Linking(
+            engine, number, 1, RANKS, lambda index, at, p, rows=arrivals: rows.setdefault(index, torch.zeros(1))
+        )
+        ranks.append(Rank(number, recorder, banks, linking))
+    for rank in ranks:
+        with rank.recorder:
+            train(rank, home_TLRK, again, left_out)
+    carry_out([rank.recorder.given for rank in ranks], rng, one_queue)
+    assert not any(signals.values()), "every signal was taken"
+    return [check for rank in ranks for check in rank.checks]
+
+
+@contextmanager
+def replaced_sides(recorder: Recorder) -> Iterator[None]:
+    names = iter(["weights", "gradients"])
+    before, copy_engine.Side = copy_engine.Side, lambda device: Side(recorder, next(names))  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        copy_engine.Side = before  # type: ignore[misc]
+
+
+def carry_out(given: list[list[Operation]], rng: np.random.Generator, one_queue: bool) -> None:
+    queues: dict[Any, list[Operation]] = {}
+    for rank, operations in enumerate(given):
+        for operation in operations:
+            queues.setdefault((rank, "" if one_queue else operation.stream), []).append(operation)
+    waiting = [iter(queue) for queue in queues.values()]
+    heads = [next(queue, None) for queue in waiting]
+    while any(head is not None for head in heads):
+        able = [place for place, head in enumerate(heads) if head is not None and head.ready()]
+        if not able:
+            raise Stuck("nobody can go on")
+        place = int(rng.choice(able))
+        for _ in range(int(rng.integers(1, 30))):  # far ahead of the others
+            head = heads[place]
+            if head is None or not head.ready():
+                break
+            head.do()
+            head.done = True
+            heads[place] = next(waiting[place], None)
+
+
+@pytest.fixture(autouse=True)
+def copies_hang_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "RANKS_EACH", 2)
+
+
+@pytest.mark.parametrize("one_queue", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize("depth", [1, 2, 32])
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_go_on_and_compute_with_what_they_should(seed: int, depth: int, one_queue: bool) -> None:
+    checks = run(seed, depth, one_queue)
+    assert len(checks) > 100
+    assert [check for check in checks if check[1] != check[2]] == []
+
+
+def outcome(seeds: range, depth: int, one_queue: bool) -> str:
+    """How it goes wrong: ``"stuck"``, ``"wrong"``, both, or neither."""
+    found = set()
+    for seed in seeds:
+        try:
+            found |= {"wrong" for _, got, expected in run(seed, depth, one_queue) if got != expected}
+        except Stuck:
+            found.add("stuck")
+        except AssertionError:  # a signal that nobody took
+            found.add("wrong")
+    return " and ".join(sorted(found))
+
+
+SEEDS = range(4)
+
+
+def test_a_push_before_the_copy_gives_its_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, wait = Memory.put, Memory.wait
+    monkeypatch.setattr(Memory, "put", lambda self, peer, channel: channel % 2 == 0 or put(self, peer, channel))
+    monkeypatch.setattr(Memory, "wait", lambda self, peer, channel: channel % 2 == 0 or wait(self, peer, channel))
+    assert outcome(SEEDS, 2, False) == "wrong"
+
+
+def test_rows_that_are_used_before_they_have_come_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, wait = Memory.put, Memory.wait
+    monkeypatch.setattr(Memory, "put", lambda self, peer, channel: channel % 2 or put(self, peer, channel))
+    monkeypatch.setattr(Memory, "wait", lambda self, peer, channel: channel % 2 or wait(self, peer, channel))
+    assert outcome(SEEDS, 2, False) == "wrong"
+
+
+def test_a_signal_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Memory.put
+    monkeypatch.setattr(Memory, "put", lambda self, peer, channel: channel == 1 or put(self, peer, channel))
+    assert outcome(SEEDS, 2, False) == "stuck"
+
+
+def test_homes_that_are_written_while_they_are_copied_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Side.begin
+    monkeypatch.setattr(Side, "begin", lambda self, work: (begin(self, work), lambda: None)[1])
+    assert outcome(SEEDS, 2, False) == "wrong"
+
+
+def test_stages_that_begin_too_early_stop_a_gpu_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would find their channels taken."""
+
+    def begin_at_once(self: Any) -> None:
+        while self.to_begin:
+            exchange = self.to_begin.popleft()
+            self.under_way.append(exchange)
+            exchange.arrived = self.side.begin(lambda exchange=exchange: self._copy(exchange))
+
+    monkeypatch.setattr(copy_engine._Line, "_begin", begin_at_once)
+    assert outcome(SEEDS, 1, False) == ""
+    assert outcome(SEEDS, 1, True) == "stuck"
+
+
+@pytest.mark.parametrize("name", ["empty", "rendezvous", "get_backend", "get_signal_pad_size"])
+def test_the_double_has_the_functions_of_torch(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(module, name)).parameters for module in (_symmetric_memory, double))
+    assert list(theirs) == list(ours)
+    assert [p.kind for p in theirs.values()] == [p.kind for p in ours.values()]
+
+
+@pytest.mark.parametrize("name", ["get_buffer", "get_remote_tensor", "put_signal", "wait_signal"])
+def test_the_double_has_the_methods_of_torchs_handle(name: str) -> None:
+    """Those of torch are bound to C++, and their signatures stand in the docstrings."""
+    theirs = getattr(torch._C._distributed_c10d._SymmetricMemory, name).__doc__
+    parameters = [one.split(":")[0].strip() for one in theirs[theirs.index("(") + 1 : theirs.index(" ->")].split(", ")]
+    ours = list(inspect.signature(getattr(double.SymmetricMemory, name)).parameters)
+    assert [one for one in parameters if one in ours] == ours, theirs
+
+
+def test_torch_has_what_else_is_used_of_it() -> None:
+    for name in ("_register_process_group", "_resolve_process_group"):
+        assert callable(getattr(torch._C._distributed_c10d, name))
+    for name in ("rank", "world_size", "signal_pad_size", "buffer_size"):
+        assert hasattr(torch._C._distributed_c10d._SymmetricMemory, name)
