@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -121,7 +121,38 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def _all(rank: int) -> dict[str, Any]:
-    return {name: train(rank, **options) for name, options in JOBS.items()}
+    trained = {name: train(rank, **options) for name, options in JOBS.items()}
+    return {**trained, "in turn": _two_batches(rank, at_once=False), "at once": _two_batches(rank, at_once=True)}
+
+
+def _two_batches(rank: int, at_once: bool) -> dict[str, Any]:
+    """Training steps of two micro-batches, whose graphs are compiled before two run at once."""
+    torch._dynamo.reset()
+    model = make_model("olmoe", layers=1).train()
+    model.set_experts_implementation("grouped_mm")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", interval=1, lag=0)
+    balancer = eplb.attach(model, optimizer, config=config)
+    balancer._plan_with(plan_shuffle)
+    balancer._wait_until_compiled()
+    model.compile(backend="aot_eager", fullgraph=True)
+    numbers = []
+    for step in range(STEPS + 1):
+        loss_of = [partial(_loss, model, batch_of(rank, step, seed=seed)) for seed in (1, 2)]
+        losses = balancer.at_once(*loss_of) if at_once and step else [loss() for loss in loss_of]
+        for loss in losses:
+            loss.backward()
+        numbers += [loss.item() for loss in losses]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"numbers": numbers, "state": eplb.logical_state_dict(model, optimizer), "epoch": balancer.placement.epoch}
+    balancer.close()
+    return found
+
+
+def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
 
 
 @cache
@@ -169,6 +200,10 @@ def test_graphs_train_evaluate_and_count_as_the_model_without(plain: str, compil
 
 def test_moving_experts_changes_no_bit_of_a_compiled_model() -> None:
     assert same_bits("homes, compiled", "homes, compiled, static")
+
+
+def test_two_batches_at_once_have_the_bits_of_one_after_the_other() -> None:
+    assert same_bits("in turn", "at once") and results()[0]["at once"]["epoch"] == STEPS + 1
 
 
 def test_control_other_batches_are_noticed() -> None:
