@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from .dispatch import choosing
 from .dispatch.lanes import Lane, Lanes
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
@@ -296,7 +297,8 @@ class Balancer:
             What both return.
 
         Raises:
-            RuntimeError: the model is on a device, copies are shared between layers, or two run at once already.
+            RuntimeError: copies are shared between layers, two run at once already; or on a device experts move beside
+                training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
         return self._open_second_lane().both(first, second)
 
@@ -506,12 +508,10 @@ class Balancer:
         """Let two batches of a rank travel at once (`dispatch.lanes`). Collective, between steps.
 
         Raises:
-            RuntimeError: on a device, or with copies that layers share: one set of rows cannot serve two at once.
+            RuntimeError: as `at_once` says.
         """
         if self.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
-        if self._device.type != "cpu":
-            raise RuntimeError(f"two batches at once run on CPUs so far, and the model is on {self._device}")
         if self.config.shared_between_layers:
             raise RuntimeError(
                 "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
@@ -523,6 +523,12 @@ class Balancer:
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
         if not self._lanes.is_open:
+            if why := choosing.refuses_two_at_once(self.config, self._device, self._structure.is_sharded):
+                raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
+            if (replicas := self._maps.replicas) is not None:
+                replicas.launching = self._lanes.launching
+                if self._device.type != "cpu":
+                    self._lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
             self._lanes.open(Lane(*self._groups.second_lane()))
         return self._lanes
 

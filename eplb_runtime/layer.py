@@ -87,6 +87,7 @@ class ExpertParallelLayer:
         self._meeting = meeting
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
+        self._lanes = lanes
         self._in_flight = InFlight(lambda: lanes.busy, lambda: int(table.changes_L[index]))
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = self.uncounted = 0
@@ -125,7 +126,7 @@ class ExpertParallelLayer:
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
-                with phase("count", "F", self.index, self._table.epoch):
+                with phase("count", "F", self.index, self._table.epoch), self._lanes.shared():
                     self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()

@@ -38,6 +38,11 @@ class Structure:
         self._held = [] if self._sharded else [_held(module, key) for _, module, keys in experts for key in keys]
         self._known = {id(parameter) for parameter in parameters}
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter is a DTensor, as `fully_shard` makes them."""
+        return self._sharded
+
     def know(self, parameters: Sequence[Tensor]) -> None:
         """These are trained and averaged, too."""
         self._known.update(map(id, parameters))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch import Choice, choose_together, maker, notes
+from ..dispatch import OVER_TORCH, Choice, choose_together, maker, notes
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.registry import ExpertTensors
@@ -166,7 +166,8 @@ class _Attaching:
         placement = self.placement
         store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
         self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
-        self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts))
+        by_kernels = self.dispatch.name not in OVER_TORCH
+        self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts), self.device, in_order=by_kernels)
         self.kernels = kernels_for(self.device, placement.num_experts) if self.config.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)

@@ -148,7 +148,8 @@ class AllToAll(Dispatcher):
     def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
             return None
-        return dist.all_to_all_single(out, rows, received, sent, group=self._lanes.here().tokens, async_op=True)
+        with self._lanes.launching():
+            return dist.all_to_all_single(out, rows, received, sent, group=self._lanes.here().tokens, async_op=True)
 
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is named so that it stays while it is read."""
@@ -205,7 +206,8 @@ class AllToAll(Dispatcher):
         sent = torch.cat(columns, dim=1)
         received = torch.empty_like(sent)
         with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
-            dist.all_to_all_single(received, sent, group=self._lanes.here().counts)
+            with self._lanes.launching():
+                dist.all_to_all_single(received, sent, group=self._lanes.here().counts)
             both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])

@@ -146,7 +146,8 @@ class CountExchange:
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
         group = self._lanes.here().counts
         all_, on_host = self._memory.buffers(mine, group.size())
-        _all_gather_into(all_.view(-1), mine, group=group)
+        with self._lanes.launching():
+            _all_gather_into(all_.view(-1), mine, group=group)
         if on_host is not all_:
             on_host.copy_(all_, non_blocking=True)
             torch.accelerator.current_stream(mine.device).synchronize()

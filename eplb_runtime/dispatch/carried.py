@@ -113,7 +113,7 @@ class Carried(Dispatcher):
         in_float8: bool = False,
         make_low_latency: Callable[[dist.ProcessGroup, int], LowLatency] | None = None,
     ) -> None:
-        lanes = lanes or Lanes(Lane(group, counts_group or group))
+        self._lanes = lanes = lanes or Lanes(Lane(group, counts_group or group))
         self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
         self._in_float8 = in_float8
         self._low_latency = None if make_low_latency is None else make_low_latency(group, slots_per_rank)
@@ -222,8 +222,8 @@ class Carried(Dispatcher):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, other ranks may be waited for."""
-        with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
+        """Inside, kernels that wait for other ranks are launched, and these may be waited for."""
+        with self._lanes.launching(), nullcontext() if self._meeting is None else self._meeting.watch.waiting():
             yield
 
     def hidden_there(

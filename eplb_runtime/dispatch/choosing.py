@@ -149,3 +149,27 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
         in_float8=in_float8,
         make_low_latency=low_latency,
     )
+
+
+def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
+    """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
+
+    Args:
+        is_sharded: `fully_shard` divides parameters of the model.
+    """
+    if device.type == "cpu":
+        return ""
+    if config.overlap:
+        return (
+            "with overlap=True experts that arrive are written on one batch's stream while the other may compute with "
+            "them: set overlap=False"
+        )
+    if is_sharded:
+        return "fully_shard gathers weights for one batch at a time: leave it out"
+    there = torch.get_device_module(device).get_device_properties(device).multi_processor_count
+    if config.dispatch not in OVER_TORCH and 2 * config.dispatch_sms >= there:
+        return (
+            f"the kernels of each take dispatch_sms={config.dispatch_sms} multiprocessors while they wait for other "
+            f"ranks, and {device} has {there}: lower dispatch_sms"
+        )
+    return ""

@@ -101,13 +101,18 @@ class BufferCarrier:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Any]:
-        """The buffer of this way, when it is the tokens' turn: experts may go by the first way's."""
+        """The buffer of this way, when it is the tokens' turn: experts may go by the first way's.
+
+        Kernels of both ways may be on a GPU at once and wait for their peers there. That ends: all ranks launch them in
+        one order (`Lanes.launching`), experts' among them, and both ways' multiprocessors are there besides each other
+        (`Balancer.at_once` asks for as many), while what computes ends by itself.
+        """
         refuse_filled_memory()
         lane = self._lanes.here()
-        if self._lanes.is_first(lane):
-            with self._shared.turns.of_tokens():
+        with self._shared.turns.of_tokens():
+            if self._lanes.is_first(lane):
                 yield self._shared.buffer(lane.tokens, self._num_sms, self._there, self._back)
-            return
-        if lane not in self._others:
-            self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, self._there, self._back)
-        yield self._others[lane]
+                return
+            if lane not in self._others:
+                self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, self._there, self._back)
+            yield self._others[lane]

@@ -104,7 +104,7 @@ class InFlight:
         if self._differs.device.type == "cpu":
             self._raise_if_it_differed()
         else:
-            on_host = torch.empty_like(self._differs, device="cpu", pin_memory=True)
+            on_host = torch.zeros_like(self._differs, device="cpu", pin_memory=True)
             self._differs = on_host.copy_(self._differs, non_blocking=True)
         return self._alone.manifest
 

@@ -3,11 +3,16 @@
 Collectives of one group must come in the same order on all its ranks. Two threads that exchange at once have no order
 between them, so each has groups of its own. Backward passes and what `Lanes.both` runs beside go the second way, once
 it is open; and since that is one thing at a time, every rank's exchanges of a way are in order.
+
+On a device each has a stream of its own, too (`streams.py`), and all ranks launch the exchanges of both in one order
+(`launch_order.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TypeVar
@@ -17,6 +22,8 @@ import torch.distributed as dist
 
 from ..load.counter import in_recompute as in_backward
 from ..worker import Worker
+from .launch_order import LaunchOrder
+from .streams import OneAfterAnother, TwoStreams
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -40,29 +47,52 @@ class Lanes:
 
     Args:
         first: what there is at the start.
+        device: of the tokens.
+        in_order: whether both ways' exchanges must be launched in one order on all ranks; on a device they are anyway.
+        streams: of two things at once; None: those of the device, none on a CPU.
 
     Attributes:
         busy: while two things run at once.
+        ahead: called before two things begin, on the thread that has them run.
     """
 
-    def __init__(self, first: Lane) -> None:
+    def __init__(
+        self,
+        first: Lane,
+        device: torch.device | None = None,
+        in_order: bool = False,
+        streams: TwoStreams | None = None,
+    ) -> None:
         self._first = first
         self._second: Lane | None = None
         self._worker = Worker("eplb_runtime second lane")
         self._beside: int | None = None
         self.busy = False
+        self.ahead: Callable[[], None] = lambda: None
+        self._device_type = "cpu" if device is None else device.type
+        on_device = device is not None and device.type != "cpu"
+        self._streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
+        self._in_order = in_order or on_device
+        self._order: LaunchOrder | None = None
+        self._shared: OneAfterAnother | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether there is a second way."""
         return self._second is not None
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether two things at once have streams of their own."""
+        return self._streams is not None
+
     def open(self, second: Lane) -> None:
         """From here on, there are two. On every rank of the group, between forwards and backward passes."""
         self._second = second
 
     def here(self) -> Lane:
-        """What this thread takes now."""
+        """What this thread takes now. A device's backward passes run on threads of torch's, and go the second way
+        there."""
         if self._second is None:
             return self._first
         return self._second if in_backward() or get_ident() == self._beside else self._first
@@ -71,12 +101,28 @@ class Lanes:
         """Whether it is the way that there was at the start."""
         return lane is self._first
 
-    def both(self, here: Callable[[], T], beside: Callable[[], U]) -> tuple[T, U]:
+    def launching(self) -> AbstractContextManager[None]:
+        """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
+        within another."""
+        order = self._order
+        if order is None:
+            return contextlib.nullcontext()
+        return order.turn(0 if self.is_first(self.here()) else 1)
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Inside, memory is written that both of two things at once write (a batch at a time, on the host)."""
+        shared = self._shared
+        return contextlib.nullcontext() if shared is None else shared()
+
+    def both(self, here: Callable[[], T], beside: Callable[[], U], turned: bool = False) -> tuple[T, U]:
         """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
 
         Args:
             here: runs on this thread. It may not wait for the other, nor run backward passes.
-            beside: runs on a thread that is kept; in this one's modes of gradients and of autocast.
+            beside: runs on a thread that is kept; in this one's modes of gradients and of autocast. It may not wait for
+                the other either where launches are in order.
+            turned: each on the other's stream. A backward pass runs on the stream of its forward, so whoever runs one
+                beside says which that was.
 
         Raises:
             RuntimeError: two run at once already.
@@ -85,25 +131,56 @@ class Lanes:
         if self.busy:
             raise RuntimeError("two batches run at once already: a third would have no way of its own")
         self.busy = True
+        join: Callable[[], None] = lambda: None  # noqa: E731
         try:
+            self.ahead()
+            order = self._order = LaunchOrder() if self._in_order else None
+            if self._streams is not None:
+                self._shared = self._streams.one_after_another()
+                here, beside, join = self._streams.apart(here, beside, turned)
+            here, beside = _ends(here, order, 0), _ends(beside, order, 1)
             running = self._worker.submit(self._in_the_modes_of_this_thread(beside))
             # Where `here` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             first = here()
             return first, running.result()
         finally:
+            join()
+            self._order = self._shared = None
             self.busy = False
+
+    def alone(self, work: Callable[[], T], turned: bool = False) -> T:
+        """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one
+        of two things at once."""
+        return work() if self._streams is None else self._streams.alone(work, turned)
 
     def _in_the_modes_of_this_thread(self, work: Callable[[], U]) -> Callable[[], U]:
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        autocasts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted({"cpu", self._device_type})
+        ]
 
         def inside() -> U:
             self._beside = get_ident()
-            with (
-                torch.inference_mode(inference),
-                torch.set_grad_enabled(gradients),
-                torch.autocast("cpu", dtype=dtype, enabled=enabled),
-            ):
+            with contextlib.ExitStack() as modes:
+                modes.enter_context(torch.inference_mode(inference))
+                modes.enter_context(torch.set_grad_enabled(gradients))
+                for kind, dtype, enabled in autocasts:
+                    modes.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 return work()
 
         return inside
+
+
+def _ends(work: Callable[[], T], order: LaunchOrder | None, way: int) -> Callable[[], T]:
+    """The same work; when it is over, the other way waits for its launches no more."""
+    if order is None:
+        return work
+
+    def with_an_end() -> T:
+        try:
+            return work()
+        finally:
+            order.end(way)
+
+    return with_an_end

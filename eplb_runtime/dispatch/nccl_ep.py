@@ -13,6 +13,7 @@ by source rank and position. Its sums are in float32; inside a node by rank.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from ..migration.transports.meeting import tell_all
 from . import nccl_ep_package
 from .carrier import Arrival, agreed, grown, parts, whole
 from .lanes import Lane, Lanes
+
+logger = logging.getLogger("eplb_runtime")
 
 _MOST_ROW_BYTES = 32 << 10
 """16,384 columns of bfloat16, its largest hidden size; wider rows go in several calls."""
@@ -125,10 +128,15 @@ class NcclEPCarrier:
         """As `Carrier.close`: groups and communicators, if all ranks come for it; else the process keeps them. Ways of
         before cannot be gone again."""
         ways, self._ways = self._ways, {}
+        # In one order on all ranks, whichever a rank's threads came to first.
+        in_order = sorted(ways.items(), key=lambda way: (not self._lanes.is_first(way[0][0]), way[0][1]))
         with contextlib.suppress(TransportError):
-            for (lane, _), way in ways.items():
+            for (lane, _), way in in_order:
                 tell_all(lane.tokens, way.device, b"", deadline)
-                way.end()
+                try:
+                    way.end()
+                except Exception as error:  # the others wait for this rank in what comes next
+                    logger.warning("dispatch='nccl_ep': the process keeps what could not be ended: %s", error)
 
     def _way(self, lane: Lane, experts_NK: Tensor) -> _Way:
         key = lane, experts_NK.shape[1] == 1
@@ -141,7 +149,10 @@ class NcclEPCarrier:
         """Of the lane that this thread is in: a batch in another one is not disturbed."""
         lane = self._lanes.here()
         if lane not in ticket.handles:
-            group = self._way(lane, ticket.experts_NK).group(ticket.sizes)
+            way = self._way(lane, ticket.experts_NK)
+            if way.has_retired(ticket.sizes):  # where only gradients go this way, nobody else ends them
+                way.end_retired(ticket.sizes, agreed(way.in_use, way.device, lane))
+            group = way.group(ticket.sizes)
             ticket.handles[lane] = group, group.take(ticket.experts_NK)
         group, handle = ticket.handles[lane]
         if group.ended:
@@ -183,6 +194,11 @@ class _Way:
             )
             self._most = sizes
         return self._groups[-1]
+
+    def has_retired(self, wanted: Sequence[int]) -> bool:
+        """Whether there are groups that are too small for what came since, or for what is ``wanted``; equal on all
+        ranks."""
+        return len(self._groups) > 1 or (bool(self._groups) and self._too_small(wanted))
 
     def end_retired(self, wanted: Sequence[int], in_use: Sequence[int]) -> None:
         """End groups that serve nobody any more, ahead of `group`, so that there is memory for both at once only where

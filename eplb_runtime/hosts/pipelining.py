@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.pipelining.schedules import (
@@ -100,7 +101,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
 
     Raises:
         AttachError: a stage is wrapped by ``fully_shard``, whose gathering of weights is of one thread.
-        RuntimeError: the model is on a device, or copies are shared between layers.
+        RuntimeError: as of `Balancer.at_once`.
     """
     wrapped = [stage.stage_index for stage in stages_of(schedule) if isinstance(stage.submod, FSDPModule)]
     if wrapped:
@@ -109,6 +110,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
             "not overlap"
         )
     together = OverlappedForwardBackward(schedule, balancer._open_second_lane(), balancer)
+    together.take_forwards()
     schedule.register_custom_function(OVERLAP_F_B, together)
     own = schedule.step
 
@@ -134,10 +136,48 @@ class OverlappedForwardBackward:
         self._balancer = balancer
         self.save_output = True
         self.loss_kwargs: dict[str, Any] | None = None
+        self._turned: dict[tuple[int, int], bool] = {}
+        self._accumulators: list[Any] = []
 
     def __call__(self, action: _Action, ctx: _PipelineContext) -> None:
         forward, backward = action.sub_actions or ()
-        self._lanes.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx))
+        # A backward pass runs on the stream of its forward, so the forward beside it takes the other one.
+        turned = not self._turned.get(_which(backward), False)
+        self._turned[_which(forward)] = turned
+        self._lanes.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
+
+    def take_forwards(self) -> None:
+        """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
+        if not self._lanes.has_streams:
+            return
+        schedule = self._schedule
+        schedule._maybe_compute_loss = self._on_a_stream(
+            schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])
+        )
+        for stage in stages_of(schedule):
+            # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
+            # accumulator keeps the stream that it was made on.
+            trained = [parameter for parameter in stage.submod.parameters() if parameter.requires_grad]
+            self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
+            number = stage.stage_index
+            stage.forward_one_chunk = self._on_a_stream(  # type: ignore[method-assign]
+                stage.forward_one_chunk, lambda micro_batch, *_, number=number: (number, micro_batch)
+            )
+
+    def _on_a_stream(self, own: Callable[..., Any], which: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
+        """What is not of a pair, on the first of the streams; or on that of the forward that it belongs to.
+
+        Args:
+            which: from its arguments.
+        """
+
+        @wraps(own)
+        def on_a_stream(*args: Any, **kwargs: Any) -> Any:
+            if self._lanes.busy:
+                return own(*args, **kwargs)
+            return self._lanes.alone(lambda: own(*args, **kwargs), self._turned.setdefault(which(*args), False))
+
+        return on_a_stream
 
     def forward(self, action: _Action, context: _PipelineContext) -> None:
         schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
@@ -178,6 +218,11 @@ class OverlappedForwardBackward:
 
     def _here(self) -> dict[int, PipelineStage]:
         return {stage.stage_index: stage for stage in stages_of(self._schedule)}
+
+
+def _which(action: _Action) -> tuple[int, int]:
+    assert action.microbatch_index is not None
+    return action.stage_index, action.microbatch_index
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:

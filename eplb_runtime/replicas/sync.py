@@ -11,7 +11,7 @@ that an expert crosses to a node once and no rank has to send it to, or hear fro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,9 @@ class ReplicaSync:
         carrier, rank, parts, ranks_per_node: as of `links.Linking`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
+
+    Attributes:
+        launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ReplicaSync:
         self._around: _Around | None = None
         self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
+        self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def follow(self, placement: Placement) -> None:
         """Take over a placement: which copies this rank holds, and which of its homes are copied where."""
@@ -293,7 +297,12 @@ class ReplicaSync:
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
         links = self._held.pop(layer, self._links[layer])
-        self._sent = layer, links, links.gradients[0].rows.post() if links.gradients else []
+        self._sent = layer, links, self._post(links.gradients[0].rows) if links.gradients else []
+
+    def _post(self, rows: Stage) -> Sequence[Waiting]:
+        """Gradients' rows, in the order of all that backward passes launch."""
+        with self.launching():
+            return rows.post()
 
     @torch.compiler.disable
     def _finish(self) -> None:
@@ -304,7 +313,7 @@ class ReplicaSync:
         layer, links, works = sent
         with phase("gradients of copies", "B", layer):
             for number, stage in enumerate(links.gradients):
-                for work in stage.rows.post() if number else works:
+                for work in self._post(stage.rows) if number else works:
                     work.wait()
                 stage.add()
             self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
