@@ -257,10 +257,10 @@ class _Measured:
         ):
             setattr(instance, name, value)
 
-    def _both(self, here: Callable[[], None], beside: Callable[[], None]) -> None:
+    def _both(self, here: Callable[[], None], beside: Callable[[], None], turned: bool = False) -> None:
         with self._spans.span(BLOCK):
             if self.way == AT_ONCE:
-                self._at_once(here, beside)
+                self._at_once(here, beside, turned)
             else:
                 here()
                 beside()
