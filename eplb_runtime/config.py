@@ -23,7 +23,7 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
-COPIES_BY = ("torch", "copy_engine")
+COPIES_BY = ("torch", "copy_engine", "deepep")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "nccl_ep", "auto")
 CARRY_FLOAT8 = ("deepep", "nccl_ep")
 COMBINE_ORDERS = ("logical", "by_rank")
@@ -54,8 +54,9 @@ class BalancerConfig:
             theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
             instead of once a step, and are computed by a second call, again in the backward pass.
         copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
-            point: gloo or NCCL) or ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
-            symmetric memory; between nodes as ``"torch"``). The same bits either way.
+            point: gloo or NCCL), ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
+            symmetric memory; between nodes as ``"torch"``) or ``"deepep"`` (weights to all copies of a layer in one
+            dispatch of the package deep_ep, with ``dispatch_sms``; gradients as ``"torch"``). The same bits either way.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..config import BalancerConfig
+from ..config import BalancerConfig, ConfigError
+from ..migration.transports import deepep_package
 from ..process_groups import ProcessGroups
 from ..replicas.carrier import Carrier
 from ..replicas.copy_engine import CopyEngine
+from ..replicas.multicast import Multicast
 from ..replicas.node_memory import NodeMemory, missing
 from ..replicas.point_to_point import PointToPoint
 from ..topology import Topology
@@ -28,26 +31,73 @@ def carrier_of_copies(
     by_torch = PointToPoint(groups.replicas, groups.job.row_ranks)
     if config.copies_by == "torch":
         return by_torch
-    if topology.ranks_per_node == 1:
-        raise_on_all(_refused(config, "each rank has a node of its own"), groups)
-    raise_on_all(_refused(config, missing(device)), groups)
-    node = groups.of_nodes(topology.ranks_per_node)
-    memory = NodeMemory(node, device, _host_seconds())
+    lacks, make = {"copy_engine": (_no_copy_engine, _copy_engine), "deepep": (_no_deepep, _deepep)}[config.copies_by]
+    raise_on_all(_refused(config, lacks(groups, topology, device)), groups)
+    carrier: Carrier = by_torch
     problem = ""
     try:
-        memory.meet(time.monotonic() + config.timeout_seconds)
-    except RuntimeError as error:
+        carrier = make(config, groups, topology, device, by_torch)
+    except (RuntimeError, AssertionError, ConfigError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise_on_all(_refused(config, problem), groups)
-    size = topology.ranks_per_node * groups.job.row_parts
-    return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+    return carrier
 
 
 def _refused(config: BalancerConfig, why: str) -> str:
     return f"copies_by={config.copies_by!r}: {why}" if why else ""
 
 
+# -- copy engines ------------------------------------------------------------------------------------------------------
+
+
+def _no_copy_engine(groups: ProcessGroups, topology: Topology, device: torch.device) -> str:
+    """What can be seen before ranks meet, in a line; empty: nothing."""
+    return "each rank has a node of its own" if topology.ranks_per_node == 1 else missing(device)
+
+
+def _copy_engine(
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: Carrier
+) -> Carrier:
+    node = groups.of_nodes(topology.ranks_per_node)
+    memory = NodeMemory(node, device, _host_seconds())
+    memory.meet(time.monotonic() + config.timeout_seconds)
+    size = topology.ranks_per_node * groups.job.row_parts
+    return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+
+
 def _host_seconds() -> float:
     """The timeout that the host gave its process group: as long as a lost rank is waited for elsewhere."""
     seconds: float = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
     return seconds
+
+
+# -- DeepEP ------------------------------------------------------------------------------------------------------------
+
+
+def _imported() -> Any:
+    return deepep_package.imported(asked="copies_by='deepep'")
+
+
+def _no_deepep(groups: ProcessGroups, topology: Topology, device: torch.device) -> str:
+    if tuple(groups.job.row_ranks) != tuple(groups.job.ep_ranks):
+        return "homes that are divided over ranks of several EP groups are not carried"
+    why = deepep_package.unfit(topology.num_ranks, topology.ranks_per_node) or deepep_package.missing(device)
+    if why:
+        return why
+    try:
+        _imported()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _deepep(
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: Carrier
+) -> Carrier:
+    package, group = _imported(), groups.dispatch
+    shared = deepep_package.shared_between(package, group)
+    package.Buffer.set_num_sms(config.dispatch_sms)
+    there, back = deepep_package.settings(package, group.size())
+    deepep_package.refuse_filled_memory()
+    buffer = shared.buffer(group, config.dispatch_sms, there, back)
+    return Multicast(buffer, there, shared.turns, group.rank(), group.size(), device, by_torch)

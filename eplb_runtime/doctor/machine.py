@@ -90,7 +90,9 @@ def _nccl() -> Backend:
 
 def _deepep() -> Backend:
     missing = deepep_package.missing()
-    return Backend("deep_ep", not missing, missing or "tokens between GPUs: dispatch='auto' takes it where ranks fit")
+    return Backend(
+        "deep_ep", not missing, missing or "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+    )
 
 
 def _nccl_ep() -> Backend:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
-from .carrier import Carrier, Row, Stage
+from .carrier import Carrier, Copied, Row, Stage
 from .tree import Tree, tree_of
 
 
@@ -122,11 +122,22 @@ class Linking:
         lent = [copy.home_row != EMPTY for copy in below]
         return Links(
             [copy for copy, at_home in zip(below, lent, strict=True) if at_home],
-            self._weights(layer, bank, tree, below, held),
+            self._spread(bank, home_RK, home_rows) or self._weights(layer, bank, tree, below, held),
             self._gradients(layer, bank, tree, below, arrivals, held),
             [rows for rows, at_home in zip(arrivals, lent, strict=True) if at_home],
             bool((home_RK != EMPTY).any()),
         )
+
+    def _spread(self, bank: ReplicaBank, home_RK: np.ndarray, home_rows: HomeRows) -> list[Stage]:
+        """The one stage of a carrier that needs no trees; none: this one does, or there is nothing to carry."""
+        experts = []
+        for home in np.unique(home_RK[home_RK != EMPTY]).tolist() if self._carrier.spreads else ():
+            source, held = int(home_rows.rank_of(np.array(home))), np.argwhere(home_RK == home).tolist()
+            here = [row for rank, replica in held if rank == self._rank for row in bank.replica_rows(replica)]
+            if source == self._rank:
+                here = [local(parameter).detach()[home_rows.row_of(home)] for parameter in bank.parameters]
+            experts.append(Copied(home, source, tuple(rank for rank, _ in held), here))
+        return [self._carrier.spread(experts, [row.nbytes for row in bank.replica_rows(0)])] if experts else []
 
     def _weights(
         self, layer: int, bank: ReplicaBank, tree: Tree, below: Sequence[Below], above_K: np.ndarray

@@ -1,5 +1,5 @@
-"""Copies of experts by the copy engine itself, through torch's symmetric memory, between two ranks; one GPU
-is enough."""
+"""Copies of experts by the copy engine itself, through torch's symmetric memory, and by DeepEP itself, between two ranks.
+One GPU is enough."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.dispatch import choosing
 from eplb_runtime.replicas import node_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -57,7 +58,7 @@ def train(rank: int, way: str, shared: bool) -> dict:
     replicas = balancer._maps.replicas
     torch.cuda.synchronize()
     torch.distributed.barrier()
-    with no_host_sync() if way == "copy_engine" else nullcontext():
+    with no_host_sync() if way != "torch" else nullcontext():
         replicas.refresh()
         replicas.wait_all()
     state = {name: tensor.cpu() for name, tensor in eplb.logical_state_dict(model, optimizer).items()}
@@ -66,12 +67,14 @@ def train(rank: int, way: str, shared: bool) -> dict:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
-def test_training_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits(shared: bool) -> None:
-    if lacks := node_memory.missing(DEVICE):
+@pytest.mark.parametrize("way", ["copy_engine", "deepep"])
+def test_training_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits(way: str, shared: bool) -> None:
+    lacks = node_memory.missing(DEVICE) if way == "copy_engine" else choosing.lacks("deepep", DEVICE, 2, 2)
+    if lacks:
         pytest.skip(lacks)
-    by_torch, by_engine = (
-        run_ranks(2, train, way, shared, backend=NCCL, start_method="spawn") for way in ("torch", "copy_engine")
+    by_torch, by_other = (
+        run_ranks(2, train, one, shared, backend=NCCL, start_method="spawn") for one in ("torch", way)
     )
-    for one, other in zip(by_torch, by_engine, strict=True):
+    for one, other in zip(by_torch, by_other, strict=True):
         assert one["losses"] == other["losses"]
         assert [name for name in one["state"] if not torch.equal(one["state"][name], other["state"][name])] == []

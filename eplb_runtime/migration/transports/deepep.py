@@ -29,7 +29,7 @@ from . import deepep_package
 from .base import Message, Pending, Transport, TransportError
 from .common_log import CommonLog
 from .counted import Counted, to_others
-from .deepep_rows import ROW_BYTES, Part, expected_numbers, parts_of, rows_to_send
+from .deepep_rows import ROW_BYTES, Part, call, expected_numbers, parts_of, rows_to_send
 from .ledger import Exchange, Ledger, note_of
 from .meeting import tell_all
 from .neighbours import node_of_this_rank
@@ -239,25 +239,10 @@ class DeepEP(Transport):
             if self._rank in part.stream.peers
         ]
         expected_M = expected_numbers([(source * chunk - first, part) for source, part in coming])
-        to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_NK, self._num_ranks)
-        # Who knows how many rows come need not wait for DeepEP's word on the host, which is waited for with Python
-        # locked; DeepEP takes that inside a node only, and waits with it unlocked between nodes.
-        known = {"num_worst_tokens": max(1, len(expected_M))} if to_nodes is None else {}
-        arrived_MC, _, weights_MK, *_ = self._buffer.dispatch(
-            rows_NC,
-            num_tokens_per_rank=to_ranks,
-            num_tokens_per_rdma_rank=to_nodes,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=to_experts,
-            topk_idx=to_NK,
-            topk_weights=numbers_NK,
-            config=self._there,
-            **known,
+        numbers_M, bytes_M = call(
+            self._buffer, self._there, self._num_ranks, rows_NC, to_NK, numbers_NK, len(expected_M)
         )
-        numbers_M = weights_MK[: len(expected_M)].amax(dim=1) if len(expected_M) else weights_MK[:0, 0]
-        numbers_M, order_M = numbers_M.sort()
         on_host = numbers_M.to("cpu", non_blocking=True)
-        bytes_M = arrived_MC.index_select(0, order_M).view(torch.uint8).view(-1)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
         if not torch.equal(on_host, expected_M):
             return False

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,30 @@ def parts_of(streams: Sequence[Stream], first: int, rows: int) -> list[Part]:
     return [Part(stream, begin, end) for stream, begin, end in bounds if begin < end]
 
 
+def addresses(parts: Sequence[Part], base: int, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Of the rows of one call the ranks that they are for, int64 ``[N, K]`` (-1: none), and their numbers from 1,
+    float32 ``[N]``. N is at least 1: where nothing goes, a row for nobody, of number 0.
+
+    Args:
+        base: what a number has besides the row's place in the call.
+        first: the first row of the call.
+        width: K.
+    """
+    count = max(1, sum(part.end - part.begin for part in parts))
+    to_NK = torch.full((count, width), -1, dtype=torch.int64)
+    numbers_N = torch.zeros(count, dtype=torch.float32)
+    for part, rows in zip(parts, rows_of(parts), strict=True):
+        to_NK[rows, : len(part.stream.peers)] = torch.tensor(part.stream.peers)
+        numbers_N[rows] = torch.arange(base + part.begin - first + 1, base + part.end - first + 1, dtype=torch.float32)
+    return to_NK, numbers_N
+
+
+def rows_of(parts: Sequence[Part]) -> list[slice]:
+    """Where each lies among the rows of a call."""
+    ends = list(accumulate((part.end - part.begin for part in parts), initial=0))
+    return [slice(*bounds) for bounds in pairwise(ends)]
+
+
 def rows_to_send(
     parts: Sequence[Part],
     content_of: Callable[[tuple[int, int]], Tensor | None],
@@ -58,36 +84,65 @@ def rows_to_send(
     width: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one call takes: rows bfloat16 ``[N, C]``, ranks that they are for, int64 ``[N, K]`` (-1: none), and their
-    numbers from 1, float32 ``[N, K]``. N is at least 1: where nothing goes, a row for nobody.
+    """What one call takes: rows bfloat16 ``[N, C]``, and of `addresses` the ranks, and the numbers as ``[N, K]``.
 
     Args:
         content_of: bytes; None: given up, its rows are numbered 0.
-        base: what a number has besides the row's place in the call.
-        first: the first row of the call.
-        width: K.
+        base, first, width: as of `addresses`.
     """
-    count = max(1, sum(part.end - part.begin for part in parts))
-    flat = torch.empty(count * ROW_BYTES, dtype=torch.uint8, device=device)
-    to_NK = torch.full((count, width), -1, dtype=torch.int64)
-    numbers_N = torch.zeros(count, dtype=torch.float32)
-    row = 0
-    for part in parts:
-        rows = slice(row, row + part.end - part.begin)
-        to_NK[rows, : len(part.stream.peers)] = torch.tensor(part.stream.peers)
-        numbers_N[rows] = torch.arange(base + part.begin - first + 1, base + part.end - first + 1, dtype=torch.float32)
+    to_NK, numbers_N = addresses(parts, base, first, width)
+    flat = torch.empty(len(to_NK) * ROW_BYTES, dtype=torch.uint8, device=device)
+    for part, rows in zip(parts, rows_of(parts), strict=True):
         there = {content: content_of(content) for content in part.stream.contents}
         sizes = {content: 0 if data is None else data.numel() for content, data in there.items()}
         for content, inside, outside in part.overlaps(sizes.__getitem__):
             data = there[content]
             assert data is not None
-            flat[row * ROW_BYTES :][inside].copy_(data[outside], non_blocking=True)
+            flat[rows.start * ROW_BYTES :][inside].copy_(data[outside], non_blocking=True)
         if any(data is None for data in there.values()):
             numbers_N[rows] = 0
-        row = rows.stop
-    numbers_NK = numbers_N.unsqueeze(1).expand(count, width).contiguous()
-    rows_NC = flat.view(torch.bfloat16).view(count, -1)
-    return rows_NC, to_NK.to(device, non_blocking=True), numbers_NK.to(device, non_blocking=True)
+    return as_rows(flat), to_NK.to(device, non_blocking=True), repeated(numbers_N, width).to(device, non_blocking=True)
+
+
+def as_rows(flat: Tensor) -> Tensor:
+    """Bytes as bfloat16 ``[N, C]``."""
+    return flat.view(torch.bfloat16).view(len(flat) // ROW_BYTES, -1)
+
+
+def repeated(numbers_N: Tensor, width: int) -> Tensor:
+    """float32 ``[N, K]``."""
+    return numbers_N.unsqueeze(1).expand(len(numbers_N), width).contiguous()
+
+
+def call(
+    buffer: Any, config: Any, num_ranks: int, rows_NC: Tensor, to_NK: Tensor, numbers_NK: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Dispatch rows to ranks, each one of DeepEP's experts. What arrives, in the order of its numbers: the numbers,
+    float32 ``[M]``, and all bytes, one row behind the other. Collective.
+
+    Args:
+        buffer: `deep_ep.Buffer`.
+        config: of `deepep_package.settings`, there.
+        count: so many rows come.
+    """
+    to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(to_NK, num_ranks)
+    # Who knows how many rows come need not wait for DeepEP's word on the host, which is waited for with Python
+    # locked; DeepEP takes that inside a node only, and waits with it unlocked between nodes.
+    known = {"num_worst_tokens": max(1, count)} if to_nodes is None else {}
+    arrived_MC, _, weights_MK, *_ = buffer.dispatch(
+        rows_NC,
+        num_tokens_per_rank=to_ranks,
+        num_tokens_per_rdma_rank=to_nodes,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=to_experts,
+        topk_idx=to_NK,
+        topk_weights=numbers_NK,
+        config=config,
+        **known,
+    )
+    numbers_M = weights_MK[:count].amax(dim=1) if count else weights_MK[:0, 0]
+    numbers_M, order_M = numbers_M.sort()
+    return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8).view(-1)
 
 
 def expected_numbers(parts: Sequence[tuple[int, Part]]) -> Tensor:

@@ -8,7 +8,7 @@ that each of them gets.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,19 +143,27 @@ class Ledger:
         by_source: list[dict[tuple[int, int], tuple[int, set[int]]]] = [{} for _ in range(self._num_ranks)]
         for message in matched:
             by_source[message.source].setdefault(message.sent, (message.nbytes, set()))[1].add(message.peer)
-        streams, rows = zip(*(self._streams(contents) for contents in by_source), strict=True)
+        streams, rows = zip(*(streams_of(contents, self._row_bytes) for contents in by_source), strict=True)
         return Exchange(tuple(streams), tuple(rows), tuple(matched))
 
-    def _streams(self, contents: dict[tuple[int, int], tuple[int, set[int]]]) -> tuple[tuple[Stream, ...], int]:
-        """Of one source, and the rows of all of them."""
-        streams: dict[tuple[int, ...], Stream] = {}
-        ends: dict[tuple[int, ...], int] = defaultdict(int)
-        for content, (nbytes, to) in sorted(contents.items()):
-            peers = tuple(sorted(to))
-            streams.setdefault(peers, Stream(peers)).contents[content] = ends[peers]
-            ends[peers] += nbytes
-        row = 0
-        for peers, stream in streams.items():
-            stream.first_row, stream.rows = row, -(-ends[peers] // self._row_bytes)
-            row += stream.rows
-        return tuple(streams.values()), row
+
+def streams_of(
+    contents: Mapping[tuple[int, int], tuple[int, Iterable[int]]], row_bytes: int
+) -> tuple[tuple[Stream, ...], int]:
+    """What one source sends, and the rows of all of it.
+
+    Args:
+        contents: of each its bytes and who gets it.
+        row_bytes: of a row in which bytes travel.
+    """
+    streams: dict[tuple[int, ...], Stream] = {}
+    ends: dict[tuple[int, ...], int] = defaultdict(int)
+    for content, (nbytes, to) in sorted(contents.items()):
+        peers = tuple(sorted(to))
+        streams.setdefault(peers, Stream(peers)).contents[content] = ends[peers]
+        ends[peers] += nbytes
+    row = 0
+    for peers, stream in streams.items():
+        stream.first_row, stream.rows = row, -(-ends[peers] // row_bytes)
+        row += stream.rows
+    return tuple(streams.values()), row
