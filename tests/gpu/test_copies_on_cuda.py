@@ -1,5 +1,5 @@
-"""Copies of experts by the copy engine itself, through torch's symmetric memory, and by DeepEP itself, between two ranks.
-One GPU is enough."""
+"""Copies of experts between two ranks by the copy engine itself, through symmetric memory, and by DeepEP itself. One
+GPU is enough."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def train(rank: int, way: str, shared: bool) -> dict:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = device_of(rank)
     use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # DeepEP refuses it
     model = make_model("olmoe", experts=EXPERTS).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
