@@ -93,6 +93,10 @@ class BalancerConfig:
         low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
+        most_tokens: no batch of any rank has more tokens than that, in training and in evaluation. For
+            ``dispatch="deepep"`` on one node: a layer then never waits for the device, so that CUDA graphs can hold it,
+            and its rows lie in memory for as many from every rank (in ``"logical"`` order for each choice): for small
+            batches. A larger batch is refused. 0: not known; the number of rows comes to the host first.
         dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP or ``nccl.ep`` take; even.
         kernels: on GPUs, Triton kernels deal choices out to copies and hash experts for checksums. Each is tried at
             attach: one that does not give what plain torch gives there is not used, and the log says so.
@@ -150,6 +154,7 @@ class BalancerConfig:
     combine_order: Literal["logical", "by_rank"] = "logical"
     dispatch_dtype: Literal["model", "float8"] = "model"
     low_latency_tokens: int = 0
+    most_tokens: int = 0
     dispatch_sms: int = 20
     kernels: bool = False
     dense_gradients: Literal["host", "allreduce"] = "host"
@@ -201,6 +206,7 @@ class BalancerConfig:
             carry = " and ".join(map(repr, CARRY_FLOAT8))
             raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only {carry} carry it")
         self._check_low_latency()
+        self._check_most_tokens()
         self._at_least("dispatch_sms", 2)
         if self.dispatch_sms % 2:
             raise ConfigError(f"dispatch_sms={self.dispatch_sms}: give an even number")
@@ -252,6 +258,18 @@ class BalancerConfig:
             raise ConfigError(
                 f"low_latency_tokens={tokens} with dispatch={self.dispatch!r}, combine_order={self.combine_order!r}: "
                 "they need dispatch='deepep' and combine_order='by_rank'"
+            )
+
+    def _check_most_tokens(self) -> None:
+        self._at_least("most_tokens", 0)
+        if self.most_tokens and self.dispatch != "deepep":
+            raise ConfigError(
+                f"most_tokens={self.most_tokens} with dispatch={self.dispatch!r}: only 'deepep' has use for it"
+            )
+        if self.most_tokens and self.low_latency_tokens:
+            raise ConfigError(
+                f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
+                "numbers of rows: give one of them"
             )
 
     def _check_listening(self) -> None:

@@ -210,6 +210,15 @@ class Meeting:
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
+    @property
+    def has_met(self) -> bool:
+        """Whether ranks have told each other in this thread's forward where they are, on the device (`told`)."""
+        return bool(getattr(self._here, "has_met", False))
+
+    def told(self) -> None:
+        """They have."""
+        self._here.has_met = True
+
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
         """A forward of a layer begins on this rank.
 
@@ -218,6 +227,7 @@ class Meeting:
         """
         word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self._here.word = word = word | _IN_GRAPH if in_graph else word
+        self._here.has_met = False
         self._here.place = layer, epoch
         self.watch.at(word)
 
@@ -225,17 +235,19 @@ class Meeting:
         """This forward's tokens go by the layer's placement as it stands after so many changes."""
         self._here.word = (self.word & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
-    def check(self, words: NDArray[np.int64]) -> None:
+    def check(self, words: NDArray[np.int64], own: int | None = None) -> None:
         """Raises on every rank of the group, if any is elsewhere.
 
         Args:
             words: int64 ``[R]``, of each rank.
+            own: of this rank when they were told; None: now.
 
         Raises:
             OutOfStepError: they are not equal.
         """
-        if (words != self.word).any():
-            self._check_placements(words)
+        own = self.word if own is None else own
+        if (words != own).any():
+            self._check_placements(words, own)
             places: dict[int, list[int]] = {}
             for rank, word in zip(self._ranks, words.tolist(), strict=True):
                 places.setdefault(word, []).append(rank)
@@ -244,14 +256,14 @@ class Meeting:
             )
             raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
 
-    def _check_placements(self, words: NDArray[np.int64]) -> None:
+    def _check_placements(self, words: NDArray[np.int64], own: int) -> None:
         """Raises if all are in the same forward, and do not agree on where its experts are."""
-        if ((words ^ self.word) & ~_PLACEMENT).any():
+        if ((words ^ own) & ~_PLACEMENT).any():
             return
-        others = ", ".join(str(rank) for rank, word in zip(self._ranks, words, strict=True) if word != self.word)
+        others = ", ".join(str(rank) for rank, word in zip(self._ranks, words, strict=True) if word != own)
         raise OutOfStepError(
             f"ranks have parted: rank {self.watch.rank} and rank {others} have different placements of MoE layer "
-            f"{self.word >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+            f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
         )
 
 

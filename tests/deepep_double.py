@@ -115,9 +115,9 @@ class Buffer:
             assert topk_idx is None and topk_weights is None
             prefix, _, _, arrived, in_rank, _ = handle
             assert len(in_rank) == len(x)
+            assert num_worst_tokens == 0, "it would clean ids that are not there"
             rows, _ = self._exchange(x, in_rank)
-            assert len(rows) == len(arrived)
-            return self._with_scales(rows, scales, in_rank), None, None, None, None, None
+            return self._with_scales(rows, scales, in_rank, len(arrived)), None, None, None, None, None
         assert num_tokens_per_rank is not None and num_tokens_per_expert is not None and is_token_in_rank is not None
         assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
         assert len(topk_idx) == len(topk_weights) == len(x) == len(is_token_in_rank)
@@ -132,15 +132,14 @@ class Buffer:
         counts = ids[ids >= 0].bincount(minlength=local).tolist()
         prefix = torch.tensor(received, dtype=torch.int32).cumsum(0).unsqueeze(1)
         none = torch.empty(0, dtype=torch.int32)
-        handle = (prefix, none, none, position.squeeze(1), is_token_in_rank, none)
-        weights = torch.where(here, weights, 0)
+        weights, arriving = torch.where(here, weights, 0), len(rows)
         if num_worst_tokens:  # nothing is known on the host; what is not there is not initialised
-            assert num_worst_tokens >= len(rows)
-            more, counts = num_worst_tokens - len(rows), []
-            rows = torch.cat([rows, rows.new_full((more, rows.shape[1]), float("nan"))])
-            ids = torch.cat([ids, ids.new_full((more, ids.shape[1]), -1)])
-            weights = torch.cat([weights, weights.new_full((more, weights.shape[1]), float("nan"))])
-        return self._with_scales(rows, scales, is_token_in_rank), ids, weights, counts, handle, None
+            assert num_worst_tokens >= len(rows), "the real one writes past its memory"
+            counts, arriving = [], num_worst_tokens
+            ids = torch.cat([ids, ids.new_full((arriving - len(rows), ids.shape[1]), -1)])
+            weights = _unwritten(weights, arriving)
+        handle = (prefix, none, none, _unwritten(position.squeeze(1), arriving), is_token_in_rank, none)
+        return self._with_scales(rows, scales, is_token_in_rank, arriving), ids, weights, counts, handle, None
 
     def combine(
         self,
@@ -162,6 +161,7 @@ class Buffer:
         received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
         sent = in_rank.sum(0).tolist()
         back = torch.empty(sum(sent), x.shape[1], dtype=x.dtype)
+        x = x[: sum(received)]  # what is behind is not read
         dist.all_to_all_single(back.view(torch.uint8), x.view(torch.uint8), sent, received, group=self.group)
         total = torch.zeros(len(in_rank), x.shape[1])
         for rank, rows in enumerate(back.split(sent)):
@@ -260,8 +260,9 @@ class Buffer:
                 total[token] += topk_weights[token, column] * back[place[token, of]].float()
         return total.to(torch.bfloat16), None, None
 
-    def _with_scales(self, rows: Tensor, scales: Tensor | None, in_rank: Tensor) -> Any:
-        return rows if scales is None else (rows, self._exchange(scales, in_rank)[0])
+    def _with_scales(self, rows: Tensor, scales: Tensor | None, in_rank: Tensor, arriving: int) -> Any:
+        rows = _unwritten(rows, arriving)
+        return rows if scales is None else (rows, _unwritten(self._exchange(scales, in_rank)[0], arriving))
 
     def _exchange(self, values: Tensor, in_rank: Tensor) -> tuple[Tensor, list[int]]:
         """Rows to every rank that is marked for them."""
@@ -273,6 +274,16 @@ class Buffer:
         out = values.new_empty(int(received.sum()), *values.shape[1:])
         dist.all_to_all_single(out, torch.cat(parts), received.tolist(), sent.tolist(), group=self.group)
         return out.view(dtype), received.tolist()
+
+
+def _unwritten(rows: Tensor, length: int) -> Tensor:
+    """Filled up with what may stand in memory that nobody has written."""
+    if length == len(rows):
+        return rows
+    in_bytes = torch.full((length, *rows.shape[1:], rows.element_size()), 0xFF, dtype=torch.uint8)  # NaN, if it floats
+    filled = in_bytes.view(rows.dtype).squeeze(-1)
+    filled[: len(rows)] = rows
+    return filled
 
 
 topk_idx_t = torch.int64

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ON_CPUS_ALONE = ("require_known", "_raise_if_it_differed", "_taken")
+ON_CPUS_ALONE = ("require_known", "_raise_if_it_differed", "raise_if_found", "_taken")
 """Functions of ours that look at values of tensors on a CPU, where it costs no wait, and never on a device."""
 
 _aten = torch.ops.aten
@@ -48,13 +48,13 @@ def no_waits(but_in: Collection[str] = ON_CPUS_ALONE) -> Iterator[None]:
     """Inside, on this thread, a wait raises `HostWaitsError`.
 
     Args:
-        but_in: functions, and what they call, that may wait.
+        but_in: functions and modules by name, and what they call, that may wait.
     """
 
     def notice(what: str) -> None:
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_name in but_in:
+            if frame.f_code.co_name in but_in or frame.f_globals.get("__name__") in but_in:
                 return
             frame = frame.f_back
         raise HostWaitsError(f"the host would wait for a device: {what}")

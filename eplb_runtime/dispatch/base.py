@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -115,9 +116,10 @@ class Dispatcher(ABC):
 
 
 class CountExchange:
-    """Every rank's counts of a batch, on the host: what the split of tokens over copies starts from.
+    """Every rank's counts of a batch: what the split of tokens over copies starts from.
 
-    Apart from the dispatcher, which may have other ways to find out sizes. One collective and one host sync a call.
+    Apart from the dispatcher, which may have other ways to find out sizes. One collective a call, and one host sync
+    where they are wanted on the host.
 
     Args:
         group: the EP group, on the counts' device.
@@ -143,6 +145,33 @@ class CountExchange:
         np.copyto(memory.counts_RE, both[:, :-1])
         return memory.counts_RE
 
+    def on_device(self, counts_E: Tensor) -> Tensor:
+        """int64 ``[R, E]`` on the device from each rank's int64 ``[E]``; the host does not wait. Collective.
+
+        Raises:
+            OutOfStepError: ranks were in other forwards in an earlier call. (On a CPU in this one.)
+        """
+        group = self._lanes.here().counts
+        apart = self._memory.apart
+        if apart is not None and self._meeting is not None:
+            apart.raise_if_found(self._meeting)
+        mine = counts_E
+        if self._meeting is not None:
+            mine = torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)])
+        all_ = mine.new_empty(group.size(), mine.shape[0])
+        waiting = nullcontext() if self._meeting is None else self._meeting.watch.waiting()
+        with waiting, self._lanes.launching():
+            _all_gather_into(all_.view(-1), mine, group=group)
+        if self._meeting is None:
+            return all_
+        if apart is None:
+            apart = self._memory.apart = _Apart(group.size(), group.rank(), mine.device)
+        apart.note(all_[:, -1])
+        if mine.device.type == "cpu":
+            apart.raise_if_found(self._meeting)
+        self._meeting.told()
+        return all_[:, :-1]
+
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
         group = self._lanes.here().counts
         all_, on_host = self._memory.buffers(mine, group.size())
@@ -155,6 +184,36 @@ class CountExchange:
         return result
 
 
+class _Apart:
+    """Whether ranks have met in forwards that do not belong together: found out on the device, told to the host when it
+    looks next. The first such meeting is kept.
+
+    Args:
+        rank: this one's place in the group.
+    """
+
+    def __init__(self, ranks: int, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        with torch.inference_mode(False):
+            self._words_R = torch.zeros(ranks, dtype=torch.int64, device=device)
+            self._found = self._on_host = torch.zeros((), dtype=torch.bool, device=device)
+            if device.type != "cpu":
+                self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
+
+    def note(self, words_R: Tensor) -> None:
+        """Compare what all ranks have said. No host sync."""
+        self._words_R.copy_(torch.where(self._found, self._words_R, words_R))
+        self._found.logical_or_((self._words_R != self._words_R[self._rank]).any())
+        if self._on_host is not self._found:
+            self._on_host.copy_(self._found, non_blocking=True)
+
+    def raise_if_found(self, meeting: Meeting) -> None:
+        """Raises OutOfStepError as `Meeting.check` does; what is under way on the device is not waited for."""
+        if self._on_host:
+            words = self._words_R.cpu().numpy()
+            meeting.check(words, int(words[self._rank]))
+
+
 class _Memory(threading.local):
     """What one thread's exchanges use again and again."""
 
@@ -162,6 +221,7 @@ class _Memory(threading.local):
         self.counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
         self._all_RE: Tensor | None = None
         self._on_host_RE: Tensor | None = None
+        self.apart: _Apart | None = None
 
     def buffers(self, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """Rows of all ranks, where they arrive and on the host."""

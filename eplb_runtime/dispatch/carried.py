@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,62 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import ConfigError
-from ..experts.compute import SlotCounts
+from ..migration.transports import deepep_package
 from ..migration.transports.deepep_package import NUM_SMS
 from ..phases import phase
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
 from . import float8, permute, row_bytes
 from .base import CountExchange, Dispatched, Dispatcher, Handle
-from .carrier import Arrival, Carrier
+from .carrier import Carrier
 from .deepep_low_latency import LowLatency, LowLatencyRoute
 from .lanes import Lane, Lanes
 from .memory import RowMemory
-
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """Where the rows of one batch have gone; holds no value of it.
-
-    Args:
-        ticket: the carrier's.
-        counts_S: rows by slot.
-        from_M: int64, for each row by slot the one of those that arrived which it is.
-        choice_M: int64, and which of its choices, counted over all that arrived.
-        place_UK: int64, for each choice that arrived the place of its row by slot; -1 where it has none here.
-        choices: K of this rank's tokens.
-        by_slot: rows arrive in their order by slot.
-    """
-
-    ticket: Any
-    counts_S: SlotCounts
-    from_M: Tensor
-    choice_M: Tensor
-    place_UK: Tensor
-    choices: int
-    by_slot: bool
-
-    @classmethod
-    def of(cls, arrival: Arrival, choices: int) -> Route:
-        """Rows by slot, those of a slot as they have arrived: by source rank and position there."""
-        slots_N = arrival.slots_UK.reshape(-1)
-        here_N = slots_N >= 0
-        order_N = (
-            torch.arange(slots_N.shape[0], device=slots_N.device)
-            if arrival.by_slot
-            else torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
-        )
-        choice_M = order_N[: sum(arrival.counts)]
-        place_N = torch.where(here_N, permute.inverse(order_N), -1)
-        return cls(
-            arrival.ticket,
-            SlotCounts.of(arrival.counts, slots_N.device),
-            choice_M // arrival.slots_UK.shape[1],
-            choice_M,
-            place_N.view(arrival.slots_UK.shape),
-            choices,
-            arrival.by_slot,
-        )
+from .route import Route
 
 
 class Carried(Dispatcher):
@@ -93,6 +48,8 @@ class Carried(Dispatcher):
         make_carrier: from group, slots, multiprocessors and lanes what takes rows to slots.
         in_float8: hidden states are rounded to float8 on their way to the experts (`float8.py`), and nothing else is.
         make_low_latency: from group and slots what takes small batches where nothing learns; None: they go as others.
+        most_tokens: no batch of any rank has more. Then nothing waits for the device: memory is that of the worst case,
+            and a forward that does not fit the others' is told a forward later. 0: not known.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
@@ -112,9 +69,17 @@ class Carried(Dispatcher):
         make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier],
         in_float8: bool = False,
         make_low_latency: Callable[[dist.ProcessGroup, int], LowLatency] | None = None,
+        most_tokens: int = 0,
     ) -> None:
+        if most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
+            raise ConfigError(
+                f"most_tokens={most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell the host "
+                "how many rows come; leave most_tokens out"
+            )
         self._lanes = lanes = lanes or Lanes(Lane(group, counts_group or group))
         self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
+        self._slots = slots_per_rank
+        self._most_tokens = most_tokens
         self._in_float8 = in_float8
         self._low_latency = None if make_low_latency is None else make_low_latency(group, slots_per_rank)
         self._meeting = meeting
@@ -140,7 +105,11 @@ class Carried(Dispatcher):
                     return self._low_latency.dispatch(hidden_TD, slots_TK, weights_TK)
         elif self._meeting is not None and manifest is None and counts is None:
             assert slots_TK is not None
-            self._meet(slots_TK.new_empty(0))
+            nothing = slots_TK.new_empty(0)
+            if not self._most_tokens:
+                self._meet(nothing)
+            elif not self._meeting.has_met:
+                self._meet.on_device(nothing)
         weights = weights_TK if self._weights_travel() else None
         rows_MD, weights_M, route = _Dispatch.apply(hidden_TD, weights, slots_TK, manifest, self)
         handle = Handle(self._weights_of_combine(weights_TK, weights_M), hidden_TD.dtype, route)
@@ -160,7 +129,12 @@ class Carried(Dispatcher):
     # -- what the two orders differ in ---------------------------------------------------------------------------------
 
     def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
-        """Whether such hidden states can be carried."""
+        """Whether such hidden states can be carried; by shapes and dtypes alone, before anything is sent."""
+        if 0 < self._most_tokens < hidden_TD.shape[0]:
+            raise ConfigError(
+                f"a batch of {hidden_TD.shape[0]} tokens with most_tokens={self._most_tokens}: give the largest batch "
+                "of any rank, in training and in evaluation, or leave most_tokens out"
+            )
         if self._in_float8 and (refused := float8.refusal(hidden_TD, weights_TK)):
             raise ConfigError(refused)
 
@@ -194,7 +168,7 @@ class Carried(Dispatcher):
         """Rows by slot, and a value of each, back to where their choices were made: ``[N, D]`` and ``[N]``."""
         exact_M1 = None if exact_M is None else exact_M.unsqueeze(1)
         if not route.by_slot:
-            place_U = route.place_UK.reshape(-1)
+            place_U = route.place_UK.reshape(-1).clamp(min=0)  # what is -1 came from nowhere, and goes nowhere
             rows_MD = rows_MD.index_select(0, place_U)
             exact_M1 = None if exact_M1 is None else exact_M1.index_select(0, place_U)
         arrived = row_bytes.pack_sums(rows_MD, exact_M1)
@@ -261,8 +235,9 @@ class Carried(Dispatcher):
         assert slots_TK is not None
         rows_NC = pack(source_TD, weights_TK, self.times(slots_TK.shape[1]))
         with self.waiting():
-            arrival = self.carrier.carry(rows_NC, self.addresses(slots_TK))
-        return arrival.rows_UC, Route.of(arrival, slots_TK.shape[1])
+            most_rows = self._most_tokens * self.times(slots_TK.shape[1])
+            arrival = self.carrier.carry(rows_NC, self.addresses(slots_TK), most_rows)
+        return arrival.rows_UC, Route.of(arrival, slots_TK.shape[1], self._slots)
 
 
 class CarriedByRank(Carried):
@@ -306,8 +281,11 @@ class CarriedByRank(Carried):
         exact_UK = None
         if grad_M is not None:
             # Each choice is on one rank, and zero from all others.
+            place_U = route.place_UK.reshape(-1)
             exact_UK = grad_M.new_zeros(route.place_UK.shape)
-            exact_UK.view(-1).index_copy_(0, route.choice_M, grad_M)
+            if grad_M.shape[0]:
+                exact_U = grad_M.index_select(0, place_U.clamp(min=0))
+                exact_UK = torch.where(place_U >= 0, exact_U, 0).view(route.place_UK.shape)
         with self.waiting():
             back = self.carrier.back(row_bytes.pack_sums(parts_UD, exact_UK), route.ticket)
         weights = 0 if exact_UK is None else route.choices

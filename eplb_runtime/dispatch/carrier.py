@@ -24,14 +24,15 @@ class Arrival:
     Args:
         rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent.
         slots_UK: int64, of each row the local slots that it is for, -1 where a choice is elsewhere.
-        counts: choices for each local slot.
+        counts: choices for each local slot; None: only the device knows. Then there may be rows past those that came,
+            with no slot (-1) and memory that nobody has written.
         ticket: for `Carrier.again` and `Carrier.back`.
         by_slot: they are ordered by slot before that; each is for one slot.
     """
 
     rows_UC: Any
     slots_UK: Tensor
-    counts: list[int]
+    counts: list[int] | None
     ticket: Any
     by_slot: bool = False
 
@@ -39,12 +40,14 @@ class Arrival:
 class Carrier(Protocol):
     """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`, `NcclEPCarrier`. Collective, every method."""
 
-    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
+    def carry(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
         """Send each row once to every rank where it has a slot.
 
         Args:
             rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
             slots_NK: int64, physical slots.
+            most_rows: no rank sends more: as many times R arrive, those that are not sent unwritten, and the host does
+                not wait. 0: as many arrive as are sent. Of `BufferCarrier` only.
         """
 
     def again(self, rows_NC: Any, ticket: Any) -> Any:

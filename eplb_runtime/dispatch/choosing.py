@@ -148,6 +148,7 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
         make_carrier=CARRIERS[choice.name],
         in_float8=in_float8,
         make_low_latency=low_latency,
+        most_tokens=config.most_tokens,
     )
 
 

@@ -51,6 +51,7 @@ class BufferCarrier:
         self._lanes = lanes or Lanes(Lane(group, group))
         self._shared = deepep_package.shared_between(self._package, group)
         self._num_sms = num_sms
+        self._num_ranks = group.size()
         self._num_experts = group.size() * slots_per_rank
         if slots_per_rank > _MOST_LOCAL_EXPERTS:
             raise ConfigError(f"dispatch='deepep' knows up to {_MOST_LOCAL_EXPERTS} slots a rank, not {slots_per_rank}")
@@ -59,8 +60,8 @@ class BufferCarrier:
         self._there, self._back = settings(self._package, group.size())
         self._others: dict[Lane, Any] = {}
 
-    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
-        """As `Carrier.carry`; one host sync, DeepEP's own."""
+    def carry(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
+        """As `Carrier.carry`; without ``most_rows`` one host sync, DeepEP's own. With them, ranks of one node only."""
         with self._turn() as buffer:
             slots_NK = slots_NK.contiguous()
             to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
@@ -75,10 +76,11 @@ class BufferCarrier:
                 num_tokens_per_expert=to_experts,
                 topk_idx=slots_NK,
                 topk_weights=unused,
+                num_worst_tokens=most_rows * self._num_ranks,
                 config=self._there,
             )
             rows = whole([rows, *(self._again(buffer, part, handle) for part in more)])
-        return Arrival(rows, slots_UK, counts, handle)
+        return Arrival(rows, slots_UK, None if most_rows else counts, handle)
 
     def again(self, rows_NC: Any, ticket: Any) -> Any:
         """As `Carrier.again`; no sync."""

@@ -46,7 +46,7 @@ class ElasticCarrier:
         self._num_sms = num_sms
         self._buffers: dict[Lane, tuple[Any, tuple[int, ...]]] = {}
 
-    def carry(self, rows_NC: Tensor, slots_NK: Tensor) -> Arrival:
+    def carry(self, rows_NC: Tensor, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
         """As `BufferCarrier.carry`, of bfloat16; a token may not name a slot twice."""
         first, *more = parts(rows_NC, MOST_ROW_BYTES)
         sizes = (max(1, len(first)), first.shape[1], slots_NK.shape[1])

@@ -91,7 +91,7 @@ class NcclEPCarrier:
         self._num_sms = num_sms
         self._ways: dict[tuple[Lane, bool], _Way] = {}
 
-    def carry(self, rows_NC: Any, slots_NK: Tensor) -> Arrival:
+    def carry(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
         """As `Carrier.carry`; a row may not name a slot twice. Three host syncs: for the most rows of a rank, for the
         counts of those that arrive, and one of the package's own."""
         first, *more = parts(rows_NC, _MOST_ROW_BYTES)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows
+from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows, with_spare, without_spare
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 
@@ -57,6 +57,8 @@ class SharedReplicas(LocalExperts):
         standing: Sequence[Tensor] | None = None,
     ) -> Tensor:
         self._sync.check_homes(self._layer)
+        rows = rows_MD.shape[0]
+        rows_MD, counts_S, weights_M = without_spare(rows_MD, counts_S, weights_M)
         homes, counts = self._bank.homes_per_rank, counts_S.known()
         at_homes, at_copies = (SlotCounts.of(part, rows_MD.device) for part in (counts[:homes], counts[homes:]))
         home_rows = sum(counts[:homes])
@@ -64,11 +66,12 @@ class SharedReplicas(LocalExperts):
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
         standing = self._parameters() if standing is None else standing
         if not self._sync.has_copies(self._layer):
-            return run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(standing), home_weights)
+            out_MD = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(standing), home_weights)
+            return with_spare(out_MD, rows)
         parameters = _Together.apply(*standing)
         at_home = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(parameters), home_weights)
         at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *parameters)
-        return torch.cat([at_home, at_copy])
+        return with_spare(torch.cat([at_home, at_copy]), rows)
 
     def compute_copies(
         self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None

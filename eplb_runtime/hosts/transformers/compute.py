@@ -37,6 +37,18 @@ class RowCompute:
         self._own_forward = experts.forward
         self._same_unsorted: bool | None = None
 
+    def takes_spare_rows(self, rows_MD: Tensor, parameters: Sequence[Tensor]) -> bool:
+        """As `experts.compute.SparingCompute` says: grouped products pass them by, and biases are kept from them; other
+        parameters, as a norm's, would not be. Found out once, with rows that are made up: those given may be none."""
+        if not (_is_grouped_mm(self._experts) and _has_only_matrices(self._experts, self._names)):
+            return False
+        slots, width = parameters[0].shape[0], rows_MD.shape[1]
+        if self._same_unsorted is None:
+            made_up = torch.linspace(-1, 1, 2 * slots * width, dtype=rows_MD.dtype, device=rows_MD.device)
+            with _reading(self._experts, self._names, parameters):
+                self._sorting_changes_nothing(made_up.view(-1, width), SlotCounts.of([2] * slots, made_up.device))
+        return bool(self._same_unsorted)
+
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         with _reading(self._experts, self._names, parameters):
             if self._needs_no_sorting(rows_MD, counts_S):
@@ -98,6 +110,12 @@ def _ends_with_torchs_grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCo
     return not _norm_follows(experts) and _can_use_grouped_mm(rows_MD, experts.down_proj, counts_S.offsets_S)
 
 
+def _has_only_matrices(experts: nn.Module, names: Sequence[str]) -> bool:
+    """Whether all that learns in the module are the experts' matrices and their biases."""
+    linear = {f"{name}{ending}" for name in ("gate_up_proj", "up_proj", "down_proj") for ending in ("", "_bias")}
+    return {name for name, _ in experts.named_parameters()} <= set(names) <= linear
+
+
 def _norm_follows(experts: nn.Module) -> bool:
     return getattr(experts, "has_post_expert_norm", False)
 
@@ -108,7 +126,8 @@ def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: 
     With ``weights_M`` gradients come unweighted; see `_LastLinear`.
     """
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
-    linear = partial(_linear, experts, counts_S.offsets_S, slot_M)
+    spare_M = counts_S.is_spare(rows_MD.shape[0]) if experts.has_bias and counts_S.spare else None
+    linear = partial(_linear, experts, counts_S.offsets_S, slot_M, spare_M)
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows_MD, "gate_up_proj"))
     else:
@@ -123,6 +142,7 @@ def _linear(
     experts: Any,
     offsets_S: Tensor,
     slot_M: Tensor | None,
+    spare_M: Tensor | None,
     rows_MI: Tensor,
     name: str,
     weights_M: Tensor | None = None,
@@ -132,6 +152,8 @@ def _linear(
     matrix_SDI = getattr(experts, name)
     bias_SD = None if slot_M is None else getattr(experts, f"{name}_bias")
     bias_MD = None if bias_SD is None else bias_SD[slot_M]
+    if bias_MD is not None and spare_M is not None:
+        bias_MD = bias_MD.masked_fill(spare_M.unsqueeze(1), 0)  # nor do gradients of such rows reach it
     if weights_M is None:
         out_MD: Tensor = _grouped_linear(
             rows_MI, matrix_SDI, offsets_S, bias=bias_MD, is_transposed=experts.is_transposed

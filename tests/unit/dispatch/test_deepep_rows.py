@@ -209,6 +209,29 @@ def test_the_order_of_sums_picks_the_kind() -> None:
     assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"most_tokens": -1}, "most_tokens=-1: give at least 0"),
+        ({"most_tokens": 64}, "most_tokens=64 with dispatch='all_to_all': only 'deepep'"),
+        ({"most_tokens": 64, "dispatch": "nccl_ep"}, "only 'deepep' has use for it"),
+        (
+            {"most_tokens": 64, "dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 64},
+            "give one of them",
+        ),
+    ],
+)
+def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BalancerConfig(**settings)
+
+
+def test_most_tokens_are_for_one_node() -> None:
+    group = SimpleNamespace(size=lambda: 16)
+    with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
+        Carried(group, 4, make_carrier=lambda *_: None, most_tokens=64)
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="logical order"):
         BalancerConfig(combine_order="by_rank")
