@@ -126,7 +126,7 @@ class ExpertParallelLayer:
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
-                with phase("count", "F", self.index, self._table.epoch), self._lanes.shared():
+                with phase("count", "F", self.index, self._table.epoch), self._lanes.shared("counts"):
                     self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()

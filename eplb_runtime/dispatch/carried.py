@@ -47,7 +47,8 @@ class Carried(Dispatcher):
         num_sms: multiprocessors for communication.
         make_carrier: from group, slots, multiprocessors and lanes what takes rows to slots.
         in_float8: hidden states are rounded to float8 on their way to the experts (`float8.py`), and nothing else is.
-        make_low_latency: from group and slots what takes small batches where nothing learns; None: they go as others.
+        make_low_latency: from group, slots and lanes what takes small batches where nothing learns; None: they go as
+            others.
         most_tokens: no batch of any rank has more. Then nothing waits for the device: memory is that of the worst case,
             and a forward that does not fit the others' is told a forward later. 0: not known.
 
@@ -68,7 +69,7 @@ class Carried(Dispatcher):
         num_sms: int = NUM_SMS,
         make_carrier: Callable[[dist.ProcessGroup, int, int, Lanes], Carrier],
         in_float8: bool = False,
-        make_low_latency: Callable[[dist.ProcessGroup, int], LowLatency] | None = None,
+        make_low_latency: Callable[..., LowLatency] | None = None,
         most_tokens: int = 0,
     ) -> None:
         if most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
@@ -81,7 +82,7 @@ class Carried(Dispatcher):
         self._slots = slots_per_rank
         self._most_tokens = most_tokens
         self._in_float8 = in_float8
-        self._low_latency = None if make_low_latency is None else make_low_latency(group, slots_per_rank)
+        self._low_latency = None if make_low_latency is None else make_low_latency(group, slots_per_rank, lanes=lanes)
         self._meeting = meeting
         self._meet = CountExchange(group, meeting, lanes)
         self._memory = RowMemory()

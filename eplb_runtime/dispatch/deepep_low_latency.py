@@ -18,6 +18,7 @@ from ..experts.compute import SlotCounts
 from ..migration.transports import deepep_package
 from . import float8, row_bytes
 from .base import Dispatched, Handle
+from .lanes import Lane, Lanes
 
 _FLOAT8_STEP = 512
 """Columns; these kernels write float8 in such blocks."""
@@ -48,6 +49,7 @@ class LowLatency:
         most_tokens: of a rank and batch; equal on all ranks.
         in_float8: DeepEP rounds hidden states on their way.
         package: `deep_ep`; None: imported.
+        lanes: two batches at once take turns with one buffer, since a process starts NVSHMEM once.
 
     Raises:
         ConfigError: DeepEP is not there, or cannot serve this group so.
@@ -60,6 +62,7 @@ class LowLatency:
         most_tokens: int,
         in_float8: bool = False,
         package: Any = None,
+        lanes: Lanes | None = None,
     ) -> None:
         if group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
@@ -72,6 +75,7 @@ class LowLatency:
         self._slots = slots_per_rank
         self._num_experts = group.size() * slots_per_rank
         self._in_float8 = in_float8
+        self._lanes = lanes or Lanes(Lane(group, group))
         self._turns = deepep_package.shared_between(self._package, group).turns
         self._made: tuple[int, Any] | None = None
 
@@ -83,10 +87,12 @@ class LowLatency:
         """
         self._check(hidden_TD)
         slots_TK = slots_TK.contiguous()
-        with self._turns.of_tokens():
-            rows, counts_S, ticket, *_ = self._buffer(hidden_TD.shape[1]).low_latency_dispatch(
-                hidden_TD.contiguous(), slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
-            )
+        hidden_there = hidden_TD.contiguous()
+        rows, counts_S, ticket, *_ = self._through(
+            self._buffer(hidden_TD.shape[1]).low_latency_dispatch,
+            (hidden_there, slots_TK, self.most_tokens, self._num_experts),
+            use_fp8=self._in_float8,
+        )
         counts = counts_S.tolist()
         index_M = self._in_order(ticket, counts_S, sum(counts))
         if self._in_float8:
@@ -103,12 +109,27 @@ class LowLatency:
         places = self._group.size() * self.most_tokens
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.CARRIED)
         out_SND.view(-1, width).index_copy_(0, route.index_M, out_MD.to(row_bytes.CARRIED))
-        with self._turns.of_tokens():
-            combined_TD, *_ = self._buffer(width).low_latency_combine(
-                out_SND, route.slots_TK, handle.weights.float().contiguous(), route.ticket
-            )
+        weights_TK = handle.weights.float().contiguous()
+        combined_TD, *_ = self._through(
+            self._buffer(width).low_latency_combine, (out_SND, route.slots_TK, weights_TK, route.ticket)
+        )
         result: Tensor = combined_TD.to(handle.dtype)
         return result
+
+    def _through(self, kernels: Any, arguments: tuple[Any, ...], **settings: Any) -> Any:
+        """What a call gives. Where another batch computes meanwhile, rows are received when that has been computed:
+        until then they travel without a multiprocessor that waits for them.
+
+        They are received before the other batch sends any: what sends clears the memory that the next call's rows come
+        to, which is that of the last ones. ``arguments`` are read until then.
+        """
+        with self._turns.of_tokens(), self._lanes.shared("low latency"):
+            if not self._lanes.takes_turns:
+                return kernels(*arguments, **settings)
+            *given, receive = kernels(*arguments, **settings, return_recv_hook=True)
+            self._lanes.after_the_other()
+            receive()
+            return given
 
     def _in_order(self, ticket: Any, counts_S: Tensor, rows: int) -> Tensor:
         """int64 ``[M]``: places of rows by slot, then by source rank, then by position there."""

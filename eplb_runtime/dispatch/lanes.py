@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from .streams import OneAfterAnother, TwoStreams
 
 T = TypeVar("T")
 U = TypeVar("U")
+Shared = Literal["counts", "low latency"]
+"""What two things at once have in common."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Lanes:
         self._streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
         self._in_order = in_order or on_device
         self._order: LaunchOrder | None = None
-        self._shared: OneAfterAnother | None = None
+        self._shared: dict[str, OneAfterAnother] = {}
 
     @property
     def is_open(self) -> bool:
@@ -105,13 +107,27 @@ class Lanes:
         """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
         within another."""
         order = self._order
-        if order is None:
-            return contextlib.nullcontext()
-        return order.turn(0 if self.is_first(self.here()) else 1)
+        return contextlib.nullcontext() if order is None else order.turn(self._way())
 
-    def shared(self) -> AbstractContextManager[None]:
-        """Inside, memory is written that both of two things at once write (a batch at a time, on the host)."""
-        shared = self._shared
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two things run at once now, and launch in one order."""
+        return self._order is not None
+
+    def after_the_other(self) -> None:
+        """Within `launching`: what this one queues next comes after all that the other computes before its next
+        exchange. The host waits until that is queued, and the device until it is done."""
+        if (order := self._order) is not None:
+            order.until_the_other_asks(self._way())
+            if self._streams is not None:
+                self._streams.after_the_other()
+
+    def _way(self) -> int:
+        return 0 if self.is_first(self.here()) else 1
+
+    def shared(self, what: Shared) -> AbstractContextManager[None]:
+        """Inside, memory is used that both of two things at once write."""
+        shared = self._shared.get(what)
         return contextlib.nullcontext() if shared is None else shared()
 
     def both(self, here: Callable[[], T], beside: Callable[[], U], turned: bool = False) -> tuple[T, U]:
@@ -136,7 +152,7 @@ class Lanes:
             self.ahead()
             order = self._order = LaunchOrder() if self._in_order else None
             if self._streams is not None:
-                self._shared = self._streams.one_after_another()
+                self._shared = {what: self._streams.one_after_another() for what in get_args(Shared)}
                 here, beside, join = self._streams.apart(here, beside, turned)
             here, beside = _ends(here, order, 0), _ends(beside, order, 1)
             running = self._worker.submit(self._in_the_modes_of_this_thread(beside))
@@ -145,7 +161,7 @@ class Lanes:
             return first, running.result()
         finally:
             join()
-            self._order = self._shared = None
+            self._order, self._shared = None, {}
             self.busy = False
 
     def alone(self, work: Callable[[], T], turned: bool = False) -> T:

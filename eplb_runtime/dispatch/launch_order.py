@@ -21,6 +21,7 @@ class LaunchOrder:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._launched = [0, 0]
+        self._asks = [False, False]
         self._ended = [False, False]
 
     @contextlib.contextmanager
@@ -31,13 +32,21 @@ class LaunchOrder:
             way: 0 or 1.
         """
         with self._changed:
+            self._asks[way] = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._comes_next(way))
         try:
             yield
         finally:
             with self._changed:
+                self._asks[way] = False
                 self._launched[way] += 1
                 self._changed.notify_all()
+
+    def until_the_other_asks(self, way: int) -> None:
+        """Within a turn: wait until the other way has queued all that it computes before its next exchange."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asks[1 - way] or self._ended[1 - way])
 
     def end(self, way: int) -> None:
         """It launches nothing any more, having done its work or failed."""

@@ -54,6 +54,13 @@ class TwoStreams:
 
         return self._on(second if turned else first, one), self._on(first if turned else second, other), join
 
+    def after_the_other(self) -> None:
+        """The current stream, one of the two, goes on after what the other has to do now."""
+        here, pair = self._module.current_stream(self._device), self._pair()
+        for stream in pair:
+            if here in pair and here != stream:
+                here.wait_stream(stream)
+
     def one_after_another(self) -> OneAfterAnother:
         """For what both use."""
         return OneAfterAnother(self._device, self._module)

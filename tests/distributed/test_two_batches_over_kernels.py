@@ -19,6 +19,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.dispatch import choosing
+from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 DOUBLES: dict[str, Any] = {"deepep": deepep_double, "deepep_elastic": deepep_double, "nccl_ep": nccl_ep_double}
@@ -124,3 +125,57 @@ def test_four_ranks_with_copies_too() -> None:
     for found in run_ranks(4, both_ways, kinds, 1):
         for kind in kinds:
             assert not found[kind]["wrong"] and found[kind]["moved"] == 2 and found[kind]["learns"]
+
+
+def small_batches(rank: int, in_float8: bool, receives: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Outputs in evaluation by the low-latency kernels, in turn and at once, and what was called at once."""
+    choosing.lacks = lambda *_: ""
+    choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
+    choosing.LowLatency = partial(LowLatency, package=deepep_double)
+    config = eplb.BalancerConfig(
+        dispatch="deepep",
+        combine_order="by_rank",
+        low_latency_tokens=32,
+        dispatch_dtype="float8" if in_float8 else "model",
+    )
+    model = make_model("olmoe", experts=8, top_k=2, layers=2, width=512).bfloat16().eval()
+    balancer = eplb.attach(model, None, config=config)
+    if not receives:
+        fill = deepep_double.Buffer._received_by
+
+        def nothing_arrives(buffer: Any, return_recv_hook: bool, *results: Tensor) -> Any:
+            rows = [one for one in results if one.is_floating_point()]
+            hook, buffer._receives = fill(buffer, return_recv_hook, *rows), None
+            return None if hook is None else lambda: None
+
+        deepep_double.Buffer._received_by = nothing_arrives
+
+    def logits(number: int) -> Tensor:
+        out: Tensor = model(batch_of(rank, number)).logits
+        return out
+
+    halves = partial(logits, 0), partial(logits, 1)
+    with torch.inference_mode():
+        in_turn = [half() for half in halves]
+        deepep_double.CALLS.clear()
+        at_once = list(balancer.at_once(*halves))
+        calls = list(deepep_double.CALLS)
+        again = list(balancer.at_once(*halves))
+    balancer.close()
+    assert not receives or all(map(torch.equal, at_once, again))
+    return in_turn, at_once, calls
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_small_batches_at_once_are_received_when_the_other_has_computed(in_float8: bool) -> None:
+    sends = {"low latency dispatch", "low latency combine"}
+    for in_turn, at_once, calls in run_ranks(2, small_batches, in_float8, True):
+        assert all(map(torch.equal, in_turn, at_once))
+        of_them = [call for call in calls if call.startswith("low latency")]
+        assert len(of_them) == 2 * 2 * 2 * 2 and set(of_them[::2]) == sends
+        assert set(of_them[1::2]) == {"low latency receive"}
+
+
+def test_control_what_is_not_received_is_noticed() -> None:
+    for in_turn, at_once, _ in run_ranks(2, small_batches, False, False):
+        assert not any(map(torch.equal, in_turn, at_once))

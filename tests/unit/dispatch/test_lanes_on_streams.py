@@ -122,7 +122,7 @@ def test_what_both_write_is_written_one_after_the_other(shared: bool) -> None:
     def count() -> None:
         for _ in range(3):
             if shared:
-                with lanes.shared():
+                with lanes.shared("counts"):
                     memory.use(block, "counts")
             else:
                 memory.use(block, "counts")
@@ -198,3 +198,45 @@ def test_autocast_of_the_device_is_that_of_the_caller(monkeypatch: pytest.Monkey
         here, beside = lanes.both(modes, modes)
     assert here == beside == (True, True, torch.bfloat16, torch.float16, False)
     assert lanes.both(modes, modes)[1][:2] == (False, False)
+
+
+def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_next_launch() -> None:
+    lanes, _, memory = lanes_of()
+    computed, begun = [], threading.Event()
+
+    def here() -> None:
+        with lanes.launching():
+            begun.set()
+            lanes.after_the_other()
+            for block in computed:
+                memory.use(block, "received")
+            assert len(computed) == 3
+
+    def beside() -> None:
+        assert begun.wait(10)
+        computed.extend(memory.make("computed") for _ in range(3))
+        with lanes.launching():
+            assert computed
+
+    lanes.both(here, beside)
+    lanes.both(lambda: None, lambda: None)  # one that has ended is not waited for
+    assert not memory.races
+
+
+def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() -> None:
+    lanes, _, memory = lanes_of()
+    lanes._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
+    computed: list[Any] = []
+
+    def here() -> None:
+        with lanes.launching():
+            lanes.after_the_other()
+            memory.use(computed[0], "received")
+
+    def beside() -> None:
+        computed.append(memory.make("computed"))
+        with lanes.launching():
+            pass
+
+    lanes.both(here, beside)
+    assert memory.races
