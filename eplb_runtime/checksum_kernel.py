@@ -8,27 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checksum import block_hashes, block_words, hash_factors
-from .on_triton import fits, jit, tl
+from .checksum import block_words, hash_factors
+from .on_triton import jit, tl
 
 _BLOCKS = 16
 """Of a program."""
 
 
-def fast_block_hashes(data: Tensor) -> Tensor:
-    """`checksum.block_hashes`, by the kernel where it fits.
-
-    Args:
-        data: uint8 ``[B * 1024]``.
-
-    Returns:
-        int64 ``[B]``.
-    """
-    return launch(data) if fits(data) else block_hashes(data)
-
-
 def launch(data: Tensor) -> Tensor:
-    """By the kernel; as `fast_block_hashes`."""
+    """As `checksum.block_hashes`: int64 ``[B]`` of uint8 ``[B * 1024]``."""
     words = block_words(data)
     blocks = words.shape[0]
     hashes = torch.empty(blocks, dtype=torch.int64, device=data.device)

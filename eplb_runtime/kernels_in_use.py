@@ -6,20 +6,26 @@ A kernel that fails to compile, or gives other bits than its reference, is one l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .checksum import HASH_BLOCK_BYTES, block_hashes
+from .dispatch import permute
+from .dispatch.memory import RowMemory
+from .dispatch.permute import Moves
 from .routing.splitter import deal_out
 
 logger = logging.getLogger("eplb_runtime")
 
 _CHOICES = (2048, 8)
 """Tokens and choices of a batch that is tried."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -29,17 +35,22 @@ class Kernels:
     Args:
         deal: as `routing.splitter.deal_out`.
         hash_blocks: as `checksum.block_hashes`.
+        moves: which row goes where, and the sums of a token's choices.
+        count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table, one after the other.
     """
 
     deal: Callable[[Tensor, Tensor, Tensor], Tensor] = deal_out
     hash_blocks: Callable[[Tensor], Tensor] = block_hashes
+    moves: Moves = permute.PLAIN
+    count_and_look_up: Callable[..., Tensor] | None = None
 
 
-def kernels_for(device: torch.device, num_experts: int) -> Kernels:
+def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
     """Kernels for this device, tried out on it; plain torch where there is no GPU or no Triton.
 
     Args:
         num_experts: E, logical experts of a layer.
+        num_ranks, slots_per_rank: R and S, of an EP group.
     """
     if device.type != "cuda":
         logger.info("kernels=True: they are for GPUs; on %s plain torch is used", device.type)
@@ -49,31 +60,64 @@ def kernels_for(device: torch.device, num_experts: int) -> Kernels:
     if triton is None:
         logger.warning("kernels=True: there is no Triton here, so plain torch is used: pip install triton")
         return Kernels()
-    from .checksum_kernel import launch
-    from .routing.kernels import deal_by_kernels
+    return tried(device, num_experts, num_ranks, slots_per_rank)
 
+
+def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
+    """Those of our kernels that give here what plain torch gives; Args as of `kernels_for`."""
+    from .checksum_kernel import launch
+    from .dispatch import kernels as moves
+    from .routing import kernels as routing
+
+    one_pass = if_equal(
+        "counting and looking up",
+        routing.count_and_look_up,
+        routing.torch_count_and_look_up,
+        _to_count(device, num_experts),
+        _counted,
+    )
+    ids = [(device, num_ranks, slots_per_rank, once) for once in (False, True)]
+    part = if_equal("rows that stay and that leave", moves.part, _gather_twice, [(device,)], _parted)
     return Kernels(
-        if_equal("dealing choices out to copies", deal_by_kernels, deal_out, _choices(device, num_experts)),
+        if_equal("dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)),
         if_equal("hashes of blocks", launch, block_hashes, _blocks(device)),
+        Moves(
+            if_equal("the order of choices by slot", moves.leaving, permute.leaving, ids, _left),
+            if_equal("the order of rows that arrive", moves.arriving, permute.arriving, ids, _arrived),
+            if_equal("sums of a token's choices", moves.sum_choices, permute.sum_choices, _to_sum(device)),
+            None if part is _gather_twice else part,
+        ),
+        None if one_pass is routing.torch_count_and_look_up else one_pass,
     )
 
 
 def if_equal(
     name: str,
-    kernel: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
+    kernel: Function,
+    reference: Function,
     examples: Iterable[tuple[Any, ...]],
-) -> Callable[..., Tensor]:
-    """The kernel, if it gives what the reference gives for each of the examples; otherwise the reference."""
+    seen: Callable[..., Any] = lambda function, *example: function(*example),
+) -> Function:
+    """The kernel, if it gives what the reference gives for each of the examples; otherwise the reference.
+
+    Args:
+        seen: from a function and an example: what it gives, a tensor or several.
+    """
     try:
         for example in examples:
-            if not torch.equal(kernel(*example), reference(*example)):
+            if not _equal(seen(kernel, *example), seen(reference, *example)):
                 raise ValueError("it gives something else")
     except Exception as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("kernel for %s: %s; plain torch is used", name, said)
         return reference
     return kernel
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one is other is None or all(map(_equal, one, other))
 
 
 def _choices(device: torch.device, experts: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
@@ -96,3 +140,64 @@ def _blocks(device: torch.device) -> Iterable[tuple[Tensor]]:
     for blocks, skipped in ((0, 0), (3, 0), (1000, 0), (37, 1)):
         data = torch.randint(256, (blocks * HASH_BLOCK_BYTES + skipped,), generator=generator, dtype=torch.uint8)
         yield (data.to(device)[skipped:],)
+
+
+def _to_count(device: torch.device, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    generator = torch.Generator().manual_seed(0)
+    table_E = torch.randperm(experts, generator=generator)
+    for real_T in (None, torch.rand(_CHOICES[0], generator=generator) > 0.2):
+        ids_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * experts).long()
+        yield ids_TK.to(device), table_E.to(device), None if real_T is None else real_T.to(device)
+
+
+def _counted(
+    function: Callable[..., Tensor], ids_TK: Tensor, table_E: Tensor, real_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    counts_E = torch.ones_like(table_E)
+    return function(ids_TK, table_E, counts_E, real_T), counts_E
+
+
+def _left(
+    function: Callable[..., permute.Leaving], device: torch.device, ranks: int, slots: int, once: bool
+) -> tuple[Tensor | None, ...]:
+    """Of the last rank; what is of this batch."""
+    generator = torch.Generator().manual_seed(0)
+    slots_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * ranks * slots).long().to(device)
+    told_2RW, *orders, token_N, meant_N1 = function(slots_TK, ranks - 1, ranks, slots, once=once, word=5)
+    sent = int(told_2RW[0, :, slots].sum()) if once else token_N.shape[0]
+    return told_2RW[0], *orders, token_N[:sent], meant_N1
+
+
+def _arrived(
+    function: Callable[..., permute.Arriving], device: torch.device, ranks: int, slots: int, once: bool
+) -> permute.Arriving:
+    told_RW = np.random.default_rng(0).integers(0, 5000 // ranks, (ranks, slots + 1))
+    rows = int(told_RW[:, :slots].sum())
+    meant_M1 = torch.arange(rows, device=device).view(-1, 1) if once else None
+    return function(told_RW, ranks - 1, slots, device, meant_M1)
+
+
+def _to_sum(device: torch.device) -> Iterator[tuple[Tensor, Tensor, RowMemory, Tensor | None]]:
+    generator = torch.Generator().manual_seed(0)
+    place_TK = torch.randperm(512, generator=generator).view(64, 8).to(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        rows_ND = torch.randn(512, 1100, generator=generator).to(dtype).to(device)
+        for weight_dtype in (None, torch.float32, dtype):
+            weights_TK = None if weight_dtype is None else torch.rand(64, 8, generator=generator).to(weight_dtype)
+            yield rows_ND, place_TK, RowMemory(), None if weights_TK is None else weights_TK.to(device)
+
+
+def _gather_twice(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
+    permute.gather(source, index_U[: staying.shape[0]], staying)
+    permute.gather(source, index_U[staying.shape[0] :], leaving)
+
+
+def _parted(function: Callable[..., None], device: torch.device) -> list[Tensor]:
+    """Rows of one column, and of more than a program moves."""
+    found = []
+    for width in (1, 1100):
+        source = torch.arange(300 * width, device=device).view(300, width)
+        index_U = torch.arange(299, -1, -1, device=device)
+        found += [source.new_zeros(90, width), source.new_zeros(210, width)]
+        function(source, index_U, *found[-2:])
+    return found

@@ -52,6 +52,7 @@ class ExpertParallelLayer:
         meeting: where this rank is, as the other ranks are told.
         lanes: the ways of this rank's exchanges.
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
+        count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table do it.
 
     Attributes:
         before: called with the layer's index when a forward begins, before anything is routed; not when one is
@@ -75,8 +76,10 @@ class ExpertParallelLayer:
         meeting: Meeting,
         lanes: Lanes,
         real_tokens: Callable[[int], Tensor | None],
+        count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         self.index = index
+        self._count_and_look_up = count_and_look_up
         self._module = module
         self._experts = experts
         self._counter = counter
@@ -123,18 +126,19 @@ class ExpertParallelLayer:
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
         self._meeting.routes(int(self._table.changes_L[self.index]))
+        slots_TK = None
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
                 with phase("count", "F", self.index, self._table.epoch), self._lanes.shared("counts"):
-                    self._counter.count(self.index, topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+                    slots_TK = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
         self._in_flight.begin(self._counter.closed_steps)
-        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing)
+        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing, slots_TK)
         return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
 
     def _repeat(
@@ -152,11 +156,14 @@ class ExpertParallelLayer:
         topk_weights_TK: Tensor,
         manifest: Any,
         standing: Sequence[Tensor] | None,
+        slots_TK: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The layer's output, and the manifest of its dispatch."""
+        """The layer's output, and the manifest of its dispatch; by slots that are known already, if they are."""
         epoch = self._table.epoch
         with phase("route", "F", self.index, epoch):
-            slots_TK, counts = (None, None) if manifest is not None else self._route(topk_ids_TK)
+            counts = None
+            if manifest is None and slots_TK is None:
+                slots_TK, counts = self._route(topk_ids_TK)
         self._experts.ahead_of_forward()
         with phase("dispatch", "F", self.index, epoch):
             dispatched = self._dispatcher.dispatch(
@@ -169,6 +176,14 @@ class ExpertParallelLayer:
         with phase("combine", "F", self.index, epoch):
             combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
+
+    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> Tensor | None:
+        """Count load; slots of this batch, if they are found on the way."""
+        if self._count_and_look_up is None or (self._splitter is not None and self._splitter.splits(self.index)):
+            self._counter.count(self.index, topk_ids_TK, real_T)
+            return None
+        home_E, counts_E = self._table.home_of_experts(self.index), self._counter.counts[self.index]
+        return self._count_and_look_up(topk_ids_TK, home_E, counts_E, real_T)
 
     def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, RowCounts | None]:
         """Slots of this batch, and how many rows go where if the split has told that already."""

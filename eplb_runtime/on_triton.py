@@ -1,4 +1,4 @@
-"""Triton where it is installed. Files with kernels can be imported without it, and give what plain torch gives then.
+"""Triton where it is installed. Files with kernels can be imported without it; nothing there is called then.
 
 Importing Triton takes a second, so only those with a GPU import such files.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 try:
     import triton
     import triton.language as tl
@@ -17,14 +15,11 @@ except ImportError:  # pragma: no cover - depends on what is installed
     triton = tl = None
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """``triton.jit``; a function that is never called where there is no Triton."""
-    return kernel if triton is None else triton.jit(kernel)
-
-
-def fits(tensor: Tensor) -> bool:
-    """Whether kernels are for this tensor: it is on a CUDA device, and Triton is there."""
-    return triton is not None and tensor.device.type == "cuda"
+def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit``, bare or with its options; a function that is never called where there is no Triton."""
+    if kernel is None:
+        return lambda kernel: jit(kernel, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
 
 
 def power_of_2(at_least: int) -> int:

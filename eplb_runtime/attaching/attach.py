@@ -168,7 +168,8 @@ class _Attaching:
         self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
         self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts), self.device, in_order=by_kernels)
-        self.kernels = kernels_for(self.device, placement.num_experts) if self.config.kernels else Kernels()
+        sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
+        self.kernels = kernels_for(self.device, *sizes) if self.config.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.layers = self._install_layers(self.maps, self.counter)
@@ -332,7 +333,7 @@ class _Attaching:
         meeting = Meeting(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        self.dispatcher = maker(self.config, self.dispatch, self.topology)(
+        self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
         )
         for note in notes(self.config) if self._job.is_planner else ():
@@ -360,6 +361,7 @@ class _Attaching:
                 meeting=meeting,
                 lanes=self.lanes,
                 real_tokens=real_tokens[id(layer)],
+                count_and_look_up=self.kernels.count_and_look_up,
             )
             layer.install(parallel)
             made.append(parallel)

@@ -29,7 +29,7 @@ from ..watch import Meeting
 from . import permute
 from .base import Dispatched, Dispatcher, Handle
 from .lanes import Lane, Lanes
-from .manifest import Cargo, Choices, Leg, Manifest, begins, worth_sending_once
+from .manifest import Cargo, Choices, Leg, Manifest, worth_sending_once
 from .memory import RowMemory
 
 
@@ -43,6 +43,7 @@ class AllToAll(Dispatcher):
             wait for each other there, where all messages are of one size; None: ``group``.
         meeting: makes sure that ranks are in the same forward, and sees how long they wait; None: they are.
         lanes: where there may be a second way beside these groups.
+        moves: how rows are put in order and summed here.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
@@ -54,7 +55,9 @@ class AllToAll(Dispatcher):
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
         lanes: Lanes | None = None,
+        moves: permute.Moves = permute.PLAIN,
     ) -> None:
+        self._moves = moves
         self._lanes = lanes or Lanes(Lane(group, counts_group if counts_group is not None else group))
         self._meeting = meeting
         self._rank = group.rank()
@@ -99,7 +102,7 @@ class AllToAll(Dispatcher):
             weights: those of ``Handle``; None: a plain sum.
         """
         back = self.to_tokens(rows_MD, manifest)
-        return lambda: permute.sum_choices(back(), manifest.choices.place_TK, self._memory, weights)
+        return lambda: self._moves.sum_choices(back(), manifest.choices.place_TK, self._memory, weights)
 
     # -- the two ways --------------------------------------------------------------------------------------------
 
@@ -123,16 +126,19 @@ class AllToAll(Dispatcher):
     def to_ranks(self, source: Tensor, leg: Leg) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; a function that waits for those that come and gives them: what has stayed
         here first, then by rank."""
-        own, index_U = leg.own, leg.index_U
+        own, index_U, part = leg.own, leg.index_U, self._moves.part
         there = self._memory.like(source, leg.arriving)
         leaving = source[own:]
         if index_U is not None:
             leaving = self._memory.like(source, index_U.shape[0] - own)
-            permute.gather(source, index_U[own:], leaving)
+            if part is not None:
+                part(source, index_U, there[:own], leaving)
+            else:
+                permute.gather(source, index_U[own:], leaving)
         work = self._exchange(there[own:], leaving, leg.received, leg.sent)
         if index_U is None:
             there[:own].copy_(source[:own])
-        else:
+        elif part is None:
             permute.gather(source, index_U[:own], there[:own])
 
         def arrived() -> Tensor:
@@ -161,88 +167,58 @@ class AllToAll(Dispatcher):
 
     def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Any:
         """Of a batch whose way is new. Collective."""
-        if counts is not None or not worth_sending_once(self._num_ranks, slots_TK.shape[1]):
-            choices = self._choices(slots_TK, counts or self._exchange_counts(slots_TK)[0])
-            way = choices.cargo.leg
-            assert way.index_U is not None
-            return Manifest(
-                choices, Cargo(replace(way, index_U=way.index_U // slots_TK.shape[1]), choices.cargo.arrived_M)
-            )
-        visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
-        counts, tokens_2RW = self._exchange_counts(slots_TK, visits_TR.sum(dim=0).unsqueeze(1))
-        choices = self._choices(slots_TK, counts)
-        sent_R, received_R = tokens_2RW[:, :, 0]
-        token_U, within_TR = permute.each_once(visits_TR, self._begins(sent_R, slots_TK.device), int(sent_R.sum()))
-        rows_meant = self._rows_meant(slots_TK, within_TR, choices.cargo, counts, begins(received_R, self._rank))
-        return Manifest(choices, Cargo(Leg.of(token_U, sent_R, received_R, self._rank), rows_meant()))
-
-    def _choices(self, slots_TK: Tensor, counts: RowCounts) -> Choices:
         slots, me = self._slots_per_rank, self._rank
-        choice_N = permute.order_by_slot(slots_TK.reshape(-1), me * slots, slots, self._num_ranks * slots)
-        arrived_M, slot_place_M = permute.regroup(counts.received_RS, me, slots_TK.device)
-        sent_R, received_R = counts.sent_P.reshape(-1, slots).sum(axis=1), counts.received_RS.sum(axis=1)
+        once = counts is None and worth_sending_once(self._num_ranks, slots_TK.shape[1])
+        leaving = self._leaving(slots_TK, once, told=counts is None)
+        told = None
+        if counts is None:
+            both_2RW, told = self._exchange_counts(leaving.told_2RW)
+        else:
+            both_2RW = np.stack([counts.sent_P.reshape(-1, slots), counts.received_RS])
+        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
+        choices_leg = Leg.of(leaving.choice_N, sent_R, received_R, me)
+        meant = tokens_leg = None
+        if once:
+            sent_R, received_R = both_2RW[:, :, slots]
+            tokens_leg = Leg.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, me)
+            assert leaving.meant_N1 is not None
+            meant = self.to_ranks(leaving.meant_N1, replace(choices_leg, index_U=None))()
+        arriving = self._moves.arriving(both_2RW[1], me, slots, slots_TK.device, meant, told)
+        tokens = Cargo(tokens_leg or replace(choices_leg, index_U=leaving.token_N), arriving.row_M)
+        return Manifest(self._choices(leaving, choices_leg, arriving, both_2RW[1]), tokens)
+
+    def _leaving(self, slots_TK: Tensor, once: bool, told: bool) -> permute.Leaving:
+        """What leaves; ``told``: ranks are told of it, and of where this one is."""
+        word = self._meeting.word if told and self._meeting is not None else None
+        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, once=once, word=word)
+
+    def _choices(
+        self, leaving: permute.Leaving, leg: Leg, arriving: permute.Arriving, told_RW: NDArray[np.int64]
+    ) -> Choices:
+        rows_S = told_RW[:, : self._slots_per_rank].sum(axis=0).tolist()
         return Choices(
-            Cargo(Leg.of(choice_N, sent_R, received_R, me), arrived_M),
-            permute.inverse(choice_N).view(slots_TK.shape),
-            slot_place_M,
-            SlotCounts.of(counts.received_RS.sum(axis=0).tolist(), slots_TK.device),
+            Cargo(leg, arriving.arrived_M),
+            leaving.place_TK,
+            arriving.slot_place_M,
+            SlotCounts(arriving.ends_S, rows_S),
         )
 
-    def _exchange_counts(self, slots_TK: Tensor, more_RW: Tensor | None = None) -> tuple[RowCounts, NDArray[np.int64]]:
+    def _exchange_counts(self, told_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
         Args:
-            more_RW: int64, what else each rank is told.
+            told_2RW: as of `permute.Leaving`, with a word for `Meeting`.
 
         Returns:
-            Rows for each choice; and int64 ``[2, R, W]``: what was told to each rank, and by it.
+            int64 ``[2, R, W]``: what was told to each rank, and by it; and the latter on the device.
         """
-        ranks, slots = self._num_ranks, self._slots_per_rank
-        columns = [permute.count(slots_TK.reshape(-1), ranks * slots).view(ranks, slots)]
-        if more_RW is not None:
-            columns.append(more_RW)
-        if self._meeting is not None:
-            columns.append(columns[0].new_full((ranks, 1), self._meeting.word))
-        sent = torch.cat(columns, dim=1)
-        received = torch.empty_like(sent)
         with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
             with self._lanes.launching():
-                dist.all_to_all_single(received, sent, group=self._lanes.here().counts)
-            both: NDArray[np.int64] = torch.stack([sent, received]).cpu().numpy()
+                dist.all_to_all_single(told_2RW[1], told_2RW[0], group=self._lanes.here().counts)
+            both: NDArray[np.int64] = told_2RW.cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])
-        width = 0 if more_RW is None else more_RW.shape[1]
-        return RowCounts(both[0, :, :slots].reshape(-1), both[1, :, :slots]), both[:, :, slots : slots + width]
-
-    def _begins(self, rows_R: NDArray[np.int64], device: torch.device) -> Tensor:
-        return torch.from_numpy(begins(rows_R, self._rank)).to(device, non_blocking=True)
-
-    def _rows_meant(
-        self,
-        slots_TK: Tensor,
-        within_TR: Tensor,
-        choices: Cargo,
-        counts: RowCounts,
-        begin_R: NDArray[np.int64],
-    ) -> Callable[[], Tensor]:
-        """Where a token goes to each rank once, each of its choices there says which of the rows it means.
-
-        Args:
-            within_TR: int64, which one of this rank's rows to each rank a token is.
-            begin_R: where the rows of each rank begin here.
-
-        Returns:
-            A function that waits for what they say and gives int64 ``[M]``, for each row by slot where it has arrived.
-        """
-        meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
-        meant = self.to_experts(meant_TK.view(-1, 1), choices)
-        begin_SR = np.tile(begin_R, self._slots_per_rank)
-        groups = torch.from_numpy(np.stack([begin_SR, counts.received_RS.T.ravel()])).to(
-            slots_TK.device, non_blocking=True
-        )
-        rows = choices.arrived_M.shape[0]
-        begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
-        return lambda: begin_M + meant().squeeze(1)
+        return both, told_2RW[1]
 
 
 class _Dispatch(torch.autograd.Function):

@@ -51,6 +51,7 @@ class Carried(Dispatcher):
             others.
         most_tokens: no batch of any rank has more. Then nothing waits for the device: memory is that of the worst case,
             and a forward that does not fit the others' is told a forward later. 0: not known.
+        moves: how a token's choices are summed here.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
@@ -71,12 +72,14 @@ class Carried(Dispatcher):
         in_float8: bool = False,
         make_low_latency: Callable[..., LowLatency] | None = None,
         most_tokens: int = 0,
+        moves: permute.Moves = permute.PLAIN,
     ) -> None:
         if most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
                 f"most_tokens={most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell the host "
                 "how many rows come; leave most_tokens out"
             )
+        self._moves = moves
         self._lanes = lanes = lanes or Lanes(Lane(group, counts_group or group))
         self.carrier = make_carrier(group, slots_per_rank, num_sms, lanes)
         self._slots = slots_per_rank
@@ -156,13 +159,13 @@ class Carried(Dispatcher):
     def results(self, out_MD: Tensor, route: Route, weights: Tensor) -> Tensor:
         """A token's results, weighed and summed: ``[T, D]``."""
         rows_ND, _ = self.homeward(out_MD, None, route)
-        return permute.sum_choices(rows_ND, self._choices(rows_ND, route), self._memory, weights)
+        return self._moves.sum_choices(rows_ND, self._choices(rows_ND, route), self._memory, weights)
 
     def gradients(self, grad_MD: Tensor, grad_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Those of hidden states, summed in the router's order, and of router weights."""
         rows_ND, grad_N = self.homeward(grad_MD, grad_M, route)
         place_TK = self._choices(rows_ND, route)
-        hidden_TD = permute.sum_choices(rows_ND, place_TK, self._memory)
+        hidden_TD = self._moves.sum_choices(rows_ND, place_TK, self._memory)
         return hidden_TD, None if grad_N is None else grad_N.view(place_TK.shape)
 
     def homeward(self, rows_MD: Tensor, exact_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:

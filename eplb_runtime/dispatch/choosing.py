@@ -25,6 +25,7 @@ from .deepep_low_latency import LowLatency
 from .hierarchical import Hierarchical, HierarchicalByRank
 from .nccl_ep import NcclEPCarrier
 from .one_rank import OneRank
+from .permute import PLAIN, Moves
 
 CARRIERS: Mapping[str, Callable[..., Carrier]] = {
     "deepep": BufferCarrier,
@@ -130,15 +131,17 @@ def notes(config: BalancerConfig) -> tuple[str, ...]:
     return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
 
 
-def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callable[..., Dispatcher]:
+def maker(
+    config: BalancerConfig, choice: Choice, topology: Topology, moves: Moves = PLAIN
+) -> Callable[..., Dispatcher]:
     """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
     ranks are in the same forward, and the ways of their exchanges."""
     if choice.name == "all_to_all":
-        return AllToAll if topology.num_ranks > 1 else OneRank
+        return partial(AllToAll if topology.num_ranks > 1 else OneRank, moves=moves)
     by_rank = config.combine_order == "by_rank"
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
-        return partial(across_nodes, ranks_per_node=topology.ranks_per_node)
+        return partial(across_nodes, ranks_per_node=topology.ranks_per_node, moves=moves)
     kind = CarriedByRank if by_rank else Carried
     in_float8, most = config.dispatch_dtype == "float8", config.low_latency_tokens
     low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
@@ -149,6 +152,7 @@ def maker(config: BalancerConfig, choice: Choice, topology: Topology) -> Callabl
         in_float8=in_float8,
         make_low_latency=low_latency,
         most_tokens=config.most_tokens,
+        moves=moves,
     )
 
 

@@ -70,12 +70,13 @@ class Hierarchical(AllToAll):
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
         lanes: Lanes | None = None,
+        moves: permute.Moves = permute.PLAIN,
         *,
         ranks_per_node: int,
     ) -> None:
         if group.size() % ranks_per_node:
             raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
-        super().__init__(group, slots_per_rank, counts_group, meeting, lanes)
+        super().__init__(group, slots_per_rank, counts_group, meeting, lanes, moves)
         self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
         self._node, self._place = divmod(group.rank(), ranks_per_node)
 
@@ -90,19 +91,54 @@ class Hierarchical(AllToAll):
         visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
         # Each rank is told of the tokens that visit its node, and of those that visit each of the ranks there.
         told_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
-        counts, told_2RW = self._exchange_counts(slots_TK, told_NW.repeat_interleave(on_node, dim=0))
-        choices = self._choices(slots_TK, counts)
-        tokens_2NG = told_2RW[:, :, 0].reshape(2, nodes, on_node)
-        visits_NGG = told_2RW[1, :, 1:].reshape(
-            nodes, on_node, on_node
-        )  # of tokens by node and place, to each rank here
+        leaving = self._leaving(slots_TK, once=False, told=False)
+        columns = [leaving.told_2RW[0], told_NW.repeat_interleave(on_node, dim=0)]
+        if self._meeting is not None:
+            columns.append(told_NW.new_full((self._num_ranks, 1), self._meeting.word))
+        told_RW = torch.cat(columns, dim=1)
+        both_2RW, _ = self._exchange_counts(torch.stack([told_RW, told_RW]))
+        slots = self._slots_per_rank
+        counts_RS = both_2RW[1, :, :slots]
+        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
+        choices_leg = Leg.of(leaving.choice_N, sent_R, received_R, self._rank)
+        arriving = self._moves.arriving(counts_RS, self._rank, slots, slots_TK.device)
+        choices = self._choices(leaving, choices_leg, arriving, counts_RS)
+        tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
+        # Of tokens by node and place, to each rank here.
+        visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)
 
         across, visited = self._across(visits_TNG, visits_TN, tokens_2NG[:, :, self._place])
         begin_R = self._begin_of_sources(visits_NGG[:, :, self._place])
-        rows_meant = self._rows_meant(slots_TK, visits_TR.cumsum(dim=0) - 1, choices.cargo, counts, begin_R)
+        rows_meant = self._rows_meant(slots_TK, visits_TR.cumsum(dim=0) - 1, choices.cargo, counts_RS, begin_R)
         within = self._within(visited(), visits_NGG)
         cargo = Cargo(within, rows_meant())
         return Stations(choices, across, cargo, self._sums(cargo, across, slots_TK.shape[0]))
+
+    def _rows_meant(
+        self,
+        slots_TK: Tensor,
+        within_TR: Tensor,
+        choices: Cargo,
+        counts_RS: NDArray[np.int64],
+        begin_R: NDArray[np.int64],
+    ) -> Callable[[], Tensor]:
+        """Where a token goes to each rank once, each of its choices there says which of the rows it means.
+
+        Args:
+            within_TR: int64, which one of this rank's rows to each rank a token is.
+            counts_RS: choices that each rank sends to the slots here.
+            begin_R: where the rows of each rank begin here.
+
+        Returns:
+            A function that waits for what they say and gives int64 ``[M]``, for each row by slot where it has arrived.
+        """
+        meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
+        meant = self.to_experts(meant_TK.view(-1, 1), choices)
+        begin_SR = np.tile(begin_R, self._slots_per_rank)
+        groups = torch.from_numpy(np.stack([begin_SR, counts_RS.T.ravel()])).to(slots_TK.device, non_blocking=True)
+        rows = choices.arrived_M.shape[0]
+        begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
+        return lambda: begin_M + meant().squeeze(1)
 
     def _across(
         self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: NDArray[np.int64]

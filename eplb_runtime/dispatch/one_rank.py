@@ -42,13 +42,12 @@ class OneRank(AllToAll):
         return rows_MD.contiguous
 
     def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Manifest:
-        slot_N, top_k = slots_TK.reshape(-1), slots_TK.shape[1]
-        choice_N = torch.argsort(slot_N, stable=True)
-        place_N = permute.inverse(choice_N)
-        stays = Leg(None, slot_N.shape[0], [0], [0])
-        ends_S = permute.count(slot_N, self._slots_per_rank).cumsum(0, dtype=torch.int32)
+        leaving = self._leaving(slots_TK, once=False, told=False)
+        stays = Leg(None, slots_TK.numel(), [0], [0])
+        ends_S = leaving.told_2RW[0, 0].cumsum(0, dtype=torch.int32)
         on_host = None if counts is None else counts.sent_P.tolist()
+        place_TK = leaving.place_TK
         return Manifest(
-            Choices(Cargo(stays, choice_N), place_N.view(slots_TK.shape), place_N, SlotCounts(ends_S, on_host)),
-            Cargo(stays, choice_N // top_k),
+            Choices(Cargo(stays, leaving.choice_N), place_TK, place_TK.view(-1), SlotCounts(ends_S, on_host)),
+            Cargo(stays, leaving.token_N),
         )

@@ -4,12 +4,16 @@ in, and the sums that bring a token's choices together again. No communication h
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
-What a faster kernel would replace stands here once: `count`, `order_by_slot`, `regroup`, `visits`, `each_once`,
-`gather`, `sum_choices` and `sum_bags`. Each is a function of its arguments alone; sums run over a token's choices in
-the router's order.
+Each is a function of its arguments alone; sums run over a token's choices in the router's order. What kernels replace
+(`kernels.py`) stands in `Moves`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +21,134 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from .manifest import own_first
+from ..experts.compute import SlotCounts
+from .manifest import begins, own_first
 from .memory import RowMemory
+
+
+class Leaving(NamedTuple):
+    """What a batch's choices say of what this rank sends, ahead of any exchange. Own rows come first, then by rank.
+
+    Attributes:
+        told_2RW: int64, what each rank is told: choices of each of its slots, then, if tokens are sent once, how many
+            tokens, then the word, if there is one; and room for what each rank tells this one.
+        choice_N: int64, choices by slot, choices of one slot in their own order.
+        place_TK: int64, the place of each choice there.
+        token_N: int64, the token of each; if tokens are sent once, these tokens, and no more than ``told_2RW`` says.
+        meant_N1: int64, for each of ``choice_N`` which of the tokens that its rank is sent it is of; None: each choice
+            is sent with a row of its own.
+    """
+
+    told_2RW: Tensor
+    choice_N: Tensor
+    place_TK: Tensor
+    token_N: Tensor
+    meant_N1: Tensor | None
+
+
+class Arriving(NamedTuple):
+    """Rows that arrive, those of this rank first, then by rank and slot; wanted by slot, then by rank.
+
+    Attributes:
+        arrived_M: int64, for each choice by slot the place where it arrives.
+        slot_place_M: int64, for each as it arrives its place by slot.
+        row_M: int64, for each choice by slot the place where its token arrives.
+        ends_S: int32, where each slot's end.
+    """
+
+    arrived_M: Tensor
+    slot_place_M: Tensor
+    row_M: Tensor
+    ends_S: Tensor
+
+
+def leaving(
+    slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, once: bool, word: int | None = None
+) -> Leaving:
+    """Which row goes where. No host sync.
+
+    Args:
+        slots_TK: integer; each from 0 to P - 1.
+        rank: this one.
+        once: a token goes to each rank where it has choices once, not once for each choice.
+        word: what else each rank is told.
+    """
+    slots_N, device = slots_TK.reshape(-1), slots_TK.device
+    choice_N = order_by_slot(slots_N, rank * slots_per_rank, slots_per_rank, num_ranks * slots_per_rank)
+    place_TK = inverse(choice_N).view(slots_TK.shape)
+    told = [count(slots_N, num_ranks * slots_per_rank).view(num_ranks, slots_per_rank)]
+    if once:
+        visits_TR = visits(slots_TK, slots_per_rank, num_ranks)
+        tokens_R = visits_TR.sum(dim=0)
+        begin_R = (_ahead(num_ranks, rank, device) * tokens_R).sum(dim=1)
+        token_N, within_TR = each_once(visits_TR, begin_R, slots_N.shape[0])
+        meant_N1 = within_TR.gather(1, slots_TK // slots_per_rank).view(-1, 1).index_select(0, choice_N)
+        told.append(tokens_R.unsqueeze(1))
+    else:
+        token_N, meant_N1 = choice_N // slots_TK.shape[1], None
+    if word is not None:
+        told.append(choice_N.new_full((num_ranks, 1), word))
+    told_2RW = choice_N.new_empty(2, num_ranks, sum(column.shape[1] for column in told))
+    torch.cat(told, dim=1, out=told_2RW[0])
+    return Leaving(told_2RW, choice_N, place_TK, token_N, meant_N1)
+
+
+def arriving(
+    told_RW: NDArray[np.int64],
+    first: int,
+    slots_per_rank: int,
+    device: torch.device,
+    meant_M1: Tensor | None = None,
+    told: Tensor | None = None,
+) -> Arriving:
+    """Where rows arrive, and where they are wanted.
+
+    Args:
+        told_RW: int64, what each rank has told this one (`Leaving`).
+        first: this rank.
+        meant_M1: `Leaving.meant_N1` of all ranks, as it arrives; None: each choice arrives with a row of its own.
+        told: ``told_RW`` on ``device``, if it is there already.
+    """
+    counts_RS = told_RW[:, :slots_per_rank]
+    arrival_R = own_first(len(counts_RS), first)
+    arriving_RS = counts_RS[arrival_R]
+    arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
+    arrives_RS[arrival_R] = group_begins(arriving_RS)
+    shift_RS = arrives_RS - by_slot_SR.T
+    # Every group moves as a whole: one number says how far.
+    groups = [shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()]
+    if meant_M1 is not None:
+        groups.append(np.tile(begins(told_RW[:, slots_per_rank], first), slots_per_rank))
+    shift, length, shift_back, length_back, *begin = torch.from_numpy(np.stack(groups)).to(device, non_blocking=True)
+    rows = int(counts_RS.sum())
+    place_M = torch.arange(rows, device=device)
+    arrived_M = place_M + torch.repeat_interleave(shift, length, output_size=rows)
+    row_M = arrived_M
+    if meant_M1 is not None:
+        row_M = torch.repeat_interleave(begin[0], length, output_size=rows)
+        row_M += meant_M1.view(-1).index_select(0, arrived_M)
+    return Arriving(
+        arrived_M,
+        place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows),
+        row_M,
+        SlotCounts.of(counts_RS.sum(axis=0).tolist(), device).offsets_S,
+    )
+
+
+@cache
+def _places_of_slots(first_slot: int, slots_per_rank: int, num_slots: int, device: torch.device) -> Tensor:
+    """int64 ``[P]``: slots in their order, if those of one rank lie before all others."""
+    # Made on the host: two streams may ask for it at once.
+    slot_P = torch.arange(num_slots)
+    here_P = (slot_P >= first_slot) & (slot_P < first_slot + slots_per_rank)
+    return torch.where(here_P, slot_P - first_slot, slot_P + slots_per_rank * (slot_P < first_slot)).to(device)
+
+
+@cache
+def _ahead(num_ranks: int, first: int, device: torch.device) -> Tensor:
+    """int64 ``[R, R]``: 1 where the second rank's rows lie before the first's, if those of ``first`` lie before all."""
+    order_R = np.argsort(own_first(num_ranks, first))
+    return torch.from_numpy((order_R[None, :] < order_R[:, None]).astype(np.int64)).to(device)
 
 
 def count(slots_N: Tensor, num_slots: int) -> Tensor:
@@ -33,41 +163,14 @@ def order_by_slot(slots_N: Tensor, first_slot: int, slots_per_rank: int, num_slo
     Args:
         first_slot: of this rank, which has ``slots_per_rank``.
     """
-    here = (slots_N >= first_slot) & (slots_N < first_slot + slots_per_rank)
-    return torch.argsort(torch.where(here, slots_N - num_slots, slots_N), stable=True)
+    place_P = _places_of_slots(first_slot, slots_per_rank, num_slots, slots_N.device)
+    return torch.argsort(place_P.index_select(0, slots_N), stable=True)
 
 
 def inverse(permutation_N: Tensor) -> Tensor:
     """int64 ``[N]``: where each element has gone."""
     places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
     return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
-
-
-def regroup(counts_RS: NDArray[np.int64], first: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows that arrive grouped by (source rank, slot), to be grouped by (slot, source rank), ranks ascending.
-
-    Args:
-        counts_RS: int64 ``[R, S]``, rows of each group.
-        first: the rank whose rows lie before all others as they arrive.
-
-    Returns:
-        Two int64 ``[M]`` on ``device``: for each row by slot the place where it arrives; for each as it arrives its
-        place by slot.
-    """
-    arrival_R = own_first(len(counts_RS), first)
-    arriving_RS = counts_RS[arrival_R]
-    arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
-    arrives_RS[arrival_R] = group_begins(arriving_RS)
-    shift_RS = arrives_RS - by_slot_SR.T
-    # Every group moves as a whole: one number says how far.
-    groups = np.stack([shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()])
-    shift, length, shift_back, length_back = torch.from_numpy(groups).to(device, non_blocking=True).unbind(0)
-    rows = int(counts_RS.sum())
-    place_M = torch.arange(rows, device=device)
-    return (
-        place_M + torch.repeat_interleave(shift, length, output_size=rows),
-        place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows),
-    )
 
 
 def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -120,6 +223,12 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
         return _sum_in_one_pass(rows_ND, place_TK, weights_TK)
+    return sum_one_by_one(rows_ND, place_TK, memory, weights_TK)
+
+
+def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
+    """`sum_choices` as it is on a GPU: every product is rounded, and every sum."""
+    dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     tokens, top_k = place_TK.shape
     total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
     one_TD = memory.like(rows_ND, tokens)
@@ -173,3 +282,22 @@ def _sum_in_one_pass(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | Non
     """In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each."""
     weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
     return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """How it is done: in plain torch, or by the kernels of `kernels.py`.
+
+    Args:
+        leaving, arriving, sum_choices: as the functions here.
+        part: from rows, int64 ``[U]`` which of them, and two pieces of memory of U rows together: puts the first ones
+            into the first piece, the others into the second; None: `gather` twice.
+    """
+
+    leaving: Callable[..., Leaving] = leaving
+    arriving: Callable[..., Arriving] = arriving
+    sum_choices: Callable[..., Tensor] = sum_choices
+    part: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+
+
+PLAIN = Moves()

@@ -52,7 +52,11 @@ class SlotTable:
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
         """Physical slot of each choice, int64 ``[T, K]``."""
         # Plain indexing would take -1 for the last expert without a word.
-        return self._home_LE[layer].index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
+        return self.home_of_experts(layer).index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
+
+    def home_of_experts(self, layer: int) -> Tensor:
+        """int64 ``[E]``: the slot of each expert's home; the memory stays."""
+        return self._home_LE[layer]
 
     def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
         """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)

@@ -9,7 +9,9 @@ from device import DEVICE, no_host_sync
 
 from eplb_runtime import checksum_kernel
 from eplb_runtime.checksum import block_hashes
-from eplb_runtime.dispatch import padded
+from eplb_runtime.dispatch import kernels as moves
+from eplb_runtime.dispatch import permute
+from eplb_runtime.dispatch.memory import RowMemory
 from eplb_runtime.kernels_in_use import Kernels, kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
@@ -18,13 +20,14 @@ from eplb_runtime.routing.water_filling_torch import assign_slots
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
 pytestmark = pytest.mark.gpu
+CPU = torch.device("cpu")
 EXPERTS, TOKENS, TOP_K = 256, 4096, 8
+RANKS, SLOTS = 32, 9
 
 
-def choices(seed: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def choices(seed: int, dtype: torch.dtype = torch.int64, of: int = EXPERTS) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    ids = (torch.rand(TOKENS, TOP_K, generator=generator) ** 2 * EXPERTS).long()
-    return torch.where(torch.rand(TOKENS, TOP_K, generator=generator) < 0.01, -1, ids).to(dtype)
+    return (torch.rand(TOKENS, TOP_K, generator=generator) ** 2 * of).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -35,39 +38,80 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
     counts, slots = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE), torch.empty_like(ids, dtype=torch.int64)
 
     def work() -> None:
-        counts.zero_()
-        kernels.count_and_look_up(ids, on_device[0], counts, slots, on_device[1])
+        slots.copy_(kernels.count_and_look_up(ids, on_device[0], counts, on_device[1]))
 
     work()
+    counts.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
+    expected = torch.zeros(EXPERTS, dtype=torch.int64)
     for seed in (1, 2):
         ids.copy_(choices(seed, dtype))
+        table = table.flip(0)  # a migration changes it in place
+        on_device[0].copy_(table)
         with no_host_sync():
             graph.replay()
-        expected = torch.zeros(EXPERTS, dtype=torch.int64), torch.empty(TOKENS, TOP_K, dtype=torch.int64)
-        kernels.torch_count_and_look_up(choices(seed, dtype), table, *expected, real)
-        assert torch.equal(counts.cpu(), expected[0]) and torch.equal(slots.cpu(), expected[1])
+        slots_now = kernels.torch_count_and_look_up(choices(seed, dtype), table, expected, real)
+        assert torch.equal(counts.cpu(), expected) and torch.equal(slots.cpu(), slots_now)
 
 
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
-    taken = kernels_for(DEVICE, EXPERTS)
-    assert taken == Kernels(kernels.deal_by_kernels, checksum_kernel.launch)
+    expected = Kernels(kernels.deal_by_kernels, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up)
+    assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
 
 def test_choices_are_dealt_out_in_their_order() -> None:
-    dealer = kernels.Dealer(EXPERTS, TOKENS * TOP_K, DEVICE)
     copy_slots = torch.randperm(3 * EXPERTS).view(EXPERTS, 3)
     for seed in range(3):
         ids = choices(seed)
-        counts, slots = torch.empty(EXPERTS, dtype=torch.int64, device=DEVICE), torch.empty_like(ids, device=DEVICE)
-        dealer.count(ids.to(DEVICE), counts)
-        expected = torch.bincount(ids[ids >= 0], minlength=EXPERTS)
-        assert torch.equal(counts.cpu(), expected)
+        expected = torch.bincount(ids.flatten(), minlength=EXPERTS)
         sent = torch.stack([expected // 2, expected // 3, expected - expected // 2 - expected // 3], dim=1)
-        dealer.deal(ids.to(DEVICE), sent.to(DEVICE), copy_slots.to(DEVICE), slots)
+        slots = kernels.deal_by_kernels(ids.to(DEVICE), sent.to(DEVICE), copy_slots.to(DEVICE))
         assert torch.equal(slots.cpu(), assign_slots(ids, sent, copy_slots))
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("me", [0, 5])
+def test_what_leaves_and_what_arrives(me: int, once: bool) -> None:
+    slots_TK = choices(me, of=RANKS * SLOTS)
+    on_device = slots_TK.to(DEVICE)
+    moves.leaving(on_device, me, RANKS, SLOTS, once=once, word=2**41 + 7)
+    with no_host_sync():
+        found = moves.leaving(on_device, me, RANKS, SLOTS, once=once, word=2**41 + 7)
+    expected = permute.leaving(slots_TK, me, RANKS, SLOTS, once=once, word=2**41 + 7)
+    sent = int(expected.told_2RW[0, :, SLOTS].sum()) if once else slots_TK.numel()
+    assert torch.equal(found.told_2RW[0].cpu(), expected.told_2RW[0])
+    assert torch.equal(found.token_N[:sent].cpu(), expected.token_N[:sent])
+    for name in ("choice_N", "place_TK", *["meant_N1"] * once):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
+    told_RW = expected.told_2RW[0].numpy()
+    rows = int(told_RW[:, :SLOTS].sum())
+    meant_M1 = torch.randint(1000, (rows, 1)) if once else None
+    of_device = None if meant_M1 is None else meant_M1.to(DEVICE)
+    arrived = moves.arriving(told_RW, me, SLOTS, DEVICE, of_device, found.told_2RW[0])
+    for one, other in zip(arrived, permute.arriving(told_RW, me, SLOTS, CPU, meant_M1), strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_a_tokens_choices_have_the_bits_of_torch(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
+    rows = torch.randn(TOKENS * TOP_K, 1100, device=DEVICE).to(dtype)
+    place = torch.randperm(TOKENS * TOP_K, device=DEVICE).view(TOKENS, TOP_K)
+    weights = None if weight_dtype is None else torch.rand(TOKENS, TOP_K, device=DEVICE).to(weight_dtype)
+    found = moves.sum_choices(rows, place, RowMemory(), weights)
+    expected = permute.sum_choices(rows, place, RowMemory(), weights)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_rows_that_stay_and_rows_that_leave() -> None:
+    """More elements than 32 bits count."""
+    source = torch.arange(2**18, device=DEVICE, dtype=torch.bfloat16).repeat_interleave(8193).view(-1, 8193)
+    index = torch.arange(2**18, device=DEVICE).flip(0)
+    stays, leaves = source.new_empty(1000, 8193), source.new_empty(2**18 - 1000, 8193)
+    moves.part(source, index, stays, leaves)
+    assert torch.equal(stays, source.flip(0)[:1000]) and torch.equal(leaves, source.flip(0)[1000:])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -90,22 +134,6 @@ def test_a_split_has_the_integers_of_numba(seed: int) -> None:
     assert np.array_equal(found.cpu().numpy(), expected)
 
 
-def test_rows_are_padded_and_come_back() -> None:
-    counts = torch.tensor([300, 0, 17, 128, 1])
-    offsets = counts.cumsum(0).int().to(DEVICE)
-    ends = padded.padded_ends(offsets, 128)
-    source = torch.randn(500, 1000, device=DEVICE, dtype=torch.bfloat16)
-    index = torch.randperm(500)[: int(counts.sum())].to(DEVICE)
-    found, expected = torch.empty(2, padded.most_rows(len(index), 5, 128), 1000, dtype=source.dtype, device=DEVICE)
-    with no_host_sync():
-        padded.pad(source, index, offsets, ends, found)
-    padded.torch_pad(source, index, offsets, ends, expected)
-    assert torch.equal(found, expected)
-    back = torch.empty(len(index), 1000, dtype=source.dtype, device=DEVICE)
-    padded.unpad(found, offsets, ends, back)
-    assert torch.equal(back, source[index])
-
-
 def test_blocks_have_the_hashes_of_checksums() -> None:
     data = torch.randint(0, 256, (1024 * 1001,), dtype=torch.uint8)
-    assert torch.equal(checksum_kernel.fast_block_hashes(data.to(DEVICE)).cpu(), block_hashes(data))
+    assert torch.equal(checksum_kernel.launch(data.to(DEVICE)).cpu(), block_hashes(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.dispatch.choosing import Choice, choose, maker
 from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.dispatch.permute import PLAIN
 from eplb_runtime.migration.transports import deepep_package, packages
 from eplb_runtime.topology import Topology
 from eplb_runtime.verification import runs
@@ -201,11 +203,14 @@ def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
 
 def test_the_order_of_sums_picks_the_kind() -> None:
     asked = {order: BalancerConfig(dispatch="auto", combine_order=order) for order in ("logical", "by_rank")}
-    made = {(order, name): maker(asked[order], Choice(name, ""), Topology(8, 4)) for order in asked for name in KINDS}
-    assert {key: getattr(make, "func", make) for key, make in made.items()} == {
+    job = Topology(8, 4)
+    moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
+    made = {(order, name): maker(asked[order], Choice(name, ""), job, moves) for order in asked for name in KINDS}
+    assert {key: make.func for key, make in made.items()} == {  # type: ignore[attr-defined]
         (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
     }
-    assert made["by_rank", "hierarchical"].keywords == {"ranks_per_node": 4}  # type: ignore[attr-defined]
+    assert all(make.keywords["moves"] is moves for make in made.values())  # type: ignore[attr-defined]
+    assert made["by_rank", "hierarchical"].keywords["ranks_per_node"] == 4  # type: ignore[attr-defined]
     assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 

@@ -69,9 +69,31 @@ def test_rows_that_arrive_by_rank_are_regrouped_by_slot(first: int, seed: int) -
         for row in range(counts[rank, slot])
     ]
     by_slot = sorted(arriving, key=lambda key: (key[1], key[0], key[2]))
-    arrived, place = permute.regroup(counts, first, torch.device("cpu"))
-    assert [arriving[index] for index in arrived.tolist()] == by_slot
-    assert [by_slot[index] for index in place.tolist()] == arriving
+    found = permute.arriving(counts, first, 5, torch.device("cpu"))
+    assert [arriving[index] for index in found.arrived_M.tolist()] == by_slot
+    assert [by_slot[index] for index in found.slot_place_M.tolist()] == arriving
+    assert found.ends_S.tolist() == counts.sum(axis=0).cumsum().tolist() and found.row_M is found.arrived_M
+
+
+@pytest.mark.parametrize("me", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+def test_what_leaves_names_for_each_choice_the_token_that_its_rank_is_sent(me: int, tokens: int) -> None:
+    slots = choices(tokens, 4, 6)
+    found = permute.leaving(slots, me, 3, 2, once=True, word=7)
+    told, order = found.told_2RW[0].tolist(), [me, *(rank for rank in range(3) if rank != me)]
+    begin, sent = {}, []
+    for rank in order:
+        begin[rank] = len(sent)
+        sent += [token for token in range(tokens) if (slots[token] // 2 == rank).any()]
+        assert told[rank] == [*[int((slots == 2 * rank + s).sum()) for s in range(2)], len(sent) - begin[rank], 7]
+    assert found.token_N[: len(sent)].tolist() == sent
+    for choice, meant in zip(found.choice_N.tolist(), found.meant_N1.view(-1).tolist(), strict=True):
+        rank = int(slots.view(-1)[choice]) // 2
+        assert sent[begin[rank] + meant] == choice // 4
+    alone = permute.leaving(slots, me, 3, 2, once=False)
+    assert torch.equal(alone.token_N, alone.choice_N // 4) and alone.meant_N1 is None
+    assert torch.equal(alone.told_2RW[0], found.told_2RW[0, :, :2])
+    assert torch.equal(alone.place_TK.view(-1)[alone.choice_N], torch.arange(4 * tokens))
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
@@ -122,5 +144,5 @@ def test_sending_once_is_worth_it_where_many_choices_meet_few_ranks() -> None:
 def test_no_tokens_and_no_rows_are_no_special_case() -> None:
     rows, place, stacked = rows_and_places(0, 2, 8, torch.float32)
     assert torch.equal(permute.sum_choices(rows, place, RowMemory()), stacked.sum(dim=1))
-    arrived, back = permute.regroup(np.zeros((2, 3), dtype=np.int64), 1, torch.device("cpu"))
-    assert arrived.numel() == back.numel() == 0
+    found = permute.arriving(np.zeros((2, 3), dtype=np.int64), 1, 3, torch.device("cpu"))
+    assert found.arrived_M.numel() == found.slot_place_M.numel() == 0

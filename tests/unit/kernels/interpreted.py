@@ -6,29 +6,34 @@ and serves no GPU then.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from eplb_runtime import checksum_kernel, kernels_in_use
 from eplb_runtime.checksum import block_hashes
-from eplb_runtime.dispatch import padded
-from eplb_runtime.kernels_in_use import if_equal
+from eplb_runtime.dispatch import kernels as moves
+from eplb_runtime.dispatch import permute
+from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
-from eplb_runtime.routing.splitter import deal_out
+from eplb_runtime.routing.lookup import SlotTable
 from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.routing.water_filling_torch import assign_slots
 
+CPU = torch.device("cpu")
 
-def ids_of(tokens: int, top_k: int, experts: int, dtype: torch.dtype, absent: float = 0.1) -> torch.Tensor:
-    """Choices, the first experts more often, some absent."""
+
+def ids_of(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Choices, the first experts more often."""
     generator = torch.Generator().manual_seed(tokens + top_k)
-    ids = (torch.rand(tokens, top_k, generator=generator) ** 2 * experts).long()
-    return torch.where(torch.rand(tokens, top_k, generator=generator) < absent, -1, ids).to(dtype)
+    return (torch.rand(tokens, top_k, generator=generator) ** 2 * experts).to(dtype)
 
 
-BATCHES = [(100, 1, 7), (64, 8, 64), (0, 4, 16), (333, 3, 1), (130, 6, 200)]
+BATCHES = [(100, 1, 7), (64, 8, 64), (0, 4, 16), (333, 3, 1), (130, 6, 200), (1, 1, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -36,21 +41,45 @@ BATCHES = [(100, 1, 7), (64, 8, 64), (0, 4, 16), (333, 3, 1), (130, 6, 200)]
 def test_counting_and_looking_up_in_one_pass(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
     ids = ids_of(tokens, top_k, experts, dtype)
     table = torch.randperm(experts, generator=torch.Generator().manual_seed(1)) + 5
-    real = torch.arange(tokens) % 3 > 0
-    for mask in (None, real):
-        found, expected = [(torch.full((experts,), 9), torch.empty(ids.shape, dtype=torch.int64)) for _ in range(2)]
-        kernels.launch_count_and_look_up(ids, table, *found, mask)
-        kernels.torch_count_and_look_up(ids, table, *expected, mask)
-        assert all(map(torch.equal, found, expected))
-        counted = ids if mask is None else ids[mask]
-        assert found[0].sum() == 9 * experts + int((counted >= 0).sum())
+    real = torch.arange(2 * tokens) % 3 > 0
+    for mask in (None, real[:tokens], real[::2]):
+        counts, expected = torch.full((2, experts), 9)
+        slots = kernels.count_and_look_up(ids, table, counts, mask)
+        assert torch.equal(slots, kernels.torch_count_and_look_up(ids, table, expected, mask))
+        assert torch.equal(counts, expected)
+        assert counts.sum() == 9 * experts + (ids if mask is None else ids[mask]).numel()
+    wide = torch.stack([ids, ids + 1], dim=2).flatten(1)[:, ::2]  # does not lie in a row
+    assert torch.equal(kernels.count_and_look_up(wide, table, counts), table[ids.long()])
 
 
-def test_what_is_tried_out_at_attach_is_taken() -> None:
-    choices = kernels_in_use._choices(torch.device("cpu"), 60)
-    assert if_equal("dealing", kernels.deal_by_kernels, deal_out, choices) is kernels.deal_by_kernels
-    blocks = kernels_in_use._blocks(torch.device("cpu"))
-    assert if_equal("hashes", checksum_kernel.launch, block_hashes, blocks) is checksum_kernel.launch
+def test_counting_and_looking_up_is_what_counter_and_table_do() -> None:
+    placement = Placement.initial(2, 6, 2, 0)
+    table, counters = SlotTable(placement, CPU), [LoadCounter(2, 6, 10, CPU) for _ in range(2)]
+    ids, real = ids_of(50, 3, 6, torch.int64), torch.arange(50) % 4 > 0
+    counters[0].count(1, ids, real)
+    slots = kernels.count_and_look_up(ids, table.home_of_experts(1), counters[1].counts[1], real)
+    assert torch.equal(slots, table.slots(1, ids)) and torch.equal(counters[0].counts, counters[1].counts)
+
+
+@pytest.mark.parametrize("expert", [-1, 16])
+def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: None) -> None:
+    ids, table = ids_of(90, 3, 16, torch.int64), torch.arange(16)
+    kernels.count_and_look_up(ids, table, torch.zeros_like(table))
+    ids[40, 1] = expert
+    with pytest.raises(Exception, match="an expert that there is not"):
+        kernels.count_and_look_up(ids, table, torch.zeros_like(table))
+
+
+def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """But for sums: in float32 a CPU need not round its products."""
+    with caplog.at_level(logging.WARNING, "eplb_runtime"):
+        taken = kernels_in_use.tried(CPU, 60, 3, 21)
+    assert taken.deal is kernels.deal_by_kernels and taken.hash_blocks is checksum_kernel.launch
+    assert taken.count_and_look_up is kernels.count_and_look_up
+    assert taken.moves == replace(moves.MOVES, sum_choices=permute.sum_choices)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernel for sums of a token's choices: it gives something else; plain torch is used"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -62,25 +91,14 @@ def test_choices_are_dealt_out_by_quota_in_their_order(
     if copies > 1 and tokens > 1000 and dtype == torch.int32:
         pytest.skip("the large batch once for each number of copies")
     ids = ids_of(tokens, top_k, experts, dtype)
-    dealer = kernels.Dealer(experts, ids.numel(), ids.device)
-    counts, expected = torch.full((experts,), -5), torch.empty(experts, dtype=torch.int64)
-    kernels.torch_count(ids, expected)
-    for _ in range(2):  # nothing of a batch is left for the next
-        dealer.launch_count(ids, counts)
-        assert torch.equal(counts, expected)
+    counts, _ = kernels.count_by_blocks(ids, experts)
+    assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=experts))
     share = torch.rand(experts, copies, generator=torch.Generator().manual_seed(2))
     sent = (counts[:, None] * share / share.sum(1, keepdim=True)).long()
     sent[:, -1] += counts - sent.sum(1)
     slots_of_copies = torch.randperm(experts * copies).view(experts, copies)
-    slots = torch.empty(ids.shape, dtype=torch.int64)
-    dealer.launch_deal(ids, sent, slots_of_copies, slots)
+    slots = kernels.deal_by_kernels(ids, sent, slots_of_copies)
     assert torch.equal(slots, assign_slots(ids, sent, slots_of_copies))
-
-
-def test_a_dealer_refuses_a_batch_that_it_has_no_room_for() -> None:
-    dealer = kernels.Dealer(8, 256, torch.device("cpu"))
-    with pytest.raises(ValueError, match="257 choices, and there is room for 256"):
-        dealer.count(torch.zeros(257, 1, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
 
 
 def with_copies(seed: int, layers: int, ranks: int, homes: int, replicas: int, hot: float) -> Placement:
@@ -137,37 +155,6 @@ def test_control_an_even_split_has_other_integers() -> None:
     assert not np.array_equal(
         water_filling.split_totals(totals, tables), water_filling.split_totals(totals, tables, mode="even")
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize(
-    ("counts", "width"), [((3, 0, 17, 16, 1), 200), ((0, 0, 0), 8), ((5,), 128), ((0, 40), 7)], ids=str
-)
-def test_rows_are_padded_for_grouped_products_and_come_back(
-    counts: tuple[int, ...], width: int, dtype: torch.dtype
-) -> None:
-    rows, multiple = sum(counts), 16
-    offsets = torch.tensor(counts).cumsum(0).int()
-    ends = padded.padded_ends(offsets, multiple)
-    assert all(end % multiple == 0 for end in ends.tolist())
-    places = padded.most_rows(rows, len(counts), multiple)
-    assert int(ends[-1]) <= places
-    source = torch.randint(1, 100, (rows + 3, width)).to(dtype)
-    index = torch.randperm(rows + 3)[:rows]
-    found, expected = torch.full((2, places, width), -1).to(dtype)
-    padded.launch_pad(source, index, offsets, ends, found)
-    padded.torch_pad(source, index, offsets, ends, expected)
-    assert torch.equal(found, expected)
-    assert int((found != 0).sum()) == rows * width, "zeros where no row is"
-    for slot, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
-        begin = 0 if slot == 0 else int(ends[slot - 1])
-        first = sum(counts[:slot])
-        assert end - begin < count + multiple
-        assert torch.equal(found[begin : begin + count], source[index[first : first + count]])
-    for take_out in (padded.launch_unpad, padded.torch_unpad):
-        back = torch.zeros(rows, width, dtype=dtype)
-        take_out(found, offsets, ends, back)
-        assert torch.equal(back, source[index])
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 16, 37])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eplb_runtime import kernels_in_use
 from eplb_runtime.checksum import HASH_BLOCK_BYTES, block_hashes
+from eplb_runtime.dispatch.permute import PLAIN
 from eplb_runtime.kernels_in_use import Kernels, if_equal, kernels_for
 from eplb_runtime.migration import verifying
 from eplb_runtime.placement import Placement
@@ -46,7 +47,7 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    assert kernels_for(CPU, 16) == Kernels() == Kernels(deal_out, block_hashes)
+    assert kernels_for(CPU, 16, 2, 8) == Kernels() == Kernels(deal_out, block_hashes, PLAIN, None)
 
 
 def test_a_splitter_deals_by_what_it_is_given() -> None:
