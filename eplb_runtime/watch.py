@@ -51,6 +51,7 @@ class Watch:
         self._timeout = timeout_seconds
         self._tick = min(5.0, timeout_seconds / 4)
         self._place: str | int = "its own code before the first forward"
+        self._forwards: dict[int, tuple[int, int]] = {}
         self._waits: dict[int, _Wait] = {}
         self._count = 0
         self.said = ""
@@ -68,6 +69,10 @@ class Watch:
     def at(self, place: str | int) -> None:
         """The training thread has come here: a text, or the word of a forward (`Meeting`)."""
         self._place = place
+        if isinstance(place, int):
+            layer, step = _layer_and_step(place)
+            since, number = self._forwards.get(layer, (step, 0))
+            self._forwards[layer] = step, number + 1 if since == step else 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -152,9 +157,14 @@ class Watch:
             logger.warning("%s", self.said)
 
     def _shown(self) -> str:
-        place = self._place if isinstance(self._place, str) else _forward(self._place)
+        place = self._place if isinstance(self._place, str) else self._shown_forward(self._place)
         wait = self._longest()
         return f"the backward pass after {place}" if wait is not None and wait.in_backward else place
+
+    def _shown_forward(self, word: int) -> str:
+        """With its number, where a layer has several in a step: a rank that gave one up is in another than the rest."""
+        _, number = self._forwards[_layer_and_step(word)[0]]
+        return _forward(word) + (f" (number {number} in this step)" if number > 1 else "")
 
     def _longest(self) -> _Wait | None:
         return min(self._waits.copy().values(), key=lambda wait: wait.since, default=None)
@@ -271,5 +281,9 @@ def _forward(word: int) -> str:
     kind = "training" if word >> 1 & 1 else "evaluation"
     gradients = "" if word & 1 else " without gradients"
     graph = " in a graph of torch.compile" if word & _IN_GRAPH else ""
-    steps = (word & ~_IN_GRAPH) >> 24
-    return f"the forward of MoE layer {word >> 8 & 0xFFFF} in {kind}{gradients}{graph} after {steps} steps"
+    layer, steps = _layer_and_step(word)
+    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
+
+
+def _layer_and_step(word: int) -> tuple[int, int]:
+    return word >> 8 & 0xFFFF, (word & ~_IN_GRAPH) >> 24

@@ -6,6 +6,7 @@ import logging
 import logging.handlers
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.watch import Watch
 
 
@@ -142,6 +144,21 @@ def rank_in_its_own_code(job: Job) -> None:
         store.set("said", "")
 
 
+def give_up_a_batch(job: Job) -> None:
+    """One rank fails between dispatch and combine, and goes on with its next batch."""
+    combine = AllToAll.combine
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        AllToAll.combine = combine  # type: ignore[method-assign]
+        raise MemoryError
+
+    if job.rank == 1:
+        AllToAll.combine = fail  # type: ignore[method-assign]
+        with suppress(MemoryError):
+            job.loss(0)
+    job.step(1)
+
+
 def close_on_one_rank(job: Job) -> None:
     """With copies, which a closed balancer does not use any more: the ranks do not exchange the same."""
     if job.rank == 0:
@@ -165,7 +182,8 @@ def impatient(ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -
 def waits(rank: int) -> dict[str, tuple[str, list[str]]]:
     attaching.Watch = impatient
     said = {}
-    for case in (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code, close_on_one_rank):
+    cases = (forward_more_in_training, forward_more_before_backward, rank_in_its_own_code, give_up_a_batch)
+    for case in (*cases, close_on_one_rank):
         copies = {"replica_slots": 1, "initial_placement": with_copies()} if case is close_on_one_rank else {}
         job = Job(rank, **copies)
         for group in job.balancer._groups._made:
@@ -189,6 +207,9 @@ def test_a_wait_is_said_after_the_timeout_and_ends_with_the_groups_own() -> None
     assert "rank 1: waits in the backward pass after the forward of MoE layer 1" in warning and warning in error
     error, (warning,) = first["rank_in_its_own_code"]
     assert "rank 1: its own code, or a decision, after 4 steps" in warning and "waited in vain" in error
+    error, (warning,) = first["give_up_a_batch"]
+    assert "rank 1: waits in the forward of MoE layer 0 in training after 4 steps (number 2 in this step)" in warning
+    assert warning in error
     error, warnings = second["close_on_one_rank"]
     assert "rank 0: has closed its balancer" in warnings[0] and warnings[0] in error
     for result in (first, second):
