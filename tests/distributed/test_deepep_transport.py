@@ -17,7 +17,7 @@ from transport_contract import CASES, RANKS, Case, hear, large_messages, many_sm
 
 from eplb_runtime.dispatch.deepep_buffer import BufferCarrier
 from eplb_runtime.migration.transports import TRANSPORTS, deepep
-from eplb_runtime.migration.transports.base import Message
+from eplb_runtime.migration.transports.base import Message, TransportError
 from eplb_runtime.migration.transports.deepep import DeepEP
 from eplb_runtime.migration.transports.deepep_rows import ROW_BYTES
 
@@ -77,7 +77,12 @@ def beside_tokens(rank: int) -> dict[str, Any]:
     shared = carrier._shared
     assert transport._buffer is shared.buffer(dist.group.WORLD, 20, None, None), "tokens and experts have one buffer"
     found: dict[str, Any] = {}
-    for name, check in (("one call behind", one_call_behind), ("many", many_calls), ("to several", to_several)):
+    for name, check in (
+        ("one call behind", one_call_behind),
+        ("many", many_calls),
+        ("to several", to_several),
+        ("two models", two_models),
+    ):
         ORDER.clear()
         dist.barrier()
         found[name] = check(rank, transport, carrier), list(ORDER)
@@ -111,8 +116,8 @@ def one_call_behind(rank: int, transport: DeepEP, carrier: BufferCarrier) -> boo
     turns, ready = carrier._shared.turns, threading.Event()
     hold = turns.hold
 
-    def hold_and_tell(holder: object) -> int:
-        held = hold(holder)
+    def hold_and_tell(holder: object, deadline: float) -> int:
+        held = hold(holder, deadline)
         ready.set()
         return held
 
@@ -120,6 +125,28 @@ def one_call_behind(rank: int, transport: DeepEP, carrier: BufferCarrier) -> boo
     ready.wait(30)
     turns.hold = hold  # type: ignore[method-assign]
     return tokens(rank, carrier)
+
+
+def two_models(rank: int, transport: DeepEP, carrier: BufferCarrier) -> tuple[str, bool]:
+    """On rank 2 something of another model's is on its way: an exchange waits for that, and ends where it waits too
+    long."""
+    turns, other = carrier._shared.turns, object()
+    payload, into = torch.arange(50_000).to(torch.uint8), transport.empty(50_000)
+    if rank == 2:
+        turns.hold(other, soon())
+        tell("rank 2 is busy")
+        with pytest.raises(TransportError, match="another model of this process"):
+            turns.hold(transport, 0.0)
+        hear("posted")
+        assert transport._thread is not None and transport._thread.is_alive()
+        turns.release(other)
+    hear("rank 2 is busy")
+    pending = transport.post([Message(1, payload)] if rank == 0 else [], [Message(0, into)] if rank == 1 else [])
+    if rank == 0:
+        waited = not pending.poll()
+        tell("posted")
+    pending.wait(soon())
+    return "waited" if rank != 0 or waited else "did not wait", rank != 1 or torch.equal(into, payload)
 
 
 def to_several(rank: int, transport: DeepEP, carrier: BufferCarrier) -> tuple[bool, int]:
@@ -177,6 +204,10 @@ def test_calls_come_in_one_order_on_every_rank_while_two_of_them_exchange(ranks:
     orders = [said["beside tokens"]["many"] for said in ranks]
     assert all(right for right, _ in orders) and orders[0][1] == orders[1][1] == orders[2][1]
     assert orders[0][1].count("tokens") == orders[0][1].count("back") == 60 and orders[0][1].count("experts") >= 15
+
+
+def test_what_goes_by_one_buffer_goes_one_model_at_a_time(ranks: list) -> None:
+    assert [said["beside tokens"]["two models"][0] for said in ranks] == [("waited", True)] * RANKS
 
 
 def test_bytes_for_several_ranks_are_sent_once(ranks: list) -> None:

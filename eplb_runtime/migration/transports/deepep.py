@@ -201,7 +201,8 @@ class DeepEP(Transport):
             self._ledger.enter(rank, word)
         if self._ledger.due and self._ready_until == inf:
             self._ready_until = time.monotonic() + self._timeout
-            self._log.ready(self._shared.turns.hold(self))
+            # Others are waited for no longer than leaves time for the exchange itself.
+            self._log.ready(self._shared.turns.hold(self, time.monotonic() + self._timeout / 4))
 
     def _exchange(self, exchange: Exchange, turn: int) -> None:
         """Every rank is here.

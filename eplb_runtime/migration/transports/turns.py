@@ -38,13 +38,26 @@ class Turns:
                 self._ended += 1
                 self._changed.notify_all()
 
-    def hold(self, holder: object) -> int:
+    def hold(self, holder: object, deadline: float) -> int:
         """From here on no call with tokens begins; how many have.
 
+        One at a time holds them: what goes when all ranks are ready has this rank's buffer to itself, and two that hold
+        different ranks end by their deadlines.
+
         Args:
-            holder: who holds them from now on, and not who did before.
+            holder: who holds them from now on; once again changes nothing.
+            deadline: a time of `time.monotonic`, for another one to let go.
+
+        Raises:
+            TransportError: another one did not.
         """
         with self._changed:
+            while self._holder not in (None, holder):
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise TransportError(
+                        "another model of this process has experts on their way by the same buffer: it was not through "
+                        "in time; give one of the two another transport"
+                    )
             self._holder, self._most = holder, self._begun
             return self._begun
 
