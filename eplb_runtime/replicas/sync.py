@@ -1,11 +1,11 @@
 """Keep copies and homes together: weights from home to copies, gradients from copies to home.
 
-Both are point to point between the ranks concerned, on a group of their own, in an order that every rank derives from
-the placement. Sums are in float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing.
-A layer's gradients leave when its backward is through and are added when the next layer's is: one exchange at a time
-is on its way, beside the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients
-leave after the backward pass: FSDP may be writing those of the homes until its end. Both go along trees (`tree.py`), so
-that an expert crosses to a node once and no rank has to send it to, or hear from, all that have copies.
+What carries both is a `Carrier`; its stages come in an order that every rank derives from the placement. Sums are in
+float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing. A layer's gradients leave
+when its backward is through and are added when the next layer's is: one exchange at a time is on its way, beside the
+backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward pass:
+FSDP may be writing those of the homes until its end. Both go along trees (`tree.py`), unless the carrier needs none for
+weights, so that an expert crosses to a node once and no rank has to send it to, or hear from, all that have copies.
 """
 
 from __future__ import annotations
