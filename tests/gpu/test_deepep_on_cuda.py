@@ -4,12 +4,13 @@ GPU is enough.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, use
+from device import DEVICE, NCCL, device_of, no_host_sync, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
@@ -120,6 +121,52 @@ def in_float8(rank: int, carrier: str, order: str) -> tuple[list, list]:
 def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(carrier: str, order: str) -> None:
     skip_without(carrier)
     for expected, found in run_ranks(RANKS, in_float8, carrier, order, backend=NCCL, start_method="spawn"):
+        assert all(map(torch.equal, expected, found))
+
+
+class Scaled:
+    """Each row times its slot's; what is past the last slot's stays there."""
+
+    def __init__(self, experts: torch.Tensor) -> None:
+        self.experts = experts
+
+    def takes_spare_rows(self, rows: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
+        return True
+
+    def __call__(self, rows: torch.Tensor, counts: SlotCounts, parameters: list[torch.Tensor]) -> torch.Tensor:
+        return rows * self.experts[counts.slot_of_rows(len(rows))]
+
+
+def with_most_tokens(rank: int, order: str, most_tokens: int) -> list[torch.Tensor]:
+    """Outputs and gradients of batches, the second of which waits for nothing."""
+    device = device_of(rank)
+    use(device)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    make = choosing.CARRIERS["deepep"]
+    dispatcher = ORDERS[order](dist.group.WORLD, SLOTS, make_carrier=make, most_tokens=most_tokens)
+    experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, torch.bfloat16)
+    found = []
+    for seed, tokens in enumerate(((64, 5), (64, 0))):
+        generator = torch.Generator().manual_seed(2 * seed + rank)
+        hidden = torch.randn(tokens[rank], WIDTH, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        slots = torch.rand(tokens[rank], RANKS * SLOTS, generator=generator).argsort(dim=1)[:, :TOP_K].to(device)
+        weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device).requires_grad_()
+        with no_host_sync() if most_tokens and seed else nullcontext():
+            arrived = dispatcher.dispatch(hidden, slots, weights)
+            local = LocalExperts(Scaled(experts), lambda: [experts])
+            out = dispatcher.combine(local(arrived.rows_MD, arrived.counts_S, arrived.weights_M), arrived.handle)
+            grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights])
+        found += [one.detach().cpu() for one in (out, *grads)]
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_with_most_tokens_nothing_waits_and_every_bit_is_the_same(order: str) -> None:
+    skip_without("deepep")
+    without, with_most = (
+        run_ranks(RANKS, with_most_tokens, order, most, backend=NCCL, start_method="spawn") for most in (0, 64)
+    )
+    for expected, found in zip(without, with_most, strict=True):
         assert all(map(torch.equal, expected, found))
 
 

@@ -1,0 +1,127 @@
+"""A CUDA graph holds the forward of an attached model at EP 1, and follows its placement; nothing waits for the device.
+
+Between two ranks of DeepEP with `most_tokens` a layer's forward waits for nothing either. It is not captured here: both
+ranks would share one GPU, and whether kernels of two graphs that wait for each other run at once there is not promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from device import DEVICE, NCCL, no_host_sync, use
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.bench.train import MoEStack, Workload, choices
+
+pytest.importorskip("transformers", reason="no transformers: pip install transformers")
+pytestmark = pytest.mark.gpu
+WORK = Workload(layers=2, experts=8, hidden=256, width=256, top_k=2, tokens=128)
+
+
+class Job:
+    """An attached stack of MoE layers on one rank, in bfloat16, and a batch of it in memory that stays."""
+
+    def __init__(self) -> None:
+        use(DEVICE)
+        torch.manual_seed(0)
+        self.model = MoEStack(WORK).to(DEVICE, torch.bfloat16)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.balancer = eplb.attach(self.model, optimizer, config=eplb.BalancerConfig(policy="static", guard="off"))
+        self.hidden = torch.empty(WORK.tokens, WORK.hidden, device=DEVICE, dtype=torch.bfloat16)
+        self.ids = torch.empty(WORK.layers, WORK.tokens, WORK.top_k, device=DEVICE, dtype=torch.int64)
+        self.weights = torch.full((WORK.tokens, WORK.top_k), 0.5, device=DEVICE, dtype=torch.bfloat16)
+        self.take(0)
+
+    def take(self, seed: int) -> None:
+        """Another batch, in the same memory."""
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden.copy_(torch.randn(self.hidden.shape, generator=generator))
+        self.ids.copy_(torch.stack([choices(WORK, 0.7, generator) for _ in range(WORK.layers)]))
+
+    def forward(self) -> torch.Tensor:
+        """What the layers give, of each token."""
+        hidden = self.hidden
+        for layer, ids in zip(self.model.layers, self.ids, strict=True):
+            hidden = hidden + layer(hidden, ids, self.weights)
+        return hidden
+
+    def step(self) -> None:
+        self.model(self.hidden, self.ids, self.weights).backward()
+
+    def move(self, by: int) -> None:
+        """Every expert ``by`` slots further."""
+        old = self.balancer.placement
+        map_ = np.roll(old.physical_to_logical, by, axis=1)
+        new = eplb.Placement(map_, old.num_experts, 1, map_.argsort(axis=1), old.epoch + 1)
+        self.balancer._rebalancer._migrate(new)
+        assert self.balancer.placement.epoch == old.epoch + 1
+
+
+def captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """What replays ``work``, and where its result then lies."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph.replay, out
+
+
+def follow(rank: int, copied_map: bool) -> list[tuple[bool, bool]]:
+    """Whether a replay gives what the model gives by itself, over batches and placements; and whether counts are right.
+
+    Args:
+        copied_map: control: the graph is made over a copy of the map from experts to slots.
+    """
+    job = Job()
+    table = job.balancer._maps.table
+    own, counter = table._home_LE, job.balancer._counter
+    found = []
+    with torch.no_grad():
+        if copied_map:
+            table._home_LE = own.clone()
+        replay, out = captured(job.forward)
+        table._home_LE = own
+        for turn, by in enumerate((0, 1, 3)):
+            job.take(turn + 1)
+            if by:
+                job.move(by)
+            before = counter.counts.clone()
+            replay()
+            counted = counter.counts - before
+            expected = job.forward()
+            found.append((torch.equal(out, expected), torch.equal(counter.counts - before - counted, counted)))
+    job.balancer.close()
+    return found
+
+
+def test_a_graph_of_an_attached_forward_follows_commits() -> None:
+    (found,) = run_ranks(1, partial(follow, copied_map=False), backend=NCCL, start_method="spawn")
+    assert found == [(True, True)] * 3
+
+
+def test_control_a_graph_over_a_copied_map_does_not() -> None:
+    (found,) = run_ranks(1, partial(follow, copied_map=True), backend=NCCL, start_method="spawn")
+    assert [same for same, _ in found] == [True, False, False]
+
+
+def wait_for_nothing(rank: int) -> None:
+    job = Job()
+    job.step()  # the first rows that experts are given are looked at
+    with no_host_sync():
+        for _ in range(3):
+            job.step()
+    job.balancer.close()
+
+
+def test_a_forward_and_a_backward_pass_at_ep_1_never_wait_for_the_device() -> None:
+    run_ranks(1, wait_for_nothing, backend=NCCL, start_method="spawn")
