@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
     _add_observe(benches)
     for what in ON_RANKS:
         _add_on_ranks(benches, what)
+    _add_attached(benches)
     _add_overlap(benches)
     _add_two_batches(benches)
     _add_soak(benches)
@@ -111,6 +112,21 @@ def _add_on_ranks(benches: Any, what: str) -> None:
         )
         command.add_argument("--brief", action="store_true", help="only experts fixed and experts moved: a minute")
         add("--profile", "DIR", Path, "write a profiler trace of each variant and rank there, for `trace compare`")
+
+
+def _add_attached(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "attached",
+        _attached,
+        "a training step attached to a balancer that moves nothing, beside one that is not, on one rank",
+        """
+  eplb-runtime bench attached
+  eplb-runtime bench attached --device cuda --json
+""",
+    )
+    adder(command)("--repeats", "N", positive, "steps of each that count, in turns (default: 30)", default=30)
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it trains (default: cpu)")
 
 
 def _add_overlap(benches: Any) -> None:
@@ -311,6 +327,22 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         _print(result, arguments.json)
         if brief and max(row["slowest_over_fastest"] for row in result["train"]) > STEADY:
             note("other processes use these cores: the times say little; try again on a quiet machine")
+    return 0
+
+
+def _attached(arguments: argparse.Namespace) -> int:
+    require_extra("transformers", "bench attached")
+    from ..bench.attached import run
+    from ..launching import launched, launcher_environment, process_group, start_ranks
+
+    if not launched():
+        options = ["--repeats", str(arguments.repeats), "--device", arguments.device]
+        return start_ranks(["bench", "attached", *options, *(["--json"] if arguments.json else [])], 1)
+    if int(launcher_environment()["WORLD_SIZE"]) > 1:
+        raise InputError("bench attached compares with a whole model: start it on one rank")
+    with process_group(arguments.device) as device, spinner() as shown:
+        result = run(device, arguments.repeats, on_progress=shown.update)
+    _print(result, arguments.json)
     return 0
 
 

@@ -16,6 +16,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.bench.attached import Block, run
 from eplb_runtime.dispatch import choosing
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.base import Dispatcher
@@ -266,3 +267,18 @@ def test_control_other_jobs_have_other_bits() -> None:
     found = trained("exchange")
     assert not same(found["plain"], found["padding"])
     assert found["plain"]["load"].sum() > found["padding"]["load"].sum() > 0
+
+
+def measured(rank: int) -> dict[str, float]:
+    return run(torch.device("cpu"), 2, work=Block(layers=1, experts=4, top_k=2, hidden=64, width=64, tokens=16))
+
+
+def test_the_bench_of_an_attached_step_gives_times_and_ratios() -> None:
+    (found,) = run_ranks(1, measured)
+    assert set(found) == {"step_ms", "attached_ms", "attached_over_not", "not_over_not"}
+    assert min(found.values()) > 0
+
+
+def test_it_is_for_one_rank() -> None:
+    with pytest.raises(AssertionError, match="compares with a whole model: one rank, not 2"):
+        run_ranks(2, measured)
