@@ -18,7 +18,7 @@ from .checksum import HASH_BLOCK_BYTES, block_hashes
 from .dispatch import permute
 from .dispatch.memory import RowMemory
 from .dispatch.permute import Moves
-from .routing.splitter import deal_out
+from .routing.splitter import Counted, count_choices, deal_out
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -33,13 +33,15 @@ class Kernels:
     """What is computed by a kernel, or by plain torch.
 
     Args:
+        count: as `routing.splitter.count_choices`.
         deal: as `routing.splitter.deal_out`.
         hash_blocks: as `checksum.block_hashes`.
         moves: which row goes where, and the sums of a token's choices.
         count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table, one after the other.
     """
 
-    deal: Callable[[Tensor, Tensor, Tensor], Tensor] = deal_out
+    count: Callable[[Tensor, int], Counted] = count_choices
+    deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out
     hash_blocks: Callable[[Tensor], Tensor] = block_hashes
     moves: Moves = permute.PLAIN
     count_and_look_up: Callable[..., Tensor] | None = None
@@ -78,8 +80,11 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     )
     ids = [(device, num_ranks, slots_per_rank, once) for once in (False, True)]
     part = if_equal("rows that stay and that leave", moves.part, _gather_twice, [(device,)], _parted)
+    dealing = "dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)
+    deal = if_equal(*dealing, _counted_and_dealt)
     return Kernels(
-        if_equal("dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)),
+        count_choices if deal is deal_out else routing.count_by_blocks,
+        deal,
         if_equal("hashes of blocks", launch, block_hashes, _blocks(device)),
         Moves(
             if_equal("the order of choices by slot", moves.leaving, permute.leaving, ids, _left),
@@ -133,6 +138,17 @@ def _choices(device: torch.device, experts: int) -> Iterable[tuple[Tensor, Tenso
         sent_EC[:, -1] = left_E
         slots_EC = torch.randperm(experts * copies, generator=generator).view(experts, copies)
         yield ids_TK.to(device), sent_EC.to(device), slots_EC.to(device)
+
+
+def _counted_and_dealt(
+    function: Callable[..., Tensor], ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor
+) -> tuple[Tensor, ...]:
+    """Counts, and slots: with what the counting has found, and without."""
+    from .routing.kernels import count_by_blocks
+
+    counts_E, begins = (count_choices if function is deal_out else count_by_blocks)(ids_TK, sent_EC.shape[0])
+    slots = (function(ids_TK, sent_EC, copy_slot_EC, known) for known in (begins, None))
+    return counts_E, *slots
 
 
 def _blocks(device: torch.device) -> Iterable[tuple[Tensor]]:

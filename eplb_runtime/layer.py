@@ -26,8 +26,11 @@ from .load.counter import LoadCounter, in_recompute
 from .operators import in_graphs
 from .phases import phase
 from .routing.lookup import SlotTable
-from .routing.splitter import BatchSplitter, RowCounts
+from .routing.splitter import BatchSplitter, Counted, RowCounts
 from .watch import Meeting
+
+_Found = tuple[Tensor | None, Counted | None]
+"""What counting has found of a batch's way: its slots, or its counts of each expert."""
 
 
 def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:
@@ -126,19 +129,19 @@ class ExpertParallelLayer:
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
         self._meeting.routes(int(self._table.changes_L[self.index]))
-        slots_TK = None
+        found: _Found = None, None
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
                 with phase("count", "F", self.index, self._table.epoch), self._lanes.shared("counts"):
-                    slots_TK = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+                    found = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
         self._in_flight.begin(self._counter.closed_steps)
-        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing, slots_TK)
+        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing, found)
         return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
 
     def _repeat(
@@ -156,14 +159,14 @@ class ExpertParallelLayer:
         topk_weights_TK: Tensor,
         manifest: Any,
         standing: Sequence[Tensor] | None,
-        slots_TK: Tensor | None = None,
+        found: _Found = (None, None),
     ) -> tuple[Tensor, Any]:
-        """The layer's output, and the manifest of its dispatch; by slots that are known already, if they are."""
+        """The layer's output, and the manifest of its dispatch; by what is found already."""
         epoch = self._table.epoch
         with phase("route", "F", self.index, epoch):
-            counts = None
+            slots_TK, counts = found[0], None
             if manifest is None and slots_TK is None:
-                slots_TK, counts = self._route(topk_ids_TK)
+                slots_TK, counts = self._route(topk_ids_TK, found[1])
         self._experts.ahead_of_forward()
         with phase("dispatch", "F", self.index, epoch):
             dispatched = self._dispatcher.dispatch(
@@ -177,20 +180,27 @@ class ExpertParallelLayer:
             combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
         return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
 
-    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> Tensor | None:
-        """Count load; slots of this batch, if they are found on the way."""
-        if self._count_and_look_up is None or (self._splitter is not None and self._splitter.splits(self.index)):
+    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Found:
+        """Count load."""
+        splits = self._splitter is not None and self._splitter.splits(self.index)
+        counts_E = self._counter.counts[self.index]
+        if splits and real_T is None:
+            assert self._splitter is not None
+            counted = self._splitter.counts(topk_ids_TK)
+            counts_E.add_(counted[0])
+            return None, counted
+        if splits or self._count_and_look_up is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
-            return None
-        home_E, counts_E = self._table.home_of_experts(self.index), self._counter.counts[self.index]
-        return self._count_and_look_up(topk_ids_TK, home_E, counts_E, real_T)
+            return None, None
+        home_E = self._table.home_of_experts(self.index)
+        return self._count_and_look_up(topk_ids_TK, home_E, counts_E, real_T), None
 
-    def _route(self, topk_ids_TK: Tensor) -> tuple[Tensor, RowCounts | None]:
+    def _route(self, topk_ids_TK: Tensor, counted: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """Slots of this batch, and how many rows go where if the split has told that already."""
         if self._splitter is None or not self._splitter.splits(self.index):
             return self._table.slots(self.index, topk_ids_TK), None
-        counts_RE = self._exchange_counts(self._splitter.counts(topk_ids_TK))
-        return self._splitter.route(self.index, topk_ids_TK, counts_RE)
+        counts_E, begins = counted or self._splitter.counts(topk_ids_TK)
+        return self._splitter.route(self.index, topk_ids_TK, self._exchange_counts(counts_E), begins)
 
 
 class HostDispatchedLayer:

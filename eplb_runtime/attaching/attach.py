@@ -322,6 +322,7 @@ class _Attaching:
             locality=self.config.split_locality,
             least_tokens=self.config.split_least_tokens,
             speed_R=self.config.speed_R,
+            count=self.kernels.count,
             deal=self.kernels.deal,
         )
         homes = [bank.parameters for bank in self.banks.values()]

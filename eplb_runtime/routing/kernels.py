@@ -89,10 +89,11 @@ def _count_and_look_up(  # type: ignore[no-untyped-def]
     tl.atomic_add(counts + every, of_block.to(tl.int64), mask=(every < experts) & (of_block > 0))
 
 
-def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
-    """As `splitter.deal_out`."""
+def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin_BE: Tensor | None = None) -> Tensor:
+    """As `splitter.deal_out`; by one kernel more than by `count_by_blocks`, whose blocks may be given."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
-    _, begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])
+    if begin_BE is None:
+        begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
         _deal[(begin_BE.shape[0],)](
@@ -111,6 +112,7 @@ def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Te
 
 def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """By two kernels: int64 ``[E]``, how often each expert is chosen; int32, how often in the blocks before each."""
+    ids_TK = ids_TK.contiguous()
     blocks, width = -(-ids_TK.numel() // _BLOCK), power_of_2(max(2, experts))
     counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TK.device)
     begin_BE = torch.empty(blocks, width, dtype=torch.int32, device=ids_TK.device)

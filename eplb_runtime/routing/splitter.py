@@ -63,7 +63,8 @@ class BatchSplitter:
         locality: serve a token on its own rank or node where the quotas allow.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
-        deal: what deals choices out, with the results of `deal_out`.
+        count: what counts a batch's choices, with the counts of `count_choices`.
+        deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
 
     Attributes:
         at_home: while True, no batch is split.
@@ -80,9 +81,11 @@ class BatchSplitter:
         locality: bool,
         least_tokens: int,
         speed_R: NDArray[np.float64] | None = None,
-        deal: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        count: Callable[[Tensor, int], Counted] | None = None,
+        deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         self._device = device
+        self._count = count or count_choices
         self._deal = deal or deal_out
         self._ep_rank = ep_rank
         self._ranks_per_node = ranks_per_node
@@ -127,19 +130,19 @@ class BatchSplitter:
         counts_RE = np.ones((tables.num_ranks, tables.first_rank_LE.shape[1]), dtype=np.int64)
         sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
 
-    def counts(self, topk_ids_TK: Tensor) -> Tensor:
-        """int64 ``[E]``: this rank's choices of each expert, padding included: what will really travel."""
-        ids = topk_ids_TK.reshape(-1)
-        return torch.zeros(self._num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
-            0, ids, torch.ones_like(ids)
-        )
+    def counts(self, topk_ids_TK: Tensor) -> Counted:
+        """This rank's choices of each expert, padding included: what will really travel."""
+        return self._count(topk_ids_TK, self._num_experts)
 
-    def route(self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64]) -> tuple[Tensor, RowCounts]:
+    def route(
+        self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64], begins: Tensor | None = None
+    ) -> tuple[Tensor, RowCounts]:
         """The physical slot of each choice of a batch, and how many rows go where. No host sync.
 
         Args:
             topk_ids_TK: int64 ``[T, K]``, this rank's choices, on the device.
             counts_RE: int64 ``[R, E]``, ``counts`` of every rank, on the host.
+            begins: what else ``counts`` has found.
 
         Returns:
             int64 ``[T, K]`` on the device; an expert's choices go to its copies in the order of the tokens.
@@ -147,7 +150,7 @@ class BatchSplitter:
         sent_EC, received_RS = self._split(layer, counts_RE)
         expert_P, copy_P, listed_P = self._layers[layer].slot_P
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
-        slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC)
+        slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC, begins)
         return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
 
     def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -174,7 +177,17 @@ class BatchSplitter:
         return sent_EC, counts_RE[:, expert_S] * (listed_S * (copy_S == 0))
 
 
-def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
+Counted = tuple[Tensor, Tensor | None]
+"""int64 ``[E]``, how often each expert is chosen; and what whoever deals out need not find out again."""
+
+
+def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
+    """Count a batch's choices of each expert. No host sync."""
+    ids_N = topk_ids_TK.reshape(-1)
+    return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, torch.ones_like(ids_N)), None
+
+
+def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
     """The slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the
     next ``sent_EC[e, 1]`` to its second.
 
@@ -182,6 +195,7 @@ def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tens
         topk_ids_TK: int64 ``[T, K]``, logical experts.
         sent_EC: int64 ``[E, C]``; the sum over C is how often the expert was chosen.
         copy_slot_EC: int64 ``[E, C]``.
+        begins: not needed.
 
     Returns:
         int64 ``[T, K]``.

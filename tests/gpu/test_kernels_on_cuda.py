@@ -57,7 +57,8 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
 
 
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
-    expected = Kernels(kernels.deal_by_kernels, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up)
+    dealing = kernels.count_by_blocks, kernels.deal_by_kernels
+    expected = Kernels(*dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up)
     assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
 

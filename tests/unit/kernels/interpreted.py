@@ -74,7 +74,8 @@ def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) 
     """But for sums: in float32 a CPU need not round its products."""
     with caplog.at_level(logging.WARNING, "eplb_runtime"):
         taken = kernels_in_use.tried(CPU, 60, 3, 21)
-    assert taken.deal is kernels.deal_by_kernels and taken.hash_blocks is checksum_kernel.launch
+    assert (taken.count, taken.deal) == (kernels.count_by_blocks, kernels.deal_by_kernels)
+    assert taken.hash_blocks is checksum_kernel.launch
     assert taken.count_and_look_up is kernels.count_and_look_up
     assert taken.moves == replace(moves.MOVES, sum_choices=permute.sum_choices)
     assert [record.getMessage() for record in caplog.records] == [
@@ -91,14 +92,15 @@ def test_choices_are_dealt_out_by_quota_in_their_order(
     if copies > 1 and tokens > 1000 and dtype == torch.int32:
         pytest.skip("the large batch once for each number of copies")
     ids = ids_of(tokens, top_k, experts, dtype)
-    counts, _ = kernels.count_by_blocks(ids, experts)
+    counts, begins = kernels.count_by_blocks(ids, experts)
     assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=experts))
     share = torch.rand(experts, copies, generator=torch.Generator().manual_seed(2))
     sent = (counts[:, None] * share / share.sum(1, keepdim=True)).long()
     sent[:, -1] += counts - sent.sum(1)
     slots_of_copies = torch.randperm(experts * copies).view(experts, copies)
-    slots = kernels.deal_by_kernels(ids, sent, slots_of_copies)
-    assert torch.equal(slots, assign_slots(ids, sent, slots_of_copies))
+    for known in (begins, None):  # nothing of a batch is left for the next
+        slots = kernels.deal_by_kernels(ids, sent, slots_of_copies, known)
+        assert torch.equal(slots, assign_slots(ids, sent, slots_of_copies))
 
 
 def with_copies(seed: int, layers: int, ranks: int, homes: int, replicas: int, hot: float) -> Placement:

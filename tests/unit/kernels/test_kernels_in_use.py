@@ -16,7 +16,7 @@ from eplb_runtime.dispatch.permute import PLAIN
 from eplb_runtime.kernels_in_use import Kernels, if_equal, kernels_for
 from eplb_runtime.migration import verifying
 from eplb_runtime.placement import Placement
-from eplb_runtime.routing.splitter import BatchSplitter, deal_out
+from eplb_runtime.routing.splitter import BatchSplitter, count_choices, deal_out
 from eplb_runtime.routing.water_filling_torch import assign_slots
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    assert kernels_for(CPU, 16, 2, 8) == Kernels() == Kernels(deal_out, block_hashes, PLAIN, None)
+    assert kernels_for(CPU, 16, 2, 8) == Kernels() == Kernels(count_choices, deal_out, block_hashes, PLAIN, None)
 
 
 def test_a_splitter_deals_by_what_it_is_given() -> None:
@@ -59,7 +59,7 @@ def test_a_splitter_deals_by_what_it_is_given() -> None:
 
     def dealt(*batch: Tensor) -> Tensor:
         batches.append(batch)
-        return assign_slots(*batch)
+        return assign_slots(*batch[:3])
 
     ids_TK = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]])
     counts_RE = np.array([[4, 2, 1, 1], [4, 0, 0, 0]])

@@ -29,7 +29,7 @@ def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Pl
         for rank in range(2)
     ]
     chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
-    counts_RE = np.stack([splitter.counts(ids).numpy() for splitter, ids in zip(splitters, chosen, strict=True)])
+    counts_RE = np.stack([splitter.counts(ids)[0].numpy() for splitter, ids in zip(splitters, chosen, strict=True)])
     routes = [splitter.route(0, ids, counts_RE) for splitter, ids in zip(splitters, chosen, strict=True)]
     in_slot = torch.from_numpy(np.array(placement.physical_to_logical[0]))
     for rank, (ids, (slots, counts)) in enumerate(zip(chosen, routes, strict=True)):
@@ -71,7 +71,7 @@ PLACEMENTS = (
 def test_following_placements_gives_what_a_new_splitter_gives() -> None:
     following = splitter(PLACEMENTS[0])
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (50, 2)))
-    counts_RE = np.stack([following.counts(ids).numpy(), np.array([7, 30, 1, 62])])
+    counts_RE = np.stack([following.counts(ids)[0].numpy(), np.array([7, 30, 1, 62])])
     for placement in (*PLACEMENTS, PLACEMENTS[0]):
         following.follow(placement)
         fresh = splitter(placement)
