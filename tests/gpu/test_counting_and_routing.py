@@ -144,8 +144,8 @@ def test_a_batch_on_the_device_is_split_as_one_on_the_cpu(tokens: int) -> None:
         on_cpu, on_device = splitter(torch.device("cpu"), rank), splitter(DEVICE, rank)
         for layer in range(2):
             ids = choices(rank, tokens)
-            counts_RE = np.stack([on_cpu.counts(choices(other, tokens)).numpy() for other in range(RANKS)])
-            assert np.array_equal(on_device.counts(ids.to(DEVICE)).cpu().numpy(), counts_RE[rank])
+            counts_RE = np.stack([on_cpu.counts(choices(other, tokens))[0].numpy() for other in range(RANKS)])
+            assert np.array_equal(on_device.counts(ids.to(DEVICE))[0].cpu().numpy(), counts_RE[rank])
             expected, expected_counts = on_cpu.route(layer, ids, counts_RE)
             found, found_counts = on_device.route(layer, ids.to(DEVICE), counts_RE)
             assert torch.equal(found.cpu(), expected), f"slots of rank {rank}"
@@ -156,7 +156,7 @@ def test_a_batch_on_the_device_is_split_as_one_on_the_cpu(tokens: int) -> None:
 def test_splitting_a_batch_never_waits_for_the_device() -> None:
     on_device = splitter(DEVICE, 1)
     ids = choices(1).to(DEVICE)
-    counts_RE = np.stack([on_device.counts(choices(rank).to(DEVICE)).cpu().numpy() for rank in range(RANKS)])
+    counts_RE = np.stack([on_device.counts(choices(rank).to(DEVICE))[0].cpu().numpy() for rank in range(RANKS)])
     with no_host_sync():
         on_device.counts(ids)
         on_device.route(0, ids, counts_RE)
