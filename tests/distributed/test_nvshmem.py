@@ -15,11 +15,13 @@ from transport_contract import (
     RANKS,
     Case,
     exchange_with_all,
+    hear,
     large_messages,
     many_small_messages,
     others,
     run_cases,
     soon,
+    tell,
 )
 
 from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
@@ -36,6 +38,7 @@ def over_the_double(rank: int, folder: Path) -> tuple[dict, list[str]]:
     said = run_cases(rank, "nvshmem", "gloo", lambda rank: torch.device("cpu"), CHEAP)
     begun = len(double.calls)
     said["two at once"] = two_at_once(rank)
+    said["closed before it was looked at"] = closed_before_it_was_looked_at(rank)
     return said, double.calls[:begun]
 
 
@@ -64,6 +67,32 @@ def two_at_once(rank: int) -> list[int]:
     return [*windows, len(nvshmem_heap._process.memories)]
 
 
+def closed_before_it_was_looked_at(rank: int) -> list[str]:
+    """Rank 0 sends to the others and closes, while their threads stand still; then of two messages only one is sent."""
+    said = []
+    for messages in (1, 2):
+        transport = TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", torch.device("cpu"), 30.0)
+        transport.warm_up(soon())
+        arrived = [torch.empty(1000, dtype=torch.uint8) for _ in range(messages)]
+        if rank == 0:
+            mine = torch.arange(1000).to(torch.uint8)
+            transport.post([Message(peer, mine) for peer in others(rank)], []).wait(soon())
+            transport.close()
+            tell(f"closed {messages}")
+        else:
+            with transport._lock:
+                pending = transport.post([], [Message(0, into) for into in arrived])
+                hear(f"closed {messages}")
+            try:
+                pending.wait(soon())
+                said.append("here" if torch.equal(arrived[0], torch.arange(1000).to(torch.uint8)) else "wrong")
+            except TransportError as error:
+                said.append(str(error))
+            transport.close()
+        dist.barrier()
+    return said
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict, list[str]]]:
     return run_ranks(RANKS, over_the_double, tmp_path_factory.mktemp("heaps"))
@@ -77,6 +106,11 @@ def test_contract(ranks: list, case: Case) -> None:
 
 def test_each_transport_in_use_has_a_window_of_its_own_and_leaves_it_to_the_next(ranks: list) -> None:
     assert [said["two at once"] for said, _ in ranks] == [[2, 2]] * RANKS
+
+
+def test_what_a_rank_wrote_before_it_closed_is_here(ranks: list) -> None:
+    for said, _ in ranks[1:]:
+        assert said["closed before it was looked at"] == ["here", "EP rank 0 has given up"]
 
 
 def test_a_note_follows_its_piece_only_when_that_is_there(ranks: list) -> None:

@@ -46,6 +46,7 @@ class _Peer:
         sends, receives: not begun yet, in order.
         sent: written to the peer; ``room``: of these the peer has copied out.
         arrived: written by the peer; ``taken``: of these copied out here.
+        leaving: it has said that it gives up; what it wrote before is still to be seen.
         problem: why nothing goes between us any more.
     """
 
@@ -55,6 +56,7 @@ class _Peer:
     room: int = 0
     arrived: int = 0
     taken: int = 0
+    leaving: bool = False
     problem: str = ""
 
 
@@ -183,15 +185,15 @@ class Nvshmem(Transport):
         went_on = False
         self._read_notes(self._window)
         for peer, traffic in self._peers.items():
-            if traffic.problem and (traffic.sends or traffic.receives):
-                self._give_up(traffic.problem)
-                return True
-            while traffic.sends and traffic.sent - traffic.room < HALVES:
+            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
                 self._send(self._window, peer, traffic)
                 went_on = True
             while traffic.receives and traffic.taken < traffic.arrived:
                 self._take(self._window, peer, traffic)
                 went_on = True
+            if traffic.problem and (traffic.sends or traffic.receives):
+                self._give_up(traffic.problem)
+                return True
         while self._under_way and self._under_way[0][0]():
             self._under_way.popleft()[1].one_done()
             went_on = True
@@ -203,11 +205,12 @@ class Nvshmem(Transport):
         wait_until(self._reading.mark(), time.monotonic() + _LEFT_SECONDS, "reading notes")
         notes = self._notes_RKN.tolist()
         for peer, traffic in self._peers.items():
+            if traffic.leaving and not traffic.problem:
+                traffic.problem = f"EP rank {peer} has given up"
             numbers = [number if number == ~complement else 0 for number, complement in notes[peer]]
             traffic.arrived = max(traffic.arrived, numbers[ARRIVED])
             traffic.room = max(traffic.room, numbers[TAKEN])
-            if numbers[GOODBYE] and not traffic.problem:
-                traffic.problem = f"EP rank {peer} has given up"
+            traffic.leaving = bool(numbers[GOODBYE])
 
     def _send(self, window: Window, peer: int, traffic: _Peer) -> None:
         piece = traffic.sends.popleft()
@@ -253,6 +256,7 @@ class Nvshmem(Transport):
         assert self._window is not None
         try:
             with self._stream() as stream:
+                self._window.settle(stream)
                 for peer in self._peers:
                     self._window.tell(peer, GOODBYE, 1, stream)
             wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "what was under way")

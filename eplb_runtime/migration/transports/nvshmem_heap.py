@@ -103,6 +103,10 @@ class Window:
         staged = self.outbox_B[: data.numel()]
         staged.copy_(data, non_blocking=True)
         self._put(self.inbox_RHB[self._rank, half], staged, peer, stream)
+        self.settle(stream)
+
+    def settle(self, stream: int) -> None:
+        """What was put is there when what follows on the stream runs."""
         self._library.bindings.quiet_on_stream(stream)
 
     def tell(self, peer: int, kind: int, number: int, stream: int) -> None:
