@@ -158,11 +158,37 @@ def closed_in_flight(rank: int) -> tuple[str, bool]:
     return said, torch.equal(hidden, out)
 
 
+def only_gradients(rank: int) -> dict[str, Any]:
+    """Groups after each batch where forwards go one way, backward passes the other, and batches grow; and what is left
+    where the first way's group cannot be ended."""
+    group = dist.new_group([0, 1])
+    lanes = Lanes(Lane(group, group))
+    lanes.open(Lane(dist.new_group([0, 1]), dist.new_group([0, 1])))
+    dispatcher = Carried(group, SLOTS, lanes=lanes, make_carrier=partial(NcclEPCarrier, package=double))
+    groups = []
+    for tokens in (4, 40, 90, 200):
+        there_and_back(dispatcher, tokens + rank, tokens)
+        gc.collect()
+        groups.append(sum(isinstance(one, double.Group) for one in double.MADE))
+    first = next(one for one in double.MADE if isinstance(one, double.Group))
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    first.destroy, end = fails, first.destroy
+    dispatcher.close(soon())
+    left = sorted(type(one).__name__ for one in double.MADE)
+    end()
+    first.comm.destroy()
+    return {"groups": groups, "left": left}
+
+
 def all_of_it(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {way: train(rank, way) for way in WAYS}
     found["lives"] = lives(rank)
     found["transposed"] = transposed(rank)
     found["closed in flight"] = closed_in_flight(rank)
+    found["only gradients"] = only_gradients(rank)
     found["closed alone"] = closed_alone(rank)
     return found
 
@@ -226,6 +252,16 @@ def test_a_way_is_kept_through_growth_and_into_a_second_lane(ranks: list) -> Non
     for found in ranks:
         lives = found["lives"]
         assert lives["a way through the old group"] and lives["backward in the second lane"] and lives["lanes"] == 2
+
+
+def test_where_only_gradients_go_groups_that_became_too_small_are_ended_too(ranks: list) -> None:
+    for found in ranks:
+        assert found["only gradients"]["groups"] == [2, 2, 2, 2], "one each way"
+
+
+def test_what_cannot_be_ended_is_kept_and_the_other_way_is_ended(ranks: list) -> None:
+    for found in ranks:
+        assert found["only gradients"]["left"] == ["Communicator", "Group"]
 
 
 def test_close_ends_everything_and_the_next_batch_makes_it_anew(ranks: list) -> None:

@@ -28,11 +28,15 @@ KINDS = list(product(CARRIERS, ("logical", "by_rank")))
 MICRO_BATCHES = 3
 
 
-def attached(kind: tuple[str, str], replica_slots: int) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
+def attached(
+    kind: tuple[str, str], replica_slots: int, recompute: bool
+) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
     choosing.lacks = lambda *_: ""
     choosing.CARRIERS = {name: partial(make, package=DOUBLES[name]) for name, make in CARRIERS.items()}
     carrier, order = kind
     model = make_model("olmoe", experts=8, top_k=2, layers=2).bfloat16()
+    if recompute:
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = eplb.BalancerConfig(
         interval=1,
@@ -49,10 +53,10 @@ def attached(kind: tuple[str, str], replica_slots: int) -> tuple[Any, torch.opti
 
 
 def train_and_evaluate(
-    rank: int, kind: tuple[str, str], replica_slots: int, at_once: bool, calls: list[list[str]]
+    rank: int, kind: tuple[str, str], replica_slots: int, recompute: bool, at_once: bool, calls: list[list[str]]
 ) -> dict[str, Any]:
     DOUBLES[kind[0]].CALLS.clear()
-    model, optimizer, balancer = attached(kind, replica_slots)
+    model, optimizer, balancer = attached(kind, replica_slots, recompute)
     lanes = balancer._open_second_lane()
     both = balancer.at_once if at_once else lambda first, second: (first(), second())
     pair = lanes.both if at_once else lambda first, second: (first(), second())
@@ -89,11 +93,13 @@ def train_and_evaluate(
     return seen
 
 
-def both_ways(rank: int, kinds: list[tuple[str, str]], replica_slots: int) -> dict[Any, Any]:
+def both_ways(rank: int, kinds: list[tuple[str, str]], replica_slots: int, recompute: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for kind in kinds:
         calls: list[list[str]] = []
-        in_turn, at_once = (train_and_evaluate(rank, kind, replica_slots, way, calls) for way in (False, True))
+        in_turn, at_once = (
+            train_and_evaluate(rank, kind, replica_slots, recompute, way, calls) for way in (False, True)
+        )
         wrong = [name for name in in_turn if not torch.equal(in_turn[name], at_once[name])]
         learns = in_turn["loss", 0].tolist() != in_turn["loss", 1].tolist()
         found[kind] = {"wrong": wrong, "moved": int(at_once["moved"]), "learns": learns, "calls": calls}
@@ -102,7 +108,7 @@ def both_ways(rank: int, kinds: list[tuple[str, str]], replica_slots: int) -> di
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[Any, Any]]:
-    return run_ranks(2, both_ways, KINDS, 0)
+    return run_ranks(2, both_ways, KINDS, 0, False)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -120,9 +126,9 @@ def test_all_ranks_call_in_one_order_and_it_is_not_that_of_one_after_the_other(
     assert sorted(in_turn) == sorted(at_once) and in_turn != at_once
 
 
-def test_four_ranks_with_copies_too() -> None:
+def test_four_ranks_with_copies_and_recompute_too() -> None:
     kinds = [("deepep", "logical"), ("nccl_ep", "by_rank")]
-    for found in run_ranks(4, both_ways, kinds, 1):
+    for found in run_ranks(4, both_ways, kinds, 1, True):
         for kind in kinds:
             assert not found[kind]["wrong"] and found[kind]["moved"] == 2 and found[kind]["learns"]
 
