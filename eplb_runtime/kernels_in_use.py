@@ -18,6 +18,8 @@ from .checksum import HASH_BLOCK_BYTES, block_hashes
 from .dispatch import permute
 from .dispatch.memory import RowMemory
 from .dispatch.permute import Moves
+from .experts import aligned
+from .experts.compute import SlotCounts
 from .routing.splitter import Counted, count_choices, deal_out
 
 logger = logging.getLogger("eplb_runtime")
@@ -38,6 +40,7 @@ class Kernels:
         hash_blocks: as `checksum.block_hashes`.
         moves: which row goes where, and the sums of a token's choices.
         count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table, one after the other.
+        regroup: as `experts.aligned.regroup`.
     """
 
     count: Callable[[Tensor, int], Counted] = count_choices
@@ -45,6 +48,7 @@ class Kernels:
     hash_blocks: Callable[[Tensor], Tensor] = block_hashes
     moves: Moves = permute.PLAIN
     count_and_look_up: Callable[..., Tensor] | None = None
+    regroup: aligned.Regroup = aligned.regroup
 
 
 def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
@@ -69,6 +73,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     """Those of our kernels that give here what plain torch gives; Args as of `kernels_for`."""
     from .checksum_kernel import launch
     from .dispatch import kernels as moves
+    from .experts import aligned_kernel
     from .routing import kernels as routing
 
     one_pass = if_equal(
@@ -93,6 +98,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
             None if part is _gather_twice else part,
         ),
         None if one_pass is routing.torch_count_and_look_up else one_pass,
+        if_equal("rows filled up by slot", aligned_kernel.launch, aligned.regroup, _to_regroup(device)),
     )
 
 
@@ -201,6 +207,16 @@ def _to_sum(device: torch.device) -> Iterator[tuple[Tensor, Tensor, RowMemory, T
         for weight_dtype in (None, torch.float32, dtype):
             weights_TK = None if weight_dtype is None else torch.rand(64, 8, generator=generator).to(weight_dtype)
             yield rows_ND, place_TK, RowMemory(), None if weights_TK is None else weights_TK.to(device)
+
+
+def _to_regroup(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, int]]:
+    """To slots of a multiple of 16 rows, and back."""
+    counts_S = SlotCounts.of([300, 0, 17, 128, 1], device)
+    aligned_S, places = aligned.aligned(counts_S, 16, 446)
+    for dtype, width in ((torch.bfloat16, 1100), (torch.float32, 1)):
+        for rows, one, other in ((446, counts_S, aligned_S), (places, aligned_S, counts_S)):
+            source = torch.arange(rows * width, device=device).view(rows, width).to(dtype)
+            yield source, one.offsets_S, other.offsets_S, counts_S.offsets_S, 446 + places - rows
 
 
 def _gather_twice(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:

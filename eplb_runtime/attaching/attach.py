@@ -353,7 +353,9 @@ class _Attaching:
             parallel = ExpertParallelLayer(
                 index,
                 layer.experts,
-                local_experts(index, layer, self._job, maps.replicas, self.banks.get(index), whole),
+                local_experts(
+                    index, layer, self._job, maps.replicas, self.banks.get(index), whole, self.kernels.regroup
+                ),
                 counter=counter,
                 table=maps.table,
                 splitter=maps.splitter,

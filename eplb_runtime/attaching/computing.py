@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from ..config import BalancerConfig
+from ..experts.aligned import Aligned, Regroup
 from ..experts.compute import LocalExperts
 from ..experts.slices import DividedGradient, is_sliced, local
 from ..ranks import Job
@@ -29,6 +30,7 @@ def local_experts(
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
     whole: WholeCopies,
+    regroup: Regroup,
 ) -> LocalExperts:
     """The slots of one layer, as dispatch calls them.
 
@@ -36,21 +38,23 @@ def local_experts(
         index: of the layer in the whole model.
         replicas, bank: None without replica slots.
         whole: where sliced copies are put together.
+        regroup: as of `Aligned`.
     """
     assert layer.compute is not None
+    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     divisor = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
     if replicas is None and layer.standing is not None:
-        return LocalExperts(layer.compute, layer.standing)
+        return LocalExperts(compute, layer.standing)
     if replicas is None:
         leaves = _standing(layer)
         whole_leaves = None if any(is_sliced(parameter) for parameter in leaves) else leaves
-        return LocalExperts(layer.compute, _parameters_of(layer, divisor), whole_leaves)
+        return LocalExperts(compute, _parameters_of(layer, divisor), whole_leaves)
     assert bank is not None
     if bank.is_sliced:
         standing = layer.standing or partial(_standing, layer)
-        return SlicedReplicas(layer.compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
-    return (SharedReplicas if replicas.shared else KeptReplicas)(layer.compute, index, bank, replicas)
+        return SlicedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
+    return (SharedReplicas if replicas.shared else KeptReplicas)(compute, index, bank, replicas)
 
 
 def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:

@@ -39,6 +39,7 @@ class MoELayer:
         slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
             order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts
             spread already, in logical order.
+        alignment: ``compute`` wants every slot's rows filled up to a multiple of so many.
     """
 
     name: str
@@ -49,6 +50,7 @@ class MoELayer:
     install: Callable[[Any], None]
     standing: Callable[[], Sequence[Tensor]] | None = None
     slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    alignment: int = 1
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now."""

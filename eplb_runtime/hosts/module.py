@@ -46,11 +46,14 @@ class MoE:
             numbers, ``offsets_S`` is what grouped GEMMs take); tensors ``[slots, ...]`` by name. Router weights are
             not its business, and each row's result must depend on that row alone. None: the experts are an
             ``nn.ModuleList`` that `stack_experts` has stacked.
+        alignment: ``compute`` wants each expert's rows to begin at a multiple of so many, as grouped products of float8
+            do (16, 32, 128): rows of zeros fill up, what comes of them is dropped, and ``counts`` counts them, too.
     """
 
     experts: str
     run: str
     compute: RowsThroughSlots | None = None
+    alignment: int = 1
 
 
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
@@ -205,6 +208,10 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
     rows = next(iter(sizes.values()))
     if spread is not None and rows != spread.rows:
         raise AttachError(f"{layer.experts} has {rows} experts here, and shard_experts left {spread.rows}")
+    if layer.alignment < 1 or (layer.compute is None and layer.alignment > 1):
+        raise AttachError(
+            f"{layer.experts}: alignment={layer.alignment} must be 1 or more, and is for a compute= of your own alone"
+        )
     owner = _owner_of_run(model, layer, experts)
     return MoELayer(
         name=layer.experts,
@@ -213,6 +220,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
         parameters=tuple(named),
         compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
         install=lambda parallel: setattr(owner, layer.run, _run(layer, getattr(owner, layer.run), parallel)),
+        alignment=layer.alignment,
     )
 
 

@@ -58,6 +58,12 @@ def compute(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> 
     return torch.cat(results)
 
 
+def compute_aligned(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
+    known = counts.known()
+    assert sum(known) == len(rows) and not any(count % 16 for count in known)
+    return compute(rows, counts, weights)
+
+
 def go_on_in_place(layer: nn.Module) -> None:
     """As many models add what shared experts give."""
 
@@ -71,7 +77,13 @@ def go_on_in_place(layer: nn.Module) -> None:
 
 
 def losses_of(
-    rank: int, stacked: bool, dtype: torch.dtype, move: bool, compiled: bool = False, **options: object
+    rank: int,
+    stacked: bool,
+    dtype: torch.dtype,
+    move: bool,
+    compiled: bool = False,
+    alignment: int = 1,
+    **options: object,
 ) -> tuple:
     """Losses of this rank, logical state, how many experts moved, how many copies stand at the end."""
     ours = example()
@@ -80,7 +92,8 @@ def losses_of(
     layers = ours.LAYERS_TO_BALANCE
     if stacked:
         model.layers = nn.ModuleList(StackedLayer(layer) for layer in model.layers)
-        layers = [eplb.MoE(layer.experts, run="mix", compute=compute) for layer in layers]
+        by = compute if alignment == 1 else compute_aligned
+        layers = [eplb.MoE(layer.experts, run="mix", compute=by, alignment=alignment) for layer in layers]
     else:
         eplb.stack_experts(model, layers)
         for layer in model.layers:
@@ -132,6 +145,8 @@ def everything(rank: int) -> dict[str, tuple]:
         "stacked": losses_of(rank, True, torch.float64, move=False),
         "copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1),
         "shared copies": losses_of(rank, False, torch.float64, move=True, replica_slots=1, shared_between_layers=True),
+        "aligned": losses_of(rank, True, torch.float64, move=True, alignment=16),
+        "aligned copies": losses_of(rank, True, torch.float64, move=True, alignment=16, replica_slots=1),
         "static": losses_of(rank, False, torch.float32, move=False, policy="static"),
         "moving": losses_of(rank, False, torch.float32, move=True),
         "compiled": losses_of(rank, False, torch.float32, move=True, compiled=True),
@@ -143,14 +158,14 @@ def results() -> list[dict[str, tuple]]:
     return run_ranks(2, everything)
 
 
-@pytest.mark.parametrize("way", ["list", "stacked", "copies", "shared copies"])
+@pytest.mark.parametrize("way", ["list", "stacked", "copies", "shared copies", "aligned", "aligned copies"])
 def test_equals_the_model_without_us(results: list[dict[str, tuple]], way: str) -> None:
     losses, parameters = whole(torch.float64, 2)
     for rank, ways in enumerate(results):
         for mine, of_ranks in zip(ways[way][0], losses, strict=True):
             assert abs(mine - of_ranks[rank]) < 1e-11
     up = torch.stack([parameters[f"layers.1.experts.{expert}.0.weight"] for expert in range(example().EXPERTS)])
-    name = "up_weight" if way == "stacked" else "0__weight"
+    name = "up_weight" if way in ("stacked", "aligned", "aligned copies") else "0__weight"
     mine = results[0][way][1][f"model.layers.1.experts.{name}"]
     assert (mine - up).abs().max() < 1e-9
     assert (results[0][way][3] > 0) == way.endswith("copies")
@@ -171,14 +186,15 @@ def test_moving_experts_and_graphs_change_no_bit(results: list[dict[str, tuple]]
         assert state.keys() == static.keys() and all(torch.equal(state[key], static[key]) for key in state)
 
 
-def one_process(rank: int) -> tuple:
-    return losses_of(rank, False, torch.float64, move=False)
+def one_process(rank: int) -> list[list[float]]:
+    """And with aligned rows, whose number only the device knows there."""
+    return [losses_of(rank, aligned > 1, torch.float64, move=False, alignment=aligned)[0] for aligned in (1, 16)]
 
 
 def test_one_process_alone_works_too() -> None:
     losses, _ = whole(torch.float64, 1)
-    mine, *_ = run_ranks(1, one_process)[0]
-    assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
+    for mine in run_ranks(1, one_process)[0]:
+        assert all(abs(loss - of_rank) < 1e-12 for loss, (of_rank,) in zip(mine, losses, strict=True))
 
 
 def ids_of_no_expert(rank: int) -> list[str]:
@@ -255,6 +271,7 @@ def refusals(rank: int) -> list[str]:
     refused([eplb.MoE("layers.0.experts", run="forward")], model=stacked)
     refused([moe, moe], model=stacked)
     refused([eplb.MoE("head", run="forward", compute=compute)])
+    refused([eplb.MoE("layers.0.experts", run="run_experts", alignment=16)], model=stacked)
     odd = ours.Model()
     odd.layers[0].experts[3] = nn.Linear(ours.HIDDEN, ours.HIDDEN)
     refused([moe], stack=True, model=odd)
@@ -290,6 +307,7 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
         "takes 1 arguments",
         "names the same experts twice",
         "forward of Linear takes 1 arguments",
+        "alignment=16 must be 1 or more, and is for a compute= of your own",
         "only equal experts",
         "share tensors",
         "keeps buffers",

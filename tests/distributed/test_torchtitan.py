@@ -31,6 +31,8 @@ RECOMPUTED = {
     "tp 2, ep 2 x efsdp 2, deepseek_v3": "FullAC",
 }
 """Trainings with one of torchtitan's ways to compute activations again."""
+ALIGNED = "ep 4, qwen3"
+"""Whose experts want rows of a multiple of 16, as torchtitan's quantised ones do."""
 
 
 def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
@@ -38,13 +40,18 @@ def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     get_ready()
     ep, found = LAYOUTS[layout], {}
     for family in [family for of_layout, family in RUN if of_layout == layout]:
-        change = partial(set_up, RECOMPUTED.get(f"{layout}, {family}"), layout)
-        still, moving = (Run(family, ep, folder, b, change=change).train() for b in (False, True))
+        name = f"{layout}, {family}"
+        change = partial(set_up, RECOMPUTED.get(name), layout, 16 if name == ALIGNED else 0)
+        still, moving = (Run(family, ep, folder, b, change=change) for b in (False, True))
+        given = rows_of_experts(moving)
+        for run in (still, moving):
+            run.train()
         found[family] = {
             "different": different(still.state(), moving.state()),
             "logged": (still.logged, moving.logged),
             "moved": moving.moved,
             "order": in_order(moving),
+            "given": given,
         }
         if family == "qwen3" and layout == DIVIDED:
             left = without_state(Run(family, ep, folder, True)).train()
@@ -58,12 +65,28 @@ def trained(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     return found
 
 
-def set_up(kind: str | None, layout: str, config: Any) -> None:
+def rows_of_experts(run: Run) -> list[list[int]]:
+    """How many rows each local expert is given from now on."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    given: list[list[int]] = []
+    for module in run.trainer.model_parts[0].modules():
+        if isinstance(module, GroupedExperts):
+            module.register_forward_pre_hook(lambda module, inputs: given.append(inputs[1].tolist()))
+    return given
+
+
+def set_up(kind: str | None, layout: str, alignment: int, config: Any) -> None:
+    from torchtitan.components.quantization.utils import swap_token_dispatcher
     from torchtitan.distributed import activation_checkpoint
+    from torchtitan.models.common.moe import GroupedExperts
 
     config.parallelism.tensor_parallel_degree = 2 if layout == TENSOR_PARALLEL else 1
     config.parallelism.data_parallel_replicate_degree = 2 if layout == REPLICAS else 1
     config.activation_checkpoint = getattr(activation_checkpoint, kind).Config() if kind else None
+    if alignment:
+        for _, _, routed, _ in list(config.model_spec.model.traverse(GroupedExperts.Config)):
+            swap_token_dispatcher(routed, alignment)
 
 
 def in_order(run: Run) -> list[str]:
@@ -96,6 +119,9 @@ def test_trajectories_are_equal_with_every_home_moved_after_each_step(ranks: Any
         assert len(still) == STEPS and still == moving
         assert all(norm > 0.3 for _, _, norm in still), "clipping was not active"
         assert seen["order"] == []
+        assert seen["given"]
+        unaligned = any(rows % 16 for layer in seen["given"] for rows in layer)
+        assert unaligned == (f"{layout}, {family}" != ALIGNED)
 
 
 def test_optimizer_state_that_stays_behind_is_noticed(ranks: Any) -> None:

@@ -12,6 +12,8 @@ from eplb_runtime.checksum import block_hashes
 from eplb_runtime.dispatch import kernels as moves
 from eplb_runtime.dispatch import permute
 from eplb_runtime.dispatch.memory import RowMemory
+from eplb_runtime.experts import aligned, aligned_kernel
+from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.kernels_in_use import Kernels, kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
@@ -113,6 +115,18 @@ def test_rows_that_stay_and_rows_that_leave() -> None:
     stays, leaves = source.new_empty(1000, 8193), source.new_empty(2**18 - 1000, 8193)
     moves.part(source, index, stays, leaves)
     assert torch.equal(stays, source.flip(0)[:1000]) and torch.equal(leaves, source.flip(0)[1000:])
+
+
+def test_rows_are_filled_up_by_slot_and_come_back() -> None:
+    packed = SlotCounts(SlotCounts.of([300, 0, 17, 128, 1], DEVICE).offsets_S, None)
+    source = torch.randn(446, 1000, device=DEVICE, dtype=torch.bfloat16)
+    with no_host_sync():
+        spaced, places = aligned.aligned(packed, 128, 446)
+        ends = spaced.offsets_S, packed.offsets_S
+        filled = aligned_kernel.launch(source, ends[1], ends[0], ends[1], places)
+        back = aligned_kernel.launch(filled, *ends, ends[1], 446)
+    assert torch.equal(filled, aligned.regroup(source, ends[1], ends[0], ends[1], places))
+    assert torch.equal(back, source)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 
 from ...attaching.attach import attach_stages
 from ...attaching.checks import device_of
@@ -185,7 +185,7 @@ def _refuse(
             "out of compile.components, or set compile.enable=False"
         )
     for name, routed in (named for part in model_parts for named in routed_experts(part)):
-        if type(routed.token_dispatcher) is not AllToAllTokenDispatcher:
+        if type(routed.token_dispatcher) not in (AllToAllTokenDispatcher, TorchAOTokenDispatcher):
             raise AttachError(
                 f"{name} has a {type(routed.token_dispatcher).__name__}, and the balancer carries tokens itself: "
                 "choose the model with moe_comm_backend='standard', and BalancerConfig(dispatch=...)"

@@ -103,8 +103,17 @@ def describe(name: str, routed: RoutedExperts) -> MoELayer:
     def install(layer: ExpertParallelLayer) -> None:
         routed._layer = layer
 
+    # Of quantised products (MXFP8): the rows of an expert are filled up to so many.
+    alignment = getattr(routed.token_dispatcher, "pad_multiple", 1)
     return MoELayer(
-        f"{name}.inner_experts", experts, experts.num_experts, names, compute, install, _standing(experts, names)
+        f"{name}.inner_experts",
+        experts,
+        experts.num_experts,
+        names,
+        compute,
+        install,
+        _standing(experts, names),
+        alignment=alignment,
     )
 
 

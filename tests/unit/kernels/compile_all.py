@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from eplb_runtime import checksum_kernel
 from eplb_runtime.dispatch import kernels as moves
+from eplb_runtime.experts import aligned_kernel
 from eplb_runtime.routing import kernels, water_filling_kernel
 
 LONG, INT, NUMBER = "*i64", "*i32", "i32"
@@ -71,6 +72,11 @@ KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
             ("*fp32", "*fp32", "*fp32", tl.float32),
             ("*fp64", "*fp32", "*fp64", tl.float64),
         )
+    ),
+    (
+        aligned_kernel._move,
+        ["*bf16", INT, INT, INT, "*bf16", *[NUMBER] * 3],
+        {"SLOTS": 8, "ROWS": 16, "COLUMNS": 128},
     ),
     *(
         (water_filling_kernel._split, SPLIT, {"IS_WARM": more, "HAS_BALLAST": more, **SIZES, **NUMBERS})

@@ -12,7 +12,13 @@ import pytest
 
 HERE = Path(__file__).parent
 INTERPRETED = (HERE / "interpreted.py", HERE / "interpreted_moves.py")
-MODULES = ("checksum_kernel", "dispatch.kernels", "routing.kernels", "routing.water_filling_kernel")
+MODULES = (
+    "checksum_kernel",
+    "dispatch.kernels",
+    "experts.aligned_kernel",
+    "routing.kernels",
+    "routing.water_filling_kernel",
+)
 
 
 @pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
