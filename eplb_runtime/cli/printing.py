@@ -27,7 +27,8 @@ def note(message: str) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of 80 columns, or as wide as the terminal; more columns go into another one below."""
+    """A table of 80 columns, or as wide as the terminal; more columns go into another one below, with the first again, or
+    with numbers where that does not tell rows apart."""
     from rich.console import Console
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -36,7 +37,11 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if not console.is_terminal:
         console = Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
-    for names in _side_by_side(columns, cells, console.width):
+    tables = _side_by_side(columns, cells, console.width)
+    if len(tables) > 1 and len(set(cells[columns[0]])) < len(rows):
+        cells["row"] = [str(number) for number in range(1, len(rows) + 1)]
+        tables = _side_by_side(["row", *columns], cells, console.width)
+    for names in tables:
         console.print(_table(names, cells))
 
 

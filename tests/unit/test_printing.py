@@ -63,6 +63,16 @@ def test_a_wide_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f" {123456.789 * n:.4g} " in "".join(lines) for n in range(9))
 
 
+def test_rows_of_a_wide_table_are_numbered_where_their_first_cells_are_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"way": "one", **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for _ in range(3)]
+    printing.print_table("t", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(sum(line.startswith(f"│ {row} ") for line in lines) == 2 for row in "123")
+    assert sum("one" in line for line in lines) == 3
+
+
 def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     with printing.progress("steps", 3) as advance, printing.spinner() as shown:
         advance()
