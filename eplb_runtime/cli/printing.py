@@ -27,8 +27,8 @@ def note(message: str) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of 80 columns, or as wide as the terminal; more columns go into another one below, with the first again, or
-    with numbers where that does not tell rows apart."""
+    """A table of 80 columns, or as wide as the terminal; more columns go into another one below, with the first again,
+    or with numbers where that does not tell rows apart."""
     from rich.console import Console
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
