@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import CARRY_FLOAT8, DISPATCHES, BalancerConfig, ConfigError
-from ..dispatch import choose_together, maker
+from ..dispatch import OVER_TORCH, choose_together, maker
 from ..dispatch.base import Dispatched, Dispatcher
+from ..dispatch.permute import PLAIN
+from ..kernels_in_use import kernels_for
 from ..placement import Placement
 from ..planner import plan
 from ..topology import Topology
@@ -74,6 +76,10 @@ def _ways(
 ) -> tuple[dict[tuple[str, str], Dispatcher], list[dict[str, str]]]:
     made: dict[tuple[str, str], Dispatcher] = {}
     left_out = []
+    ours = device.type == "cuda"
+    by_kernels = kernels_for(device, group.size() * slots, group.size(), slots).moves if ours else PLAIN
+    if not ours:
+        left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in DISPATCHES:
         if name == "auto":
             continue
@@ -84,12 +90,16 @@ def _ways(
             ]
             continue
         for title, order, more in _variants(name):
-            if more and hidden not in OF_THEIR_OWN_KERNELS:
+            if "kernels" in more and not ours:
+                continue
+            if more and name in CARRY_FLOAT8 and hidden not in OF_THEIR_OWN_KERNELS:
                 left_out.append({"dispatch": title, "why": f"not for rows of {hidden}: --hidden 7168"})
                 continue
             try:
                 config = BalancerConfig(dispatch=name, combine_order=order, **more)
-                made[title, order] = maker(config, choice, topology)(group, slots)
+                made[title, order] = maker(config, choice, topology, by_kernels if config.kernels else PLAIN)(
+                    group, slots
+                )
             except ConfigError as error:
                 left_out.append({"dispatch": title, "why": str(error)})
     return made, left_out
@@ -97,12 +107,10 @@ def _ways(
 
 def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]]:
     """Title, order and further settings of each way that a dispatcher has."""
-    if name == "all_to_all":
-        return [(name, "logical", {})]
-    variants: list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]] = [
-        (name, "logical", {}),
-        (name, "by_rank", {}),
-    ]
+    orders: tuple[Literal["logical", "by_rank"], ...] = ("logical",) if name == "all_to_all" else ("logical", "by_rank")
+    variants: list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]] = [(name, order, {}) for order in orders]
+    if name in OVER_TORCH:
+        variants += [(f"{name}, kernels", order, {"kernels": True}) for order in orders]
     if name in CARRY_FLOAT8:
         variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
     if name == "deepep":

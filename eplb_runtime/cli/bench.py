@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     _add_planner(benches)
     _add_split(benches)
     _add_count(benches)
+    _add_kernels(benches)
     _add_scale(benches)
     _add_observe(benches)
     for what in ON_RANKS:
@@ -189,6 +190,26 @@ def _add_count(benches: Any) -> None:
     adder(command)("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
 
 
+def _add_kernels(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "kernels",
+        _kernels,
+        "our Triton kernels on this GPU, beside plain torch and a plain copy",
+        """
+  eplb-runtime bench kernels
+  eplb-runtime bench kernels --tokens 64 --ranks 32 --json
+""",
+    )
+    add = adder(command)
+    add("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
+    add("--tokens", "T", positive, "of a batch (default: 4096)", default=4096)
+    add("--top-k", "K", positive, "choices of each (default: 8)", default=8)
+    add("--experts", "E", positive, "of a layer (default: 256)", default=256)
+    add("--ranks", "R", positive, "of the EP group, with a replica slot each (default: 64)", default=64)
+    add("--hidden", "D", positive, "columns of a row, in bfloat16 (default: 7168)", default=7168)
+
+
 def _add_scale(benches: Any) -> None:
     command = add_command(
         benches,
@@ -248,6 +269,27 @@ def _count(arguments: argparse.Namespace) -> None:
 
     with spinner() as shown:
         result = run(arguments.repeats, on_progress=shown.update)
+    _print(result, arguments.json)
+
+
+def _kernels(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from ..on_triton import triton
+
+    if triton is None or not torch.cuda.is_available():
+        what = "a GPU" if triton is not None else "Triton (pip install triton), and a GPU"
+        raise InputError(f"bench kernels needs {what}: nothing was measured")
+    if arguments.experts % arguments.ranks or arguments.top_k > arguments.experts:
+        raise InputError(
+            f"--ranks {arguments.ranks} must divide --experts {arguments.experts}, which are more than "
+            f"--top-k {arguments.top_k}"
+        )
+    from ..bench.kernels import run
+
+    sizes = {name: getattr(arguments, name) for name in ("tokens", "top_k", "experts", "ranks", "hidden")}
+    with spinner() as shown:
+        result = run(torch.device("cuda"), arguments.repeats, **sizes, on_progress=shown.update)
     _print(result, arguments.json)
 
 

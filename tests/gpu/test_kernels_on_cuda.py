@@ -60,7 +60,7 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
 
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
     dealing = kernels.count_by_blocks, kernels.deal_by_kernels
-    expected = Kernels(*dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up)
+    expected = Kernels(*dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch)
     assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from eplb_runtime import checksum_kernel, kernels_in_use
+from eplb_runtime.bench import kernels as bench
 from eplb_runtime.checksum import block_hashes
 from eplb_runtime.dispatch import kernels as moves
 from eplb_runtime.dispatch import permute
@@ -168,3 +169,10 @@ def test_blocks_have_the_hashes_of_checksums(blocks: int) -> None:
         row = data[:1024].clone()
         row[5] ^= 1
         assert not torch.equal(checksum_kernel.launch(row), block_hashes(data[:1024]))
+
+
+def test_the_benchmark_runs_each_of_them() -> None:
+    found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks=4, hidden=64, at_once=1)
+    names = [row["kernel"] for row in found["kernels"]]
+    assert len(names) == len(set(names)) == 10
+    assert all(row[key] > 0 for row in found["kernels"] for key in ("us", "reference_us", "least_us", "ratio"))

@@ -9,6 +9,9 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+import torch
+
+from eplb_runtime.cli import main
 
 HERE = Path(__file__).parent
 INTERPRETED = (HERE / "interpreted.py", HERE / "interpreted_moves.py")
@@ -54,3 +57,10 @@ def test_blocks_are_powers_of_2() -> None:
     from eplb_runtime.on_triton import power_of_2
 
     assert [power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_kernels_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels"]) == 2
+    said = capsys.readouterr().err
+    assert "a GPU: nothing was measured" in said and said.count("\n") == 1
