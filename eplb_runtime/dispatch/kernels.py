@@ -98,13 +98,13 @@ def arriving(
 
 
 def part(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
-    """By one kernel; all contiguous."""
+    """By one kernel; what is written is contiguous."""
     rows, width = index_U.shape[0], source.shape[1]
     if rows and width:
         columns = min(_ELEMENTS, power_of_2(width))
         at_once = _ELEMENTS // columns
         _part[(-(-rows // at_once), -(-width // columns))](
-            *(source, index_U.contiguous(), staying, leaving, staying.shape[0], rows, width),
+            *(source.contiguous(), index_U.contiguous(), staying, leaving, staying.shape[0], rows, width),
             ROWS=at_once,
             COLUMNS=columns,
         )

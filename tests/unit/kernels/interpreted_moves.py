@@ -111,6 +111,15 @@ def test_rows_that_stay_and_rows_that_leave(rows: int, width: int, staying: int,
     assert torch.equal(torch.cat([stays, leaves]), source[index])
 
 
+@pytest.mark.parametrize("weights_TK", [torch.rand(30, 2)[:, :1], torch.rand(1).expand(10, 3), torch.rand(10, 6)[:, ::2]])
+def test_router_weights_that_do_not_lie_in_a_row(weights_TK: Tensor) -> None:
+    column = weights_TK.reshape(-1, 1)  # as they travel: a view of some of them
+    assert column.stride(0) != 1
+    index, stays, leaves = torch.arange(29, -1, -1), torch.empty(10, 1), torch.empty(20, 1)
+    kernels.part(column, index, stays, leaves)
+    assert torch.equal(torch.cat([stays, leaves]), column[index])
+
+
 @pytest.mark.parametrize("weight_dtype", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_of_a_tokens_choices(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
