@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import row_bytes
+
 COLUMNS = 128
 """That share a scale."""
 FLOAT8 = torch.float8_e4m3fn
@@ -57,7 +59,7 @@ def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Rows:
     scales_NC[:, :own] = (amax_TB / _LARGEST).repeat_interleave(times, dim=0)
     if weights_TW is not None:
         behind = scales_NC.view(torch.uint8)[:, own * _WORD : own * _WORD + count * item]
-        behind.copy_(weights_TW.contiguous().view(torch.uint8).view(tokens * times, count * item))
+        behind.copy_(row_bytes.packed(weights_TW).view(torch.uint8).view(tokens * times, count * item))
     rows_ND = rows_TD if times == 1 else rows_TD.view(torch.uint8).repeat_interleave(times, dim=0).view(FLOAT8)
     return rows_ND, scales_NC
 
@@ -75,7 +77,7 @@ def unpack(rows: Rows, index_M: Tensor) -> Tensor:
 def unpack_weights(rows: Rows, weights: int, dtype: torch.dtype) -> Tensor:
     """``[N, W]``, the weights of all rows of `pack`."""
     begin = rows[0].shape[1] // COLUMNS * _WORD
-    return rows[1].view(torch.uint8)[:, begin : begin + weights * dtype.itemsize].contiguous().view(dtype)
+    return row_bytes.copied(rows[1].view(torch.uint8)[:, begin : begin + weights * dtype.itemsize]).view(dtype)
 
 
 def _columns(width: int, weight_bytes: int) -> int:

@@ -56,7 +56,7 @@ def unpack_weights(rows_NC: Tensor, behind: torch.dtype, width: int, weights: in
     """``[N, W]``, the weights of all rows of `pack`, behind hidden states of ``width`` in the dtype ``behind``."""
     begin = width * behind.itemsize // CARRIED.itemsize
     columns = rows_NC[:, begin : begin + weights * dtype.itemsize // CARRIED.itemsize]
-    return columns.contiguous().view(dtype)
+    return copied(columns).view(dtype)
 
 
 def pack_sums(rows_ND: Tensor, exact_NW: Tensor | None) -> Tensor:
@@ -95,18 +95,23 @@ def _wide(columns: int) -> int:
     return -(-columns // step) * step
 
 
-def _packed(values: Tensor) -> Tensor:
-    """Contiguous, in its strides too: those of a gradient of no tokens may be zeros, and it passes for contiguous."""
-    return values.contiguous() if values.numel() else values.new_empty(values.shape)
+def packed(values: Tensor) -> Tensor:
+    """Contiguous, in its strides too: one column, or no rows, pass for contiguous whatever theirs are."""
+    return values if values.is_contiguous() and values.stride(-1) == 1 else copied(values)
+
+
+def copied(values: Tensor) -> Tensor:
+    """In memory of its own, which begins where any dtype may; also of one row or none, which pass for contiguous."""
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def _columns(values: Tensor) -> Tensor:
-    return _packed(values).view(CARRIED)
+    return packed(values).view(CARRIED)
 
 
 def _bytes(values: Tensor) -> Tensor:
     """A column for each byte: bfloat16 has all numbers up to 256."""
-    return _packed(values).view(torch.uint8).to(CARRIED)
+    return packed(values).view(torch.uint8).to(CARRIED)
 
 
 def _value(columns: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,6 +98,24 @@ def test_the_gradient_of_no_tokens_may_be_a_view(dtype: torch.dtype) -> None:
     assert rows.shape == (0, 16) and values.shape == (0, 1)
 
 
+ODDLY_LYING = {
+    "one column": torch.rand(1, 5).T,
+    "one value": torch.rand(1, 1, 2)[..., 0],
+    "one for all": torch.rand(1, 1).expand(4, 2),
+    "none": torch.rand(1, 1).expand(0, 2),
+    "in a row": torch.rand(4, 2),
+}
+
+
+@pytest.mark.parametrize("weights", ODDLY_LYING.values(), ids=ODDLY_LYING)
+def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor) -> None:
+    (tokens, choices), odd = weights.shape, 33
+    rows = row_bytes.pack(torch.rand(tokens, odd).bfloat16(), weights)
+    assert torch.equal(row_bytes.unpack_weights(rows, torch.bfloat16, odd, choices, weights.dtype), weights)
+    in_float8 = float8.pack(torch.rand(tokens, 128).bfloat16(), weights.double())
+    assert torch.equal(float8.unpack_weights(in_float8, choices, torch.float64), weights.double())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) -> None:
     rows, values = of_all_bits(3, 4, dtype), of_all_bits(3, 1, torch.float32)
