@@ -111,7 +111,10 @@ def test_rows_that_stay_and_rows_that_leave(rows: int, width: int, staying: int,
     assert torch.equal(torch.cat([stays, leaves]), source[index])
 
 
-@pytest.mark.parametrize("weights_TK", [torch.rand(30, 2)[:, :1], torch.rand(1).expand(10, 3), torch.rand(10, 6)[:, ::2]])
+ODDLY_LYING = [torch.rand(30, 2)[:, :1], torch.rand(1).expand(10, 3), torch.rand(10, 6)[:, ::2]]
+
+
+@pytest.mark.parametrize("weights_TK", ODDLY_LYING)
 def test_router_weights_that_do_not_lie_in_a_row(weights_TK: Tensor) -> None:
     column = weights_TK.reshape(-1, 1)  # as they travel: a view of some of them
     assert column.stride(0) != 1
