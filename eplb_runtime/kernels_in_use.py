@@ -20,14 +20,17 @@ from .dispatch.memory import RowMemory
 from .dispatch.permute import Moves
 from .experts import aligned
 from .experts.compute import SlotCounts
-from .routing.splitter import Counted, count_choices, deal_out
+from .placement import Placement
+from .routing import sources
+from .routing.splitter import Counted, OnDevice, count_choices, deal_out
+from .routing.tables import SplitTables
 
 logger = logging.getLogger("eplb_runtime")
 
 _CHOICES = (2048, 8)
 """Tokens and choices of a batch that is tried."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Kernels:
         moves: which row goes where, and the sums of a token's choices.
         count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table, one after the other.
         regroup: as `experts.aligned.regroup`.
+        split: where counts stay on the device; None: the host splits.
     """
 
     count: Callable[[Tensor, int], Counted] = count_choices
@@ -49,6 +53,7 @@ class Kernels:
     moves: Moves = permute.PLAIN
     count_and_look_up: Callable[..., Tensor] | None = None
     regroup: aligned.Regroup = aligned.regroup
+    split: OnDevice | None = None
 
 
 def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
@@ -75,6 +80,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     from .dispatch import kernels as moves
     from .experts import aligned_kernel
     from .routing import kernels as routing
+    from .routing import sources_kernel
 
     one_pass = if_equal(
         "counting and looking up",
@@ -87,6 +93,9 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     part = if_equal("rows that stay and that leave", moves.part, _gather_twice, [(device,)], _parted)
     dealing = "dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)
     deal = if_equal(*dealing, _counted_and_dealt)
+    by_device = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
+    splits = _splits(device, num_experts, num_ranks, slots_per_rank)
+    split = if_equal("the split over copies", by_device, _BY_NUMBA, splits, _sent)
     return Kernels(
         count_choices if deal is deal_out else routing.count_by_blocks,
         deal,
@@ -99,6 +108,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
         ),
         None if one_pass is routing.torch_count_and_look_up else one_pass,
         if_equal("rows filled up by slot", aligned_kernel.launch, aligned.regroup, _to_regroup(device)),
+        None if split is _BY_NUMBA else split,
     )
 
 
@@ -207,6 +217,43 @@ def _to_sum(device: torch.device) -> Iterator[tuple[Tensor, Tensor, RowMemory, T
         for weight_dtype in (None, torch.float32, dtype):
             weights_TK = None if weight_dtype is None else torch.rand(64, 8, generator=generator).to(weight_dtype)
             yield rows_ND, place_TK, RowMemory(), None if weights_TK is None else weights_TK.to(device)
+
+
+def _splits(
+    device: torch.device, experts: int, ranks: int, slots: int
+) -> Iterator[tuple[SplitTables, torch.device, Tensor, int, bool]]:
+    """Batches of a layer with as many copies as there may be, of few experts and of many."""
+    homes, generator = experts // ranks, np.random.default_rng(0)
+    start = Placement.initial(1, experts, ranks, slots - homes)
+    for few in (False, True):
+        slots_RS = start.physical_to_logical.reshape(ranks, slots).copy()
+        for rank in range(ranks):
+            elsewhere = np.setdiff1d(np.arange(min(experts, 4 * slots) if few else experts), slots_RS[rank, :homes])
+            copied = generator.permutation(elsewhere)[: slots - homes]
+            slots_RS[rank, homes : homes + len(copied)] = copied
+        tables = SplitTables.of(Placement(slots_RS.reshape(1, -1), experts, ranks, start.home))
+        counts_RE = (generator.exponential(size=(ranks, experts)) ** 2 * 100).astype(np.int64)
+        for locality in (True, False):
+            yield tables, device, torch.from_numpy(counts_RE).to(device), ranks // 2, locality
+
+
+def _sent(
+    split: OnDevice, tables: SplitTables, device: torch.device, counts_RE: Tensor, rank: int, locality: bool
+) -> Tensor:
+    """To as many copies as there are."""
+    (layer,) = split.layers(tables, device)
+    ranks_per_node = 2 if tables.num_ranks % 2 == 0 else 1
+    sent_EC = split.sent_by_rank(counts_RE, layer, rank, ranks_per_node=ranks_per_node, locality=locality)
+    return sent_EC[:, : tables.copy_slot_LEC.shape[2]]
+
+
+def _sent_by_numba(counts_RE: Tensor, tables: SplitTables, rank: int, *, ranks_per_node: int, locality: bool) -> Tensor:
+    counts = counts_RE.cpu().numpy()
+    sent_EC, _ = sources.split_for_rank(counts, tables, 0, rank, ranks_per_node=ranks_per_node, locality=locality)
+    return torch.from_numpy(sent_EC).to(counts_RE.device)
+
+
+_BY_NUMBA = OnDevice(lambda tables, device: [tables], _sent_by_numba)
 
 
 def _to_regroup(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, int]]:

@@ -200,6 +200,9 @@ class ExpertParallelLayer:
         if self._splitter is None or not self._splitter.splits(self.index):
             return self._table.slots(self.index, topk_ids_TK), None
         counts_E, begins = counted or self._splitter.counts(topk_ids_TK)
+        if not self._splitter.wants_counts:
+            counts_RE = self._exchange_counts.on_device(counts_E)
+            return self._splitter.route_on_device(self.index, topk_ids_TK, counts_RE, begins), None
         return self._splitter.route(self.index, topk_ids_TK, self._exchange_counts(counts_E), begins)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..balancer import Balancer
 from ..config import BalancerConfig, launcher_environment
-from ..dispatch import OVER_TORCH, Choice, choose_together, maker, notes
+from ..dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.registry import ExpertTensors
@@ -324,6 +324,7 @@ class _Attaching:
             speed_R=self.config.speed_R,
             count=self.kernels.count,
             deal=self.kernels.deal,
+            on_device=None if wants_counts(self.config) else self.kernels.split,
         )
         homes = [bank.parameters for bank in self.banks.values()]
         log_memory(self.config, homes, bool(self.optimizers), self._job.row_parts)

@@ -156,6 +156,12 @@ def maker(
     )
 
 
+def wants_counts(config: BalancerConfig) -> bool:
+    """Whether the host has to know how many rows of a batch go where, to split it over copies: the dispatcher makes
+    memory by it, or ranks differ in speed (`routing.speeds` looks for their levels on the host)."""
+    return not config.most_tokens or config.speed_R is not None
+
+
 def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
     """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
 

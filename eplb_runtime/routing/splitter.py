@@ -1,14 +1,15 @@
 """The fast clock: split one batch's tokens over the copies of their experts, the same way on every rank.
 
 Pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone, so that
-every rank comes to the same split. The counts are on the host, where sizes are needed anyway; numba splits them there,
-and the device only deals its choices out by the result. No torch.distributed here.
+every rank comes to the same split. Where the dispatcher needs sizes on the host, numba splits there, and the device
+only deals its choices out by the result; where it does not, the device does all of it. No torch.distributed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ class _Layer:
         copy_slot_EC: int64 ``[E, C]`` on the device: the slots of each expert's copies.
         slot_P: int64 ``[3, P]``: its expert, which copy of it stands there, whether it is listed (1 or 0).
         several: whether any expert has more than one copy.
+        on_device: as of `OnDevice.layers`; None: the host splits.
     """
 
     tables: SplitTables
@@ -50,6 +52,19 @@ class _Layer:
     copy_slot_EC: Tensor
     slot_P: NDArray[np.int64]
     several: bool
+    on_device: Any
+
+
+class OnDevice(NamedTuple):
+    """How the device splits by itself.
+
+    Args:
+        layers: as `sources_kernel.layers_on_device`.
+        sent_by_rank: as `sources_kernel.sent_by_rank`.
+    """
+
+    layers: Callable[[SplitTables, torch.device], Sequence[Any]]
+    sent_by_rank: Callable[..., Tensor]
 
 
 class BatchSplitter:
@@ -65,6 +80,7 @@ class BatchSplitter:
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
         count: what counts a batch's choices, with the counts of `count_choices`.
         deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
+        on_device: splits where no counts are wanted on the host; not with ``speed_R``. None: the host splits.
 
     Attributes:
         at_home: while True, no batch is split.
@@ -83,8 +99,10 @@ class BatchSplitter:
         speed_R: NDArray[np.float64] | None = None,
         count: Callable[[Tensor, int], Counted] | None = None,
         deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
         self._device = device
+        self._on_device = on_device
         self._count = count or count_choices
         self._deal = deal or deal_out
         self._ep_rank = ep_rank
@@ -110,10 +128,14 @@ class BatchSplitter:
         part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
         tables = SplitTables.of(part)
         slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
+        on_device: Sequence[Any] = [None] * len(changed)
+        if self._on_device is not None:
+            on_device = self._on_device.layers(tables, self._device)
         new = {}
         for index, layer in enumerate(changed):
             several = bool(part.copy_count[index].max() > 1)
-            new[layer] = _Layer(tables, index, slots_LEC[index], _copies_of_slots(part, tables, index), several)
+            slot_P = _copies_of_slots(part, tables, index)
+            new[layer] = _Layer(tables, index, slots_LEC[index], slot_P, several, on_device[index])
 
         def take_over() -> None:
             self._layers.update(new)
@@ -152,6 +174,28 @@ class BatchSplitter:
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
         slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC, begins)
         return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
+
+    @property
+    def wants_counts(self) -> bool:
+        """Whether `route` is to be called, by counts on the host, or `route_on_device`."""
+        return self._on_device is None
+
+    def route_on_device(
+        self, layer: int, topk_ids_TK: Tensor, counts_RE: Tensor, begins: Tensor | None = None
+    ) -> Tensor:
+        """`route` by counts that stay on the device: its slots, and no numbers for the host."""
+        assert self._on_device is not None
+        here = self._layers[layer].on_device
+        sent_EC = self._on_device.sent_by_rank(
+            counts_RE,
+            here,
+            self._ep_rank,
+            ranks_per_node=self._ranks_per_node,
+            mode=self._mode,
+            locality=self._locality,
+            least_tokens=self._least_tokens,
+        )
+        return self._deal(topk_ids_TK, sent_EC, here.copy_slot_EC, begins)
 
     def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""

@@ -7,7 +7,8 @@ in registers; rank loads lie in memory, where a color's copies find theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,12 +28,11 @@ from .water_filling import (
 
 @dataclass(frozen=True, eq=False)
 class KernelTables:
-    """`SplitTables` on a device, with the memory that a split takes.
+    """`SplitTables` on a device.
 
     Args:
         first_rank_LE, order_LN, ranks_LNC, count_LN, color_LN: int32, as there.
         colors_L: int32, how many colors a layer has.
-        loads_L2R: int64, overwritten by each split; R rounded up.
         num_ranks: R.
         copies: C.
     """
@@ -43,7 +43,6 @@ class KernelTables:
     count_LN: Tensor
     color_LN: Tensor
     colors_L: Tensor
-    loads_L2R: Tensor
     num_ranks: int
     copies: int
 
@@ -53,8 +52,6 @@ class KernelTables:
         first, *others = [torch.from_numpy(np.ascontiguousarray(getattr(tables, name))).to(device) for name in names]
         order, ranks_of_copies, count, color = others
         colors = torch.from_numpy(tables.color_LN.max(axis=1, initial=-1) + 1).to(device)
-        layers, ranks = len(tables.order_LN), power_of_2(tables.num_ranks)
-        loads = torch.empty(layers, 2, ranks, dtype=torch.int64, device=device)
         return cls(
             first,
             order,
@@ -62,10 +59,15 @@ class KernelTables:
             count,
             color,
             colors,
-            loads,
             tables.num_ranks,
             tables.copy_slot_LEC.shape[2],
         )
+
+    def each(self) -> Iterator[KernelTables]:
+        """Each layer's, in the same memory."""
+        names = ("first_rank_LE", "order_LN", "ranks_LNC", "count_LN", "color_LN", "colors_L")
+        for layer in range(len(self.colors_L)):
+            yield replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in names})
 
 
 def launch_split_totals(
@@ -77,7 +79,7 @@ def launch_split_totals(
     warm_LEC: Tensor | None = None,
     ballast_LR: Tensor | None = None,
 ) -> None:
-    """`water_filling.split_totals` on the device. No host sync, no allocation: a CUDA graph can hold it.
+    """`water_filling.split_totals` on the device. No host sync: a CUDA graph can hold it.
 
     Args:
         totals_LE: int64 ``[L, E]``, contiguous; sums below 2 ** 60.
@@ -85,7 +87,8 @@ def launch_split_totals(
         quota_LEC: int64 ``[L, E, C]``, contiguous, written; not ``warm_LEC``.
         sweeps, warm_LEC, ballast_LR: as there; 0 sweeps: the even split. ``warm_LEC`` below 2 ** 47.
     """
-    layers, experts = totals_LE.shape
+    (layers, experts), ranks = totals_LE.shape, power_of_2(tables.num_ranks)
+    loads_L2R = torch.empty(layers, 2, ranks, dtype=torch.int64, device=totals_LE.device)
     _split[(layers,)](
         totals_LE,
         tables.first_rank_LE,
@@ -96,7 +99,7 @@ def launch_split_totals(
         tables.colors_L,
         totals_LE if warm_LEC is None else warm_LEC,
         totals_LE if ballast_LR is None else ballast_LR,
-        tables.loads_L2R,
+        loads_L2R,
         quota_LEC,
         experts,
         tables.order_LN.shape[1],
@@ -109,7 +112,7 @@ def launch_split_totals(
         EXPERTS=power_of_2(experts),
         REPLICATED=power_of_2(tables.order_LN.shape[1]),
         COPIES=power_of_2(tables.copies),
-        RANKS=tables.loads_L2R.shape[2],
+        RANKS=ranks,
         FRACTION=FRACTION_BITS,
         EIGHTHS=MOMENTUM_EIGHTHS,
         FROM=MOMENTUM_FROM,

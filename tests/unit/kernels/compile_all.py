@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from eplb_runtime import checksum_kernel
 from eplb_runtime.dispatch import kernels as moves
 from eplb_runtime.experts import aligned_kernel
-from eplb_runtime.routing import kernels, water_filling_kernel
+from eplb_runtime.routing import kernels, sources_kernel, water_filling_kernel
 
 LONG, INT, NUMBER = "*i64", "*i32", "i32"
 SPLIT = [LONG, *[INT] * 6, *[LONG] * 4, *[NUMBER] * 4, "i64"]
@@ -77,6 +77,14 @@ KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
         aligned_kernel._move,
         ["*bf16", INT, INT, INT, "*bf16", *[NUMBER] * 3],
         {"SLOTS": 8, "ROWS": 16, "COLUMNS": 128},
+    ),
+    *(
+        (
+            sources_kernel._share_out,
+            [*[LONG] * 5, *[NUMBER] * 7],
+            {"LOCALITY": near, "COPIES": 8, "EXPERTS": 256, "RANKS": 64},
+        )
+        for near in (True, False)
     ),
     *(
         (water_filling_kernel._split, SPLIT, {"IS_WARM": more, "HAS_BALLAST": more, **SIZES, **NUMBERS})

@@ -6,6 +6,7 @@ and serves no GPU then.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -20,8 +21,9 @@ from eplb_runtime.dispatch import kernels as moves
 from eplb_runtime.dispatch import permute
 from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.placement import EMPTY, Placement
-from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
+from eplb_runtime.routing import kernels, sources_kernel, water_filling, water_filling_kernel
 from eplb_runtime.routing.lookup import SlotTable
+from eplb_runtime.routing.sources import split_for_rank
 from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.routing.water_filling_torch import assign_slots
 
@@ -79,6 +81,7 @@ def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) 
     assert taken.hash_blocks is checksum_kernel.launch
     assert taken.count_and_look_up is kernels.count_and_look_up
     assert taken.moves == replace(moves.MOVES, sum_choices=permute.sum_choices)
+    assert taken.split is not None and taken.split.sent_by_rank is sources_kernel.sent_by_rank
     assert [record.getMessage() for record in caplog.records] == [
         "kernel for sums of a token's choices: it gives something else; plain torch is used"
     ]
@@ -169,6 +172,29 @@ def test_blocks_have_the_hashes_of_checksums(blocks: int) -> None:
         row = data[:1024].clone()
         row[5] ^= 1
         assert not torch.equal(checksum_kernel.launch(row), block_hashes(data[:1024]))
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks_per_node"),
+    [("few copies", 2), ("many copies of few", 4), ("three ranks", 1), ("one rank", 1), ("no tokens", 2)],
+)
+def test_a_rank_sends_to_copies_what_numba_says(case: str, ranks_per_node: int) -> None:
+    _, ranks, *shape, tokens = SPLITS[case]
+    tables = SplitTables.of(with_copies(11, 2, ranks, *shape))
+    on_device = sources_kernel.layers_on_device(tables, CPU)[1]
+    experts, copies = tables.copy_slot_LEC.shape[1:]
+    # Of wider rows, as they come with a word behind.
+    wide_RE = np.random.default_rng(5).exponential(size=(ranks, experts + 1)) ** 2 * tokens / experts
+    counts_RE, given = wide_RE.astype(np.int64)[:, :-1], torch.from_numpy(wide_RE.astype(np.int64))[:, :-1]
+    ways = itertools.cycle([(True, "water_filling"), (False, "water_filling"), (True, "even")])
+    for rank, (locality, mode) in zip(range(max(3, ranks)), ways, strict=False):
+        options = {"ranks_per_node": ranks_per_node, "locality": locality, "mode": mode}
+        found = sources_kernel.sent_by_rank(given, on_device, rank % ranks, **options)
+        expected, _ = split_for_rank(counts_RE, tables, 1, rank % ranks, **options)
+        assert np.array_equal(found[:, :copies].numpy(), expected) and not found[:, copies:].any()
+    few = int(counts_RE.sum()) + 1
+    home = sources_kernel.sent_by_rank(given, on_device, 0, ranks_per_node=1, least_tokens=few)
+    assert np.array_equal(home[:, 0].numpy(), counts_RE[0]) and not home[:, 1:].any()
 
 
 def test_the_benchmark_runs_each_of_them() -> None:

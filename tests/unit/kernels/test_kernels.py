@@ -20,6 +20,7 @@ MODULES = (
     "dispatch.kernels",
     "experts.aligned_kernel",
     "routing.kernels",
+    "routing.sources_kernel",
     "routing.water_filling_kernel",
 )
 
