@@ -98,8 +98,9 @@ class BalancerConfig:
             and its rows lie in memory for as many from every rank (in ``"logical"`` order for each choice): for small
             batches. A larger batch is refused. 0: not known; the number of rows comes to the host first.
         dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP or ``nccl.ep`` take; even.
-        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums. Each is
-            tried at attach: one that does not give what plain torch gives there is not used, and the log says so.
+        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
+            ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
+            attach: one that does not give what plain torch gives there is not used, and the log says so.
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``

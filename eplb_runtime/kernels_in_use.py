@@ -94,8 +94,9 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     dealing = "dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)
     deal = if_equal(*dealing, _counted_and_dealt)
     by_device = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
+    copies = slots_per_rank * num_ranks > num_experts
     splits = _splits(device, num_experts, num_ranks, slots_per_rank)
-    split = if_equal("the split over copies", by_device, _BY_NUMBA, splits, _sent)
+    split = if_equal("the split over copies", by_device, _BY_NUMBA, splits, _sent) if copies else _BY_NUMBA
     return Kernels(
         count_choices if deal is deal_out else routing.count_by_blocks,
         deal,

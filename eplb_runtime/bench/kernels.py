@@ -20,7 +20,7 @@ from ..experts import aligned, aligned_kernel
 from ..experts.compute import SlotCounts
 from ..planner import plan
 from ..routing import kernels as routing
-from ..routing import water_filling, water_filling_kernel
+from ..routing import sources, sources_kernel, water_filling, water_filling_kernel
 from ..routing.splitter import count_choices, deal_out
 from ..routing.tables import SplitTables
 from ..topology import Topology
@@ -131,6 +131,15 @@ def _of_copies(ids_TK: torch.Tensor, experts: int, ranks: int, copy_ids: Callabl
         f"split of a layer, {ranks} copies",
         partial(water_filling_kernel.launch_split_totals, memory, on_device, quota_LEC),
         partial(water_filling.split_totals, totals_LE, tables),
+        copy_ids,
+    )
+    counts_RE = np.random.default_rng(1).poisson(totals_LE[0] / ranks, (ranks, experts))
+    (layer,) = sources_kernel.layers_on_device(tables, device)
+    given = torch.from_numpy(counts_RE).to(device)
+    yield _Kernel(
+        "what a rank sends to copies, with the split",
+        partial(sources_kernel.sent_by_rank, given, layer, 0, ranks_per_node=topology.ranks_per_node),
+        partial(sources.split_for_rank, counts_RE, tables, 0, 0, ranks_per_node=topology.ranks_per_node),
         copy_ids,
     )
 

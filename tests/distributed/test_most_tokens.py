@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import util
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_contract import BATCHES, SLOTS, Batch, experts_here, there_and_back
-from host_waits import ON_CPUS_ALONE, no_waits
+from host_waits import ON_CPUS_ALONE, HostWaitsError, no_waits
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch.nn import functional
@@ -30,6 +31,7 @@ from eplb_runtime.dispatch.choosing import CARRIERS
 from eplb_runtime.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.layer import ExpertParallelLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.routing.splitter import OnDevice
 from eplb_runtime.watch import OutOfStepError
 
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
@@ -37,7 +39,7 @@ MODEL, IN_FLOAT8 = False, True
 WAYS = list(product(ORDERS, (MODEL, IN_FLOAT8)))
 NAMES = ("out", "hidden", "weights", "experts")
 MOST = 11
-THE_DOUBLE = "deepep_double"
+DOUBLES = ("deepep_double", "triton.runtime.interpreter")
 
 
 def cases() -> dict[str, Batch]:
@@ -92,7 +94,7 @@ def stepped(dispatcher: Carried, batch: Batch, rank: int, manifest: Any = None) 
     """As `there_and_back`, by `Grouped`, and nothing waits."""
     hidden, slots, weights = batch.of(rank)
     experts = experts_here(batch, rank)
-    with no_waits((*ON_CPUS_ALONE, THE_DOUBLE)):
+    with no_waits((*ON_CPUS_ALONE, *DOUBLES)):
         arrived = dispatcher.dispatch(hidden, None if manifest is not None else slots, weights, manifest=manifest)
         out = LocalExperts(Grouped(), lambda: [experts])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
         out = dispatcher.combine(out, arrived.handle)
@@ -220,7 +222,7 @@ def watch_layers() -> None:
     forward = ExpertParallelLayer._forward
 
     def watched(self: ExpertParallelLayer, *args: Any) -> torch.Tensor:
-        with no_waits((*ON_CPUS_ALONE, THE_DOUBLE, "_sorting_changes_nothing")):
+        with no_waits((*ON_CPUS_ALONE, *DOUBLES, "_sorting_changes_nothing")):
             return forward(self, *args)
 
     ExpertParallelLayer._forward = watched
@@ -265,7 +267,7 @@ def train(
     for step in range(5):
         ids = batch_of(rank, step)[:, : None if rank == 0 else 5] % 12
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        with no_waits((*ON_CPUS_ALONE, THE_DOUBLE)) if watched else nullcontext():
+        with no_waits((*ON_CPUS_ALONE, *DOUBLES)) if watched else nullcontext():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -306,6 +308,47 @@ def trained() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("job", JOBS)
 def test_an_attached_model_has_the_bits_of_deepep_without(trained: list, job: str) -> None:
     assert [result[job] for result in trained] == [[], []]
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_copies_the_device_splits(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    """The bits of a split on the host, which waits."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must be there before torch imports Triton: no rank is forked
+    for different, split, waits in run_ranks(2, with_copies, checkpointing, start_method="spawn"):
+        assert different == []
+        assert split > 0
+        assert "the host would wait" in waits
+
+
+def with_copies(rank: int, checkpointing: bool) -> tuple[list[str], int, str]:
+    """What differs from a job without `most_tokens`; how often the device has split; and what is said where the host
+    splits and must not."""
+    from eplb_runtime.attaching import attach as attaching
+    from eplb_runtime.kernels_in_use import Kernels
+    from eplb_runtime.routing import kernels, sources_kernel
+
+    splits = []
+
+    def split(*args: Any, **options: Any) -> torch.Tensor:
+        splits.append(args[2])
+        return sources_kernel.sent_by_rank(*args, **options)
+
+    by_kernels = {"count": kernels.count_by_blocks, "deal": kernels.deal_by_kernels}
+    tokens = batch_of(0, 0).numel() + 3
+    settings = {"replica_slots": 1, "split_least_tokens": 0, "checkpointing": checkpointing}
+    forward, grouped_mm = ExpertParallelLayer._forward, functional.grouped_mm
+    without = train(rank, 0, False, **settings)
+    functional.grouped_mm = grouped_mm
+    on_device = OnDevice(sources_kernel.layers_on_device, split)
+    attaching.kernels_for = lambda *sizes: Kernels(**by_kernels, split=on_device)
+    with_most = train(rank, tokens, True, kernels=True, **settings)
+    ExpertParallelLayer._forward, functional.grouped_mm = forward, grouped_mm
+    attaching.kernels_for = lambda *sizes: Kernels(**by_kernels)
+    with pytest.raises(HostWaitsError) as waits:
+        train(rank, tokens, True, kernels=True, **settings)
+    assert without.keys() == with_most.keys()
+    return [name for name in without if not torch.equal(without[name], with_most[name])], len(splits), str(waits.value)
 
 
 def in_other_forwards(rank: int) -> str:

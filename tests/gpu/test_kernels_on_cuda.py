@@ -16,7 +16,9 @@ from eplb_runtime.experts import aligned, aligned_kernel
 from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.kernels_in_use import Kernels, kernels_for
 from eplb_runtime.placement import Placement
-from eplb_runtime.routing import kernels, water_filling, water_filling_kernel
+from eplb_runtime.routing import kernels, sources_kernel, water_filling, water_filling_kernel
+from eplb_runtime.routing.sources import split_for_rank
+from eplb_runtime.routing.splitter import OnDevice
 from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.routing.water_filling_torch import assign_slots
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 EXPERTS, TOKENS, TOP_K = 256, 4096, 8
 RANKS, SLOTS = 32, 9
+ON_DEVICE = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
 
 
 def choices(seed: int, dtype: torch.dtype = torch.int64, of: int = EXPERTS) -> torch.Tensor:
@@ -60,7 +63,9 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
 
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
     dealing = kernels.count_by_blocks, kernels.deal_by_kernels
-    expected = Kernels(*dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch)
+    expected = Kernels(
+        *dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch, ON_DEVICE
+    )
     assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
 
@@ -147,6 +152,13 @@ def test_a_split_has_the_integers_of_numba(seed: int) -> None:
     with no_host_sync():
         water_filling_kernel.launch_split_totals(counts, on_device, found)
     assert np.array_equal(found.cpu().numpy(), expected)
+    counts_RE = generator.poisson(totals[0] / ranks, (ranks, ranks * homes))
+    given, here = torch.from_numpy(counts_RE).to(DEVICE), ON_DEVICE.layers(tables, DEVICE)[0]
+    ON_DEVICE.sent_by_rank(given, here, 3, ranks_per_node=8)
+    with no_host_sync():
+        sent = ON_DEVICE.sent_by_rank(given, here, 3, ranks_per_node=8)
+    expected, _ = split_for_rank(counts_RE, tables, 0, 3, ranks_per_node=8)
+    assert np.array_equal(sent.cpu().numpy()[:, : expected.shape[1]], expected)
 
 
 def test_blocks_have_the_hashes_of_checksums() -> None:

@@ -200,5 +200,5 @@ def test_a_rank_sends_to_copies_what_numba_says(case: str, ranks_per_node: int) 
 def test_the_benchmark_runs_each_of_them() -> None:
     found = bench.run(CPU, repeats=1, tokens=40, top_k=2, experts=16, ranks=4, hidden=64, at_once=1)
     names = [row["kernel"] for row in found["kernels"]]
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 11
     assert all(row[key] > 0 for row in found["kernels"] for key in ("us", "reference_us", "least_us", "ratio"))
