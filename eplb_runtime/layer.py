@@ -203,8 +203,8 @@ class ExpertParallelLayer:
         if not self._splitter.wants_counts:
             if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would neither wait for "
-                    "the copies' new weights nor follow a commit; capture with replica_slots=0"
+                    f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
+                    "the copies' new weights, nor follow a commit; capture with replica_slots=0"
                 )
             counts_RE = self._exchange_counts.on_device(counts_E)
             return self._splitter.route_on_device(self.index, topk_ids_TK, counts_RE, begins), None
