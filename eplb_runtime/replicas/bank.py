@@ -85,7 +85,7 @@ class ReplicaBank:
         self.homes_per_rank = local(homes[0]).shape[0] * parts
         self.replica_slots = replica_slots
         self.is_sliced = is_sliced(homes[0])
-        self.parameters = list(homes)
+        self.parameters = [home if self.is_sliced else _in_one_piece(home) for home in homes]
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         elif self.is_sliced:
@@ -193,6 +193,13 @@ class ReplicaBank:
         parameter = self.parameters[position]
         dtype = accumulation_dtype(parameter)
         return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
+
+
+def _in_one_piece(home: nn.Parameter) -> nn.Parameter:
+    """Rows leave from where they are, so each must lie in one piece: a transposed tensor becomes a new Parameter."""
+    if home.is_contiguous():
+        return home
+    return nn.Parameter(home.detach().contiguous(), requires_grad=home.requires_grad)
 
 
 def _with_rows(homes: Tensor, replica_slots: int, zeros: Zeros) -> Tensor:

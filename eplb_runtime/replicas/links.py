@@ -135,7 +135,7 @@ class Linking:
             source, held = int(home_rows.rank_of(np.array(home))), np.argwhere(home_RK == home).tolist()
             here = [row for rank, replica in held if rank == self._rank for row in bank.replica_rows(replica)]
             if source == self._rank:
-                here = [local(parameter).detach()[home_rows.row_of(home)] for parameter in bank.parameters]
+                here = [_live_row(local(p).detach(), home_rows.row_of(home)) for p in bank.parameters]
             experts.append(Copied(home, source, tuple(rank for rank, _ in held), here))
         return [self._carrier.spread(experts, [row.nbytes for row in bank.replica_rows(0)])] if experts else []
 
@@ -206,6 +206,16 @@ class Linking:
         if copy.on_replica != EMPTY:
             return bank.replica_rows(copy.on_replica)
         return [
-            slice_of_row(local(parameter).detach(), self._parts, copy.part)[copy.home_row]
+            _live_row(slice_of_row(local(parameter).detach(), self._parts, copy.part), copy.home_row)
             for parameter in bank.parameters
         ]
+
+
+def _live_row(rows: Tensor, row: int) -> Tensor:
+    """Raises ValueError: it does not lie in one piece, so that what would leave is a copy of what it is now."""
+    if not rows[row].is_contiguous():
+        raise ValueError(
+            f"experts of shape {list(rows.shape[1:])} do not lie in one piece, and their copies are read from there: "
+            "make the weights contiguous() before fully_shard and attach"
+        )
+    return rows[row]

@@ -54,6 +54,7 @@ class Job:
     ep_size: int = 4
     experts_alone: bool = False
     ranks_per_node: int = 4
+    transposed: bool = False
     damage: Callable[[], None] = break_nothing
 
 
@@ -68,6 +69,11 @@ def train(rank: int, job: Job) -> dict:
     if job.experts_alone:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".experts." in name)
+    if job.transposed:  # rows that do not lie in one piece
+        for layer in model.model.layers:
+            experts = layer.mlp.experts
+            for name, p in [(name, p) for name, p in experts.named_parameters() if p.dim() == 3]:
+                setattr(experts, name, torch.nn.Parameter(p.detach().mT.contiguous().mT))
     if job.checkpointing:
         model.activation_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -174,6 +180,7 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
         Job(replica_slots=1, split="even"),
         Job(replica_slots=1, checkpointing=True),
         Job(replica_slots=1, shared=True),
+        Job(replica_slots=1, shared=True, transposed=True),
         Job(replica_slots=2, shared=True, ranks_per_node=2),
         Job(replica_slots=1, shared=True, checkpointing=True),
         Job(replica_slots=2, damage=hang_one_on_the_other),
@@ -184,6 +191,7 @@ def test_training_with_copies_is_training_without_to_1e_12(without: list[dict]) 
         "even split",
         "activation checkpointing",
         "shared between layers",
+        "shared, of transposed weights",
         "two shared between layers on two nodes",
         "shared and activation checkpointing",
         "copies that hang on copies",

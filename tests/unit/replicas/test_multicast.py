@@ -14,7 +14,7 @@ from torch import Tensor
 from eplb_runtime.migration.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.migration.transports.turns import Turns
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.replicas import multicast
+from eplb_runtime.replicas import links, multicast
 from eplb_runtime.replicas.carrier import Stage
 from eplb_runtime.replicas.links import Linking
 from eplb_runtime.replicas.multicast import Multicast
@@ -125,3 +125,10 @@ def test_a_row_that_did_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_a_layer_without_copies_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     _, stages, _ = linked(monkeypatch, np.full((RANKS, REPLICAS), EMPTY))
     assert stages == []
+
+
+def test_a_home_that_does_not_lie_in_one_piece_is_refused_and_not_copied() -> None:
+    rows = torch.rand(2, 3, 4)
+    assert links._live_row(rows, 1).data_ptr() == rows[1].data_ptr()
+    with pytest.raises(ValueError, match=r"experts of shape \[4, 3\] do not lie in one piece"):
+        links._live_row(rows.mT, 1)
