@@ -104,6 +104,7 @@ class Linking:
         self._ranks_per_node = ranks_per_node
         self._arrival = arrival
 
+    @torch.inference_mode(False)  # a step inside it places copies that are written outside of it
     def link(self, layer: int, bank: ReplicaBank, home_RK: np.ndarray, home_rows: HomeRows) -> Links:
         """``home_RK``: the home slot of what stands in each replica slot, or `EMPTY`."""
         tree = tree_of(home_RK, home_rows.slots_per_rank, self._ranks_per_node)

@@ -76,7 +76,9 @@ def carry(stages: list[Stage], wire: Wire) -> None:
                     one.carry(stage.by)
 
 
-def linked(monkeypatch: pytest.MonkeyPatch, home_RK: np.ndarray) -> tuple[list[LargeBank], list[Stage], Wire]:
+def linked(
+    monkeypatch: pytest.MonkeyPatch, home_RK: np.ndarray, inference: bool = False
+) -> tuple[list[LargeBank], list[Stage], Wire]:
     wire, arrival = Wire(), torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(multicast, "call", wire)
     banks = [LargeBank(rank, REPLICAS) for rank in range(RANKS)]
@@ -84,7 +86,9 @@ def linked(monkeypatch: pytest.MonkeyPatch, home_RK: np.ndarray) -> tuple[list[L
     for rank, bank in enumerate(banks):
         by_torch = PointToPoint(None, range(RANKS))  # type: ignore[arg-type]
         by = Multicast(rank, None, Turns(), rank, RANKS, torch.device("cpu"), by_torch)
-        weights = Linking(by, rank, 1, 3, lambda *_: arrival).link(0, bank, home_RK, HomeRows(SLOTS, HOMES)).weights
+        linking = Linking(by, rank, 1, 3, lambda *_: arrival)
+        with torch.inference_mode(inference):
+            weights = linking.link(0, bank, home_RK, HomeRows(SLOTS, HOMES)).weights
         assert len(weights) == (home_RK != EMPTY).any()
         stages += weights
     return banks, stages, wire
@@ -113,6 +117,14 @@ def test_weights_reach_all_copies(monkeypatch: pytest.MonkeyPatch, seed: int, mo
             assert set(row.tolist()) == {expected}
     assert wire.most <= most
     assert most == 1 or wire.most > 1, "several ranks get the same row"
+
+
+def test_copies_that_were_placed_in_inference_mode_are_written_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    home_RK = some_copies(np.random.default_rng(0), RANKS, REPLICAS, hot=2)
+    banks, stages, wire = linked(monkeypatch, home_RK, inference=True)
+    carry(stages, wire)
+    for rank, replica in np.argwhere(home_RK != EMPTY):
+        assert all(set(row.tolist()) == {home_RK[rank, replica]} for row in banks[rank].replica_rows(replica))
 
 
 def test_a_row_that_did_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
