@@ -126,10 +126,21 @@ def _check_here(
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
         raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
+    check_current(device)
     _check_optimizers(optimizers, layers)
     if spread - {None}:
         for stage in stages:
             _check_sharded(stage.model, stage.host, config, groups.job)
+
+
+def check_current(device: torch.device) -> None:
+    """Raises AttachError if this thread works on another GPU than the model's: kernels of Triton and of DeepEP run on
+    the current one, wherever their tensors are."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise AttachError(
+            f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
+            f"torch.cuda.set_device({device.index}) before the model is made"
+        )
 
 
 def _are_spread(before: Spread | None, has_layers: bool, groups: ProcessGroups) -> bool:

@@ -16,7 +16,8 @@ class HostCopy:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
-            self._event.record()
+            # The copy runs on the tensor's GPU, which need not be the one that this thread works on.
+            self._event.record(torch.cuda.current_stream(tensor.device))
         else:
             self._host = tensor.to("cpu", copy=True)
 
