@@ -47,7 +47,7 @@ class InFlight:
         self._step = -1
         self._count = 0
         self._alone: _Forward | None = None
-        self._differs: Tensor | None = None
+        self._differed: Differed | None = None
 
     def begin(self, step: int) -> None:
         """A forward that repeats none, in a step that follows ``step`` closed ones. What an earlier step left behind is
@@ -93,19 +93,18 @@ class InFlight:
         """The manifest of the forward that is being repeated; None if it cannot be told: then on every rank.
 
         Raises:
-            RecomputeError: this rank's choices are not that forward's. (On a device the next forward raises it: here
-                nothing waits for the device.)
+            RecomputeError: this rank's choices are not that forward's. (On a device a later forward raises it, once the
+                host has been told: nothing waits for the device.)
         """
         if self._alone is None:
             return None
         if self._alone.ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
-        self._differs = (self._alone.ids_TK != topk_ids_TK).any()
-        if self._differs.device.type == "cpu":
+        if self._differed is None:
+            self._differed = Differed(topk_ids_TK.device)
+        self._differed.note((self._alone.ids_TK != topk_ids_TK).any())
+        if topk_ids_TK.device.type == "cpu":
             self._raise_if_it_differed()
-        else:
-            on_host = torch.zeros_like(self._differs, device="cpu", pin_memory=True)
-            self._differs = on_host.copy_(self._differs, non_blocking=True)
         return self._alone.manifest
 
     def over(self, step: int, forward: _Forward | None) -> None:
@@ -117,9 +116,30 @@ class InFlight:
             self._alone = None
 
     def _raise_if_it_differed(self) -> None:
-        differs, self._differs = self._differs, None
-        if differs is not None and differs:
+        if self._differed is not None and self._differed.on_host:
+            self._differed = None
             raise RecomputeError(_DIFFERS)
+
+
+class Differed:
+    """Whether any recompute so far has differed: found out on the device, and told to the host without a sync. It is
+    never taken back, so that whoever looks before the device has got there finds it when he looks again.
+
+    Attributes:
+        on_host: bool, what the host has been told.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
+            self._found = self.on_host = torch.zeros((), dtype=torch.bool, device=device)
+            if device.type != "cpu":
+                self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def note(self, differs: Tensor) -> None:
+        """One more; no host sync."""
+        self._found.logical_or_(differs)
+        if self.on_host is not self._found:
+            self.on_host.copy_(self._found, non_blocking=True)
 
 
 _DIFFERS = (

@@ -26,8 +26,8 @@ def share_one_gpu(rank: int) -> None:
 
 
 def device_of(rank: int) -> torch.device:
-    """A GPU for each rank if there are enough for two, else the first for all."""
-    if torch.cuda.device_count() > 1:
+    """A GPU for each rank if there are enough for all, else the first for all."""
+    if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
         return torch.device("cuda", rank)
     share_one_gpu(rank)
     return DEVICE

@@ -71,6 +71,7 @@ def dispatch_with_known_counts(rank: int) -> None:
     sent = np.bincount(slots.reshape(-1).numpy(), minlength=EXPERTS)
     counts, slots = RowCounts(sent, sent.reshape(1, EXPERTS)), slots.to(DEVICE)
     dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+    dispatcher.dispatch(hidden, slots, weight, counts=counts)  # tables that stay are brought to the device once
     with no_host_sync():
         arrived = dispatcher.dispatch(hidden, slots, weight, counts=counts)
         slot_of_rows = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))

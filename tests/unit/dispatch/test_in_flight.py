@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eplb_runtime.dispatch.in_flight import InFlight, RecomputeError
+from eplb_runtime.dispatch.in_flight import Differed, InFlight, RecomputeError
 
 IDS = torch.tensor([[0, 3], [2, 1]])
 
@@ -80,6 +80,20 @@ def test_a_recompute_with_other_choices_is_an_error(ids: torch.Tensor) -> None:
     forward(in_flight, "first")
     with pytest.raises(RecomputeError, match="other experts"):
         in_flight.repeated(ids)
+
+
+def test_what_the_host_is_told_late_is_not_lost() -> None:
+    """A copy to the host that is not over when the next forward looks, and then is."""
+    in_flight = InFlight()
+    forward(in_flight, "first")
+    in_flight._differed = told = Differed(IDS.device)
+    told.on_host = torch.zeros((), dtype=torch.bool)  # of another memory than what the device has found
+    told._found.fill_(True)
+    forward(in_flight, "second", step=1)
+    told.note(torch.tensor(False))
+    with pytest.raises(RecomputeError, match="other experts"):
+        forward(in_flight, "third", step=2)
+    assert forward(in_flight, "fourth", step=3) is not None, "once it was said"
 
 
 def test_the_choices_are_compared_as_they_were() -> None:
