@@ -1,7 +1,9 @@
-"""Does over gloo what DeepEP's `Buffer` does over NVLink, with its signatures, orders and demands. For tests on a CPU.
+"""Does over gloo what DeepEP's `Buffer` does over NVLink, and between nodes over RDMA, with its signatures, orders and
+demands. For tests on a CPU.
 
 Rows come ordered by source rank and by position there; a handle goes the same way again, without ids and weights;
-combine adds up in float32, by rank, what comes back, and gives bfloat16. What DeepEP asserts, this asserts.
+combine adds up in float32, by rank, what comes back, and gives bfloat16: between nodes on each node first. What DeepEP
+asserts, this asserts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ CALLS: list[str] = []
 """Of all buffers of this process, in order."""
 DTYPES: list[torch.dtype] = []
 """Of what was sent, beside `CALLS`."""
+NODE = 8
+"""Ranks of one node where there are several. The real one has no other number."""
+_between_nodes: list[Any] = []
+"""Buffers of this process that have RDMA: NVSHMEM is started once."""
 
 
 @dataclass
@@ -25,11 +31,12 @@ class Config:
     num_sms: int
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return self.num_sms // 2 * min(num_ranks, 8) * 256 * hidden_bytes
+        assert num_ranks < NODE or num_ranks % NODE == 0
+        return self.num_sms // 2 * min(num_ranks, NODE) * 256 * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        assert num_ranks > 8 and num_ranks % 8 == 0
-        return self.num_sms * num_ranks // 8 * 128 * hidden_bytes
+        assert num_ranks > NODE and num_ranks % NODE == 0
+        return self.num_sms * num_ranks // NODE * 128 * hidden_bytes
 
 
 class Buffer:
@@ -50,6 +57,10 @@ class Buffer:
         self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes = num_nvl_bytes
+        self.nodes = -(-self.group_size // NODE)
+        if self.nodes > 1:
+            assert num_rdma_bytes > 0 and not _between_nodes, "a process starts NVSHMEM once"
+            _between_nodes.append(self)
         self._receives: Any = None
 
     @staticmethod
@@ -82,7 +93,21 @@ class Buffer:
         for column in topk_idx.unbind(1):
             token = torch.nonzero(column >= 0).squeeze(1)
             in_rank[token, column[token] // (num_experts // self.group_size)] = True
-        return in_rank.sum(0).int(), None, to_experts, in_rank, None
+        to_nodes = self._by_node(in_rank).sum(0).int() if self.nodes > 1 else None
+        return in_rank.sum(0).int(), to_nodes, to_experts, in_rank, None
+
+    def _by_node(self, in_rank: Tensor) -> Tensor:
+        """Which tokens go to which nodes."""
+        return in_rank.view(len(in_rank), self.nodes, self.group_size // self.nodes).any(2)
+
+    def _fits(self, row_bytes: int, scales: int, config: Any) -> None:
+        """Whether rows fit what they are staged in, and the buffers."""
+        assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
+        if self.nodes == 1:
+            assert row_bytes % 32 == 0 and row_bytes // 2 + 8 <= 8192
+        else:
+            assert row_bytes % 16 == 0 and row_bytes + 8 + 4 * scales + 2 * 4 * 32 + 8 <= 16384
+            assert config.get_rdma_buffer_size_hint(row_bytes, self.group_size) <= self.num_rdma_bytes < 2**31
 
     def dispatch(
         self,
@@ -103,18 +128,19 @@ class Buffer:
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, tuple | None, None]:
         x, scales = x if isinstance(x, tuple) else (x, None)
         row_bytes = x.shape[1] * x.element_size()
-        assert x.dim() == 2 and x.is_contiguous() and row_bytes % 32 == 0 and row_bytes // 2 + 8 <= 8192
+        assert x.dim() == 2 and x.is_contiguous()
+        self._fits(row_bytes, 0 if scales is None else scales.shape[1], config)
         if scales is not None:
             assert x.dtype == torch.float8_e4m3fn and x.shape[1] % 128 == 0 and scales.dtype == torch.float32
             assert scales.dim() == 2 and len(scales) == len(x) and x.shape[1] // 128 <= scales.shape[1] <= 128
         else:
             assert x.dtype == torch.bfloat16
-        assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
+        assert num_worst_tokens == 0 or self.nodes == 1, "between nodes the host is told"
         CALLS.append("again" if handle is not None else "dispatch")
         DTYPES.append(x.dtype)
         if handle is not None:
             assert topk_idx is None and topk_weights is None
-            prefix, _, _, arrived, in_rank, _ = handle
+            in_rank, _, arrived = self._unpacked(handle)
             assert len(in_rank) == len(x)
             assert num_worst_tokens == 0, "it would clean ids that are not there"
             rows, _ = self._exchange(x, in_rank)
@@ -123,6 +149,9 @@ class Buffer:
         assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
         assert len(topk_idx) == len(topk_weights) == len(x) == len(is_token_in_rank)
         assert topk_idx.shape[1] <= 32
+        if self.nodes > 1:
+            assert num_tokens_per_rdma_rank is not None and num_tokens_per_rdma_rank.dtype == torch.int32
+            assert torch.equal(num_tokens_per_rdma_rank.long(), self._by_node(is_token_in_rank).sum(0))
         local = len(num_tokens_per_expert) // self.group_size
         rows, received = self._exchange(x, is_token_in_rank)
         ids, _ = self._exchange(topk_idx, is_token_in_rank)
@@ -139,7 +168,10 @@ class Buffer:
             counts, arriving = [], num_worst_tokens
             ids = torch.cat([ids, ids.new_full((arriving - len(rows), ids.shape[1]), -1)])
             weights = _unwritten(weights, arriving)
-        handle = (prefix, none, none, _unwritten(position.squeeze(1), arriving), is_token_in_rank, none)
+        arrived = _unwritten(position.squeeze(1), arriving)
+        handle = (prefix, none, none, arrived, is_token_in_rank, none)
+        if self.nodes > 1:
+            handle = (is_token_in_rank, none, none, none, none, none, prefix, arrived, none, none)
         return self._with_scales(rows, scales, is_token_in_rank, arriving), ids, weights, counts, handle, None
 
     def combine(
@@ -153,10 +185,11 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, None]:
-        prefix, _, _, arrived, in_rank, _ = handle
+        in_rank, prefix, arrived = self._unpacked(handle)
         row_bytes = x.shape[1] * x.element_size()
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == len(arrived) and row_bytes % 16 == 0
-        assert config.get_nvl_buffer_size_hint(row_bytes, self.group_size) <= self.num_nvl_bytes
+        assert self.nodes == 1 or row_bytes % 512 == 0, "a warp adds 32 vectors of 16 bytes at a time"
+        self._fits(-(-row_bytes // 32) * 32, 0, config)
         CALLS.append("combine")
         DTYPES.append(x.dtype)
         received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
@@ -165,9 +198,22 @@ class Buffer:
         x = x[: sum(received)]  # what is behind is not read
         dist.all_to_all_single(back.view(torch.uint8), x.view(torch.uint8), sent, received, group=self.group)
         total = torch.zeros(len(in_rank), x.shape[1])
-        for rank, rows in enumerate(back.split(sent)):
-            total[in_rank[:, rank]] += rows.float()
+        per_node = -(-self.group_size // self.nodes)
+        of_ranks = back.split(sent)
+        for first in range(0, self.group_size, per_node):
+            of_node = torch.zeros_like(total)
+            for rank in range(first, first + per_node):
+                of_node[in_rank[:, rank]] += of_ranks[rank].float()
+            total += of_node if self.nodes == 1 else of_node.to(torch.bfloat16).float()
         return total.to(torch.bfloat16), None, None
+
+    def _unpacked(self, handle: tuple) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a handle: which tokens went to which ranks, how many came by rank, where they were."""
+        if self.nodes == 1:
+            prefix, _, _, arrived, in_rank, _ = handle
+        else:
+            in_rank, _, _, _, _, _, prefix, arrived, _, _ = handle
+        return in_rank, prefix, arrived
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

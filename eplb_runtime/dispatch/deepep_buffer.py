@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from ..config import ConfigError
 from ..migration.transports import deepep_package
@@ -23,6 +24,8 @@ from .lanes import Lane, Lanes
 MOST_ROW_BYTES = 15 << 10
 """A row is staged in a warp's 16 KiB of shared memory, with its ids and weights; wider ones go in several calls."""
 _MOST_LOCAL_EXPERTS = 1024
+_SUMMED_BYTES = 512
+"""Between nodes a warp adds rows up 32 lanes of 16 bytes at a time, and asserts that nothing is left over."""
 
 
 class BufferCarrier:
@@ -89,10 +92,15 @@ class BufferCarrier:
 
     def back(self, rows_UC: Tensor, ticket: Any) -> Tensor:
         """As `Carrier.back`."""
+        columns = rows_UC.shape[1]
+        if self._num_ranks > deepep_package.RANKS_OF_A_NODE:
+            left_over = -columns % (_SUMMED_BYTES // rows_UC.element_size())
+            rows_UC = functional.pad(rows_UC, (0, left_over)) if left_over else rows_UC
         with self._turn() as buffer:
-            return whole(
+            back = whole(
                 [buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC, MOST_ROW_BYTES)]
             )
+        return back if back.shape[1] == columns else back[:, :columns].contiguous()
 
     def close(self, deadline: float) -> None:
         """Nothing: a process keeps DeepEP's buffers (`deepep_package.py`)."""

@@ -23,6 +23,8 @@ RANKS_OF_A_NODE = 8
 """Ranks of one node in DeepEP's kernels where there are several nodes."""
 SIZED_FOR_ROW_BYTES = 16 << 10
 """So that one buffer serves rows of all widths."""
+_between_nodes: list[tuple[int, ...]] = []
+"""Ranks of this process's buffer that goes beyond a node: NVSHMEM, which it needs, is started once in a process."""
 
 
 def missing(device: torch.device | None = None) -> str:
@@ -97,8 +99,19 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
     Args:
         group: used while it is made, and not afterwards.
         there, back: of `settings`.
+
+    Raises:
+        ConfigError: it would be a second one between nodes.
     """
     ranks = group.size()
+    if ranks > RANKS_OF_A_NODE:
+        if _between_nodes:
+            raise ConfigError(
+                f"DeepEP carries between nodes by NVSHMEM, which this process has started between ranks "
+                f"{list(_between_nodes[0])}, and it is started once: no second buffer for two batches at once, for "
+                "another EP group or for other dispatch_sms"
+            )
+        _between_nodes.append(tuple(dist.get_process_group_ranks(group)))
     sizes = [
         (
             config.get_nvl_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks),
