@@ -4,8 +4,9 @@ checkpointing repeats the forward.
 Which of them is being repeated? PyTorch does not say, and a rank cannot tell by its own tokens (it may have none), yet
 all ranks must choose alike: one that exchanges counts alone waits for ever. So the rule asks only for what is the same
 on every rank: a forward of this layer that is alone in flight is the one; with several (a pipeline, or losses added up
-before one backward) nothing is used again and the route is worked out anew - which gives the same one, being a
-function of the placement and of all ranks' counts. The choices of this rank are compared as a check.
+before one backward), or beside another batch, whose forward may come before or after, nothing is used again and the
+route is worked out anew - which gives the same one, being a function of the placement and of all ranks' counts. The
+choices of this rank are compared as a check.
 """
 
 from __future__ import annotations
@@ -96,16 +97,17 @@ class InFlight:
             RecomputeError: this rank's choices are not that forward's. (On a device a later forward raises it, once the
                 host has been told: nothing waits for the device.)
         """
-        if self._alone is None:
+        alone = self._alone
+        if alone is None or self._beside():
             return None
-        if self._alone.ids_TK.shape != topk_ids_TK.shape:
+        if alone.ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
         if self._differed is None:
             self._differed = Differed(topk_ids_TK.device)
-        self._differed.note((self._alone.ids_TK != topk_ids_TK).any())
+        self._differed.note((alone.ids_TK != topk_ids_TK).any())
         if topk_ids_TK.device.type == "cpu":
             self._raise_if_it_differed()
-        return self._alone.manifest
+        return alone.manifest
 
     def over(self, step: int, forward: _Forward | None) -> None:
         """The backward of one is there: it will not be repeated any more."""

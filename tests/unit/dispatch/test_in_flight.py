@@ -101,3 +101,14 @@ def test_the_choices_are_compared_as_they_were() -> None:
     forward(in_flight, "first", ids=ids)
     ids.zero_()
     assert in_flight.repeated(IDS) == "first"
+
+
+def test_beside_another_batch_none_is_the_one_whichever_comes_first() -> None:
+    """A forward of the layer beside the backward pass that repeats one may be earlier on one rank, later on another."""
+    beside = False
+    in_flight = InFlight(lambda: beside)
+    forward(in_flight, "alone")
+    beside = True
+    before = in_flight.repeated(IDS)
+    forward(in_flight, "beside")
+    assert before is None and in_flight.repeated(IDS) is None
