@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class ReplicaSync:
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
         self._to_hand_on: dict[int, list[Stage]] = {}
+        self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
         self._fetched: int | None = None
         self._sent: tuple[int, Links, Sequence[Waiting]] | None = None
         self._held: dict[int, Links] = {}
@@ -153,15 +155,20 @@ class ReplicaSync:
         self._post_weights(layer)
 
     def wait(self, layer: int) -> None:
-        """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on."""
-        if self._pending[layer] or layer in self._to_hand_on:
-            with phase("wait for copies", "", layer):
+        """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
+        threads may wait, those of two batches at once."""
+        if not self._pending[layer] and layer not in self._to_hand_on:
+            return
+        with self._one_waits[layer], phase("wait for copies", "", layer):
+            try:
                 for work in self._pending[layer]:
                     work.wait()
-                for stage in self._to_hand_on.pop(layer, []):
+                for stage in self._to_hand_on.get(layer, []):
                     for work in stage.post():
                         work.wait()
-        self._pending[layer] = []
+            finally:
+                self._to_hand_on.pop(layer, None)
+            self._pending[layer] = []
 
     def wait_all(self) -> None:
         for layer in self._banks:

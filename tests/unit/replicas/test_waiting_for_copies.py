@@ -1,0 +1,72 @@
+"""Two batches at once wait for the same copies: neither goes on before what is handed on has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eplb_runtime.replicas.carrier import Stage
+from eplb_runtime.replicas.links import Links
+from eplb_runtime.replicas.sync import ReplicaSync
+
+
+class Rows(Stage):
+    """``posted`` is called when they are posted, ``arrive`` when they are waited for."""
+
+    def __init__(self, posted: Callable[[], None], arrive: Callable[[], None]) -> None:
+        self._posted, self._arrive = posted, arrive
+
+    def post(self) -> list[Any]:
+        self._posted()
+        return [SimpleNamespace(wait=self._arrive)]
+
+    def __len__(self) -> int:
+        return 1
+
+
+def made(*weights: Stage) -> ReplicaSync:
+    """Of one layer without tensors, whose weights travel so."""
+    bank: Any = SimpleNamespace(parameters=[])
+    carrier: Any = SimpleNamespace()
+    sync = ReplicaSync({0: bank}, carrier, 0, 1, False, 1, 1)
+    sync._links[0] = Links([], list(weights), [], [], True)
+    return sync
+
+
+def test_both_of_two_batches_wait_for_copies_that_are_handed_on() -> None:
+    seen: list[str] = []
+    gone_on = threading.Event()
+
+    def other_waits() -> None:
+        sync.wait(0)
+        seen.append("the other goes on")
+        gone_on.set()
+
+    def arrive() -> None:
+        gone_on.wait(0.2)  # in vain, but for one that does not wait for the rows
+        seen.append("arrived")
+
+    other = threading.Thread(target=other_waits)
+    sync = made(Rows(lambda: None, lambda: None), Rows(other.start, arrive))
+    sync.refresh()
+    sync.wait(0)
+    other.join()
+    assert seen == ["arrived", "the other goes on"], "and they are posted once"
+
+
+def test_rows_that_could_not_be_handed_on_are_not_posted_a_second_time() -> None:
+    posted: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("connection closed")
+
+    sync = made(Rows(lambda: None, lambda: None), Rows(lambda: posted.append("rows"), fail))
+    sync.refresh()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        sync.wait(0)
+    sync.wait(0)
+    assert posted == ["rows"]
