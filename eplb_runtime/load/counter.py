@@ -6,6 +6,8 @@ What stands here: device-side counting without host sync, and its short history.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ class LoadCounter:
         self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._sink = torch.full((1,), num_experts, dtype=torch.int64, device=device)
-        self._masked_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._memory = _Memory()
         self._buckets = torch.zeros(buckets, num_layers, num_experts, dtype=torch.int64, device=device)
         self._steps = 0
         self.closed_steps = 0
@@ -60,10 +62,11 @@ class LoadCounter:
         """
         ids = topk_ids_TK
         if real_T is not None:
-            if self._masked_ids.shape != ids.shape:
+            memory = self._memory
+            if memory.masked_ids is None or memory.masked_ids.shape != ids.shape:
                 with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
-                    self._masked_ids = torch.empty_like(ids)
-            ids = torch.where(real_T[:, None], ids, self._sink, out=self._masked_ids)
+                    memory.masked_ids = torch.empty_like(ids)
+            ids = torch.where(real_T[:, None], ids, self._sink, out=memory.masked_ids)
         ids = ids.reshape(-1)
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
 
@@ -120,3 +123,9 @@ class LoadCounter:
         buckets = self._buckets[: self.buckets].clone()
         self._steps = 0
         return buckets
+
+
+class _Memory(threading.local):
+    """What one thread counts with: two batches at once may be in two layers."""
+
+    masked_ids: Tensor | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -86,3 +89,20 @@ def test_the_repeated_forward_of_activation_checkpointing_is_known(use_reentrant
     checkpoint(block, torch.ones(3, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert seen == [False, True]
     assert not in_recompute()
+
+
+def test_two_threads_count_padding_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches at once may be in two layers: what one has masked is not written by the other."""
+    counter = LoadCounter(2, 4, interval=1, device=CPU)
+    where, other = torch.where, threading.Thread(target=counter.count, args=(1, torch.tensor([[3]]), torch.ones(1) > 0))
+
+    def interrupted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        masked = where(*args, **kwargs)
+        monkeypatch.setattr(torch, "where", where)
+        other.start()
+        other.join()
+        return masked
+
+    monkeypatch.setattr(torch, "where", interrupted)
+    counter.count(0, torch.tensor([[0]]), torch.ones(1) > 0)
+    assert counter.counts.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
