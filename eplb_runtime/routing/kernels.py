@@ -117,19 +117,22 @@ def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TK.device)
     begin_BE = torch.empty(blocks, width, dtype=torch.int32, device=ids_TK.device)
     if blocks:
-        _count_block[(blocks,)](ids_TK, begin_BE, ids_TK.numel(), EXPERTS=width, BLOCK=_BLOCK)
+        _count_block[(blocks,)](ids_TK, begin_BE, ids_TK.numel(), experts, EXPERTS=width, BLOCK=_BLOCK, **ASSERT)
     wide = min(32, width)
     _begin[(width // wide,)](begin_BE, counts_E, blocks, experts, EXPERTS=width, WIDE=wide, AT_ONCE=AT_ONCE)
     return counts_E, begin_BE
 
 
-@jit
-def _count_block(ids, of_blocks, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@jit(do_not_specialize=["choices"])
+def _count_block(  # type: ignore[no-untyped-def]
+    ids, of_blocks, choices, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
     block = tl.program_id(0).to(tl.int64)
     choice = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + choice, mask=choice < choices, other=-1).to(tl.int32)
-    chosen = expert >= 0
-    counted = tl.histogram(tl.where(chosen, expert, 0), EXPERTS, mask=chosen)
+    there = choice < choices
+    expert = tl.load(ids + choice, mask=there, other=0).to(tl.int32)
+    tl.device_assert((expert >= 0) & (expert < experts), "an expert that there is not")
+    counted = tl.histogram(expert, EXPERTS, mask=there)
     tl.store(of_blocks + block * EXPERTS + tl.arange(0, EXPERTS), counted)
 
 

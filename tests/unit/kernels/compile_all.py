@@ -37,7 +37,7 @@ KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
                 [ids, "*i1", LONG, LONG, LONG, *[NUMBER] * 2],
                 {"TOP_K": 8, "PADDED": ids == INT, "EXPERTS": 256, "BLOCK": 256},
             ),
-            (kernels._count_block, [ids, INT, NUMBER], {"EXPERTS": 256, "BLOCK": 256}),
+            (kernels._count_block, [ids, INT, NUMBER, NUMBER], {"EXPERTS": 256, "BLOCK": 256}),
             (kernels._deal, [ids, INT, LONG, LONG, LONG, NUMBER], {"COPIES": 3, "EXPERTS": 256, "BLOCK": 256}),
         )
     ),
@@ -106,7 +106,7 @@ if __name__ == "__main__":
     for capability in (80, 90):
         for kernel, types, constants in KERNELS:
             sums = kernel is moves._sum
-            asserting = kernel in (moves._count_slots, kernels._count_and_look_up)
+            asserting = kernel in (moves._count_slots, kernels._count_and_look_up, kernels._count_block)
             options = {"enable_fp_fusion": False} if sums else dict(kernels.ASSERT) if asserting else {}
             code = compiled(kernel, types, constants, capability, options)
             assert not (sums and "fma.rn.f" in code), "a product that is added at once is not rounded"

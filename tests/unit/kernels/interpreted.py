@@ -71,6 +71,8 @@ def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: Non
     ids[40, 1] = expert
     with pytest.raises(Exception, match="an expert that there is not"):
         kernels.count_and_look_up(ids, table, torch.zeros_like(table))
+    with pytest.raises(Exception, match="an expert that there is not"):
+        kernels.count_by_blocks(ids, 16)
 
 
 def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) -> None:
