@@ -104,14 +104,12 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
         ConfigError: it would be a second one between nodes.
     """
     ranks = group.size()
-    if ranks > RANKS_OF_A_NODE:
-        if _between_nodes:
-            raise ConfigError(
-                f"DeepEP carries between nodes by NVSHMEM, which this process has started between ranks "
-                f"{list(_between_nodes[0])}, and it is started once: no second buffer for two batches at once, for "
-                "another EP group or for other dispatch_sms"
-            )
-        _between_nodes.append(tuple(dist.get_process_group_ranks(group)))
+    if ranks > RANKS_OF_A_NODE and _between_nodes:
+        raise ConfigError(
+            f"DeepEP carries between nodes by NVSHMEM, which this process has started between ranks "
+            f"{list(_between_nodes[0])}, and it is started once: no second buffer for two batches at once, for "
+            "another EP group or for other dispatch_sms"
+        )
     sizes = [
         (
             config.get_nvl_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks),
@@ -120,7 +118,10 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
         for config in (there, back)
     ]
     nvlink, rdma = (max(column) for column in zip(*sizes, strict=True))
-    return package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+    buffer = package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+    if rdma:
+        _between_nodes.append(tuple(dist.get_process_group_ranks(group)))
+    return buffer
 
 
 class Shared:
