@@ -286,7 +286,7 @@ class Balancer:
         theirs, and in the second likewise.
 
         In training each result has a backward of its own, ``loss.backward()`` one after the other: in a sum of both the
-        order of their exchanges could differ between ranks.
+        order of their exchanges could differ between ranks. A backward pass inside is refused.
 
         Args:
             first: runs on this thread.
@@ -297,10 +297,10 @@ class Balancer:
             What both return.
 
         Raises:
-            RuntimeError: copies are shared between layers, two run at once already; or on a device experts move beside
-                training, ``fully_shard`` is there, or its multiprocessors are too few.
+            RuntimeError: copies are shared between layers, two run at once already, one has a backward pass; or on a
+                device experts move beside training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
-        return self._open_second_lane().both(first, second)
+        return self._open_second_lane().both(first, second, forwards_only=True)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class ExpertParallelLayer:
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
         self._lanes = lanes
-        self._in_flight = InFlight(lambda: lanes.busy, lambda: int(table.changes_L[index]))
+        self._in_flight = InFlight(lambda: lanes.busy, lambda: int(table.changes_L[index]), lanes.before_backward)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None

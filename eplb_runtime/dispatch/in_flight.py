@@ -39,11 +39,18 @@ class InFlight:
         beside: whether something else runs at once, on every rank alike: which of a forward and a backward pass is
             first then may differ from rank to rank.
         changes: how often the layer's placement has changed.
+        before_backward: called when a backward pass comes to the layer; raises where none may run now.
     """
 
-    def __init__(self, beside: Callable[[], bool] = lambda: False, changes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        beside: Callable[[], bool] = lambda: False,
+        changes: Callable[[], int] = lambda: 0,
+        before_backward: Callable[[], None] = lambda: None,
+    ) -> None:
         self._beside = beside
         self.changes = changes
+        self.before_backward = before_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -94,9 +101,11 @@ class InFlight:
         """The manifest of the forward that is being repeated; None if it cannot be told: then on every rank.
 
         Raises:
+            RuntimeError: as ``before_backward``.
             RecomputeError: this rank's choices are not that forward's. (On a device a later forward raises it, once the
                 host has been told: nothing waits for the device.)
         """
+        self.before_backward()
         alone = self._alone
         if alone is None or self._beside():
             return None
@@ -165,9 +174,11 @@ class _Landing:
         self._step = step
         self._forward = forward
         self._changes, self._changes_before = in_flight.changes, in_flight.changes()
+        self._before_backward = in_flight.before_backward
 
     def check(self) -> None:
-        """Raises RuntimeError if experts stand elsewhere than in the forward; on every rank."""
+        """Raises RuntimeError if experts stand elsewhere than in the forward, or no backward may run; on every rank."""
+        self._before_backward()
         if self._changes() != self._changes_before:
             raise RuntimeError(_MOVED)
 

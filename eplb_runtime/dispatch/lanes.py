@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
@@ -44,6 +45,10 @@ class Lane:
     counts: dist.ProcessGroup
 
 
+class BackwardInsideError(RuntimeError):
+    """A backward pass has begun in one of two things that may have none."""
+
+
 class Lanes:
     """The ways of one rank's exchanges.
 
@@ -70,6 +75,7 @@ class Lanes:
         self._worker = Worker("eplb_runtime second lane")
         self._beside: int | None = None
         self.busy = False
+        self._forwards_only = False
         self.ahead: Callable[[], None] = lambda: None
         self._device_type = "cpu" if device is None else device.type
         on_device = device is not None and device.type != "cpu"
@@ -125,12 +131,27 @@ class Lanes:
     def _way(self) -> int:
         return 0 if self.is_first(self.here()) else 1
 
+    def before_backward(self) -> None:
+        """A backward pass has come to a layer.
+
+        Raises:
+            BackwardInsideError: two things run at once that have none.
+        """
+        if self._forwards_only:
+            raise BackwardInsideError(
+                "a backward pass inside at_once: its tokens would go the way of the second batch's, and ranks would "
+                "take one for the other; return the losses, and call backward() on one after the other when at_once "
+                "has ended"
+            )
+
     def shared(self, what: Shared) -> AbstractContextManager[None]:
         """Inside, memory is used that both of two things at once write."""
         shared = self._shared.get(what)
         return contextlib.nullcontext() if shared is None else shared()
 
-    def both(self, here: Callable[[], T], beside: Callable[[], U], turned: bool = False) -> tuple[T, U]:
+    def both(
+        self, here: Callable[[], T], beside: Callable[[], U], turned: bool = False, forwards_only: bool = False
+    ) -> tuple[T, U]:
         """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
 
         Args:
@@ -139,6 +160,7 @@ class Lanes:
                 the other either where launches are in order.
             turned: each on the other's stream. A backward pass runs on the stream of its forward, so whoever runs one
                 beside says which that was.
+            forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
 
         Raises:
             RuntimeError: two run at once already.
@@ -146,7 +168,7 @@ class Lanes:
         assert self._second is not None
         if self.busy:
             raise RuntimeError("two batches run at once already: a third would have no way of its own")
-        self.busy = True
+        self.busy, self._forwards_only = True, forwards_only
         join: Callable[[], None] = lambda: None  # noqa: E731
         try:
             self.ahead()
@@ -157,12 +179,16 @@ class Lanes:
             here, beside = _ends(here, order, 0), _ends(beside, order, 1)
             running = self._worker.submit(self._in_the_modes_of_this_thread(beside))
             # Where `here` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
-            first = here()
+            try:
+                first = here()
+            except BackwardInsideError:
+                wait([running])  # on every rank alike: its forwards end, and a backward pass of it is refused, too
+                raise
             return first, running.result()
         finally:
             join()
             self._order, self._shared = None, {}
-            self.busy = False
+            self.busy = self._forwards_only = False
 
     def alone(self, work: Callable[[], T], turned: bool = False) -> T:
         """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one

@@ -116,3 +116,41 @@ def under_way(rank: int) -> bool:
 
 def test_both_are_under_way_at_once_and_a_third_is_refused() -> None:
     assert run_ranks(2, under_way) == [True, True]
+
+
+def backward_inside(rank: int, recompute: str) -> list[str]:
+    """What each half says; and losses afterwards, which are those that each has by itself."""
+    model, _, balancer = attached()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+    model.train()
+    halves = [batch_of(rank, 0, seed=seed) for seed in (1, 2)]
+
+    def loss_of(half: int) -> Tensor:
+        loss: Tensor = model(input_ids=halves[half], labels=halves[half]).loss
+        return loss
+
+    said = []
+    for first, second in (
+        (lambda: loss_of(0).backward(), lambda: loss_of(1)),
+        (lambda: loss_of(0), lambda: loss_of(1).backward()),
+        (lambda: loss_of(0).backward(), lambda: loss_of(1).backward()),
+    ):
+        with pytest.raises(RuntimeError) as refused:
+            balancer.at_once(first, second)
+        said.append(str(refused.value))
+    alone, together = (
+        in_turn(lambda: loss_of(0), lambda: loss_of(1)),
+        balancer.at_once(lambda: loss_of(0), lambda: loss_of(1)),
+    )
+    assert [loss.item() for loss in alone] == [loss.item() for loss in together]
+    for loss in together:
+        loss.backward()
+    balancer.close()
+    return said
+
+
+@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+def test_a_backward_pass_inside_is_refused_and_training_goes_on(recompute: str) -> None:
+    for said in run_ranks(2, backward_inside, recompute):
+        assert all("backward pass inside at_once" in line and "when at_once has ended" in line for line in said), said
