@@ -330,10 +330,10 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placem
     ranks = job.ep_size
     if experts % ranks:
         raise AttachError(uneven(experts, ranks))
-    if config.replica_slots > experts - experts // ranks:
+    if config.replica_slots > (most := experts - experts // ranks):
+        mend = f"set replica_slots={most} or less" if most else "the EP group has one rank, set replica_slots=0"
         raise AttachError(
-            f"replica_slots={config.replica_slots}: a rank has only {experts - experts // ranks} experts of other "
-            "ranks to copy"
+            f"replica_slots={config.replica_slots}: a rank has only {most} experts of other ranks to copy; {mend}"
         )
     if config.rank_speed is not None and len(config.rank_speed) != ranks:
         raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
