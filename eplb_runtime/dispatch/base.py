@@ -24,6 +24,7 @@ from torch import Tensor
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from ..watch import Meeting
+from .in_flight import Differed
 from .lanes import Lane, Lanes
 
 
@@ -196,20 +197,16 @@ class _Apart:
         self._rank = rank
         with torch.inference_mode(False):
             self._words_R = torch.zeros(ranks, dtype=torch.int64, device=device)
-            self._found = self._on_host = torch.zeros((), dtype=torch.bool, device=device)
-            if device.type != "cpu":
-                self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        self._differed = Differed(device)
 
     def note(self, words_R: Tensor) -> None:
         """Compare what all ranks have said. No host sync."""
-        self._words_R.copy_(torch.where(self._found, self._words_R, words_R))
-        self._found.logical_or_((self._words_R != self._words_R[self._rank]).any())
-        if self._on_host is not self._found:
-            self._on_host.copy_(self._found, non_blocking=True)
+        self._words_R.copy_(torch.where(self._differed.found, self._words_R, words_R))
+        self._differed.note((self._words_R != self._words_R[self._rank]).any())
 
     def raise_if_found(self, meeting: Meeting) -> None:
         """Raises OutOfStepError as `Meeting.check` does; what is under way on the device is not waited for."""
-        if self._on_host:
+        if self._differed.on_host:
             words = self._words_R.cpu().numpy()
             meeting.check(words, int(words[self._rank]))
 

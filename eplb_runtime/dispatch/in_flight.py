@@ -133,8 +133,8 @@ class InFlight:
 
 
 class Differed:
-    """Whether any recompute so far has differed: found out on the device, and told to the host without a sync. It is
-    never taken back, so that whoever looks before the device has got there finds it when he looks again.
+    """Whether anything compared so far has differed: found out on the device, and told to the host without a sync. It
+    is never taken back, so that whoever looks before the device has got there finds it when he looks again.
 
     Attributes:
         on_host: bool, what the host has been told.
@@ -145,6 +145,11 @@ class Differed:
             self._found = self.on_host = torch.zeros((), dtype=torch.bool, device=device)
             if device.type != "cpu":
                 self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    @property
+    def found(self) -> Tensor:
+        """bool, on the device."""
+        return self._found
 
     def note(self, differs: Tensor) -> None:
         """One more; no host sync."""
