@@ -117,7 +117,7 @@ class Balancer:
             parts.groups,
             average_dense=parts.config.dense_gradients == "allreduce",
         )
-        self._division = Division(parts.parameters, parts.groups.job.gradient_divisor, parts.config.replica_slots > 0)
+        self._division = Division(parts.parameters, parts.divisors.at_parameters, parts.config.replica_slots > 0)
         self._guard = Guard(
             parts.config.guard, parts.groups, watched(parts, self._dense, self._optimizers), parts.device
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from .config import BalancerConfig
 from .dispatch.lanes import Lanes
 from .experts.registry import ExpertTensors
+from .gradients.division import Divisors
 from .guard_looks import Stepper, Watched
 from .kernels_in_use import Kernels
 from .layer import ExpertParallelLayer, HostDispatchedLayer
@@ -44,6 +45,7 @@ class Parts:
         watch: sees how long this rank waits for others.
         structure: what in a model must stay as it is.
         kernels: what is computed by kernels of ours.
+        divisors: of gradients of whole experts.
         come: given the name of a collective call, returns when all ranks have come to it; else raises on those that
             have, and names the others.
     """
@@ -65,6 +67,7 @@ class Parts:
     watch: Watch
     structure: Structure
     kernels: Kernels
+    divisors: Divisors
     come: Callable[[str], None]
 
 

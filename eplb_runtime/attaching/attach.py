@@ -24,6 +24,8 @@ from ..dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_
 from ..dispatch.base import CountExchange
 from ..dispatch.lanes import Lane, Lanes
 from ..experts.registry import ExpertTensors
+from ..experts.slices import is_sliced
+from ..gradients.division import Divisors
 from ..kernels_in_use import Kernels, kernels_for
 from ..layer import ExpertParallelLayer, HostDispatchedLayer
 from ..load.counter import LoadCounter
@@ -205,6 +207,7 @@ class _Attaching:
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
                 ),
                 kernels=self.kernels,
+                divisors=self._divisors,
                 come=self._come,
             )
         )
@@ -256,6 +259,13 @@ class _Attaching:
     @property
     def _job(self) -> Job:
         return self.groups.job
+
+    @property
+    def _divisors(self) -> Divisors:
+        by_host = any(layer.compute is None for _, _, layer in self._layers())
+        experts = {id(parameter) for parameter in self.registry.parameters()}
+        rest = [p for stage in self.stages for p in stage.model.parameters() if id(p) not in experts]
+        return Divisors.of(self._job, by_host=by_host, dense_is_sharded=any(is_sliced(p) for p in rest))
 
     def _layers(self) -> list[tuple[int, str, MoELayer]]:
         """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
@@ -355,7 +365,14 @@ class _Attaching:
                 index,
                 layer.experts,
                 local_experts(
-                    index, layer, self._job, maps.replicas, self.banks.get(index), whole, self.kernels.regroup
+                    index,
+                    layer,
+                    self._job,
+                    self._divisors,
+                    maps.replicas,
+                    self.banks.get(index),
+                    whole,
+                    self.kernels.regroup,
                 ),
                 counter=counter,
                 table=maps.table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from ..config import BalancerConfig
 from ..experts.aligned import Aligned, Regroup
 from ..experts.compute import LocalExperts
-from ..experts.slices import DividedGradient, is_sliced, local
+from ..experts.slices import is_sliced, local
+from ..gradients.division import Divisors
 from ..ranks import Job
 from ..replicas.bank import ReplicaBank, replica_memory, slice_of_row, whole_copies_memory
 from ..replicas.kept import KeptReplicas
@@ -27,6 +28,7 @@ def local_experts(
     index: int,
     layer: MoELayer,
     job: Job,
+    divisors: Divisors,
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
     whole: WholeCopies,
@@ -36,36 +38,27 @@ def local_experts(
 
     Args:
         index: of the layer in the whole model.
+        divisors: of gradients of whole experts.
         replicas, bank: None without replica slots.
         whole: where sliced copies are put together.
         regroup: as of `Aligned`.
     """
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
+    leaves = _standing(layer)
+    sliced = any(is_sliced(parameter) for parameter in leaves)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
-    divisor = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
+    of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
+    divisor = of_slices if sliced else divisors.in_layers
     if replicas is None and layer.standing is not None:
-        return LocalExperts(compute, layer.standing)
+        return LocalExperts(compute, layer.standing, divisor=1.0 if sliced else divisor)
     if replicas is None:
-        leaves = _standing(layer)
-        whole_leaves = None if any(is_sliced(parameter) for parameter in leaves) else leaves
-        return LocalExperts(compute, _parameters_of(layer, divisor), whole_leaves)
+        return LocalExperts(compute, partial(_standing, layer), None if sliced else leaves, divisor)
     assert bank is not None
     if bank.is_sliced:
         standing = layer.standing or partial(_standing, layer)
         return SlicedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
-    return (SharedReplicas if replicas.shared else KeptReplicas)(compute, index, bank, replicas)
-
-
-def _parameters_of(layer: MoELayer, divisor: float) -> Callable[[], Sequence[Tensor]]:
-    """What stands in the module when it computes."""
-    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
-
-    def parameters() -> Sequence[Tensor]:
-        now = _standing(layer)
-        return [DividedGradient.apply(parameter, divisor) for parameter in now] if sliced else now
-
-    return parameters
+    return (SharedReplicas if replicas.shared else KeptReplicas)(compute, index, bank, replicas, divisor)
 
 
 def _standing(layer: MoELayer) -> list[Tensor]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .slices import with_divided_gradients
+
 
 @dataclass(frozen=True, eq=False)
 class SlotCounts:
@@ -99,6 +101,7 @@ class LocalExperts:
         compute: runs rows through slots with the host's own code.
         parameters: the weights that stand in the module now, ``[E/R, ...]`` each, asked for once a forward.
         leaves: the same, where they are the parameters themselves and stay the same objects; None: they are not.
+        divisor: of the gradients that this layer gives the weights.
 
     Attributes:
         leaves: as given.
@@ -109,9 +112,11 @@ class LocalExperts:
         compute: Compute,
         parameters: Callable[[], Sequence[Tensor]],
         leaves: Sequence[Tensor] | None = None,
+        divisor: float = 1.0,
     ) -> None:
         self._compute = compute
         self._parameters = parameters
+        self._divisor = divisor
         self.leaves = leaves
 
     def ahead_of_forward(self) -> None:
@@ -144,7 +149,7 @@ class LocalExperts:
         Returns:
             ``[M, D]``, unweighted.
         """
-        parameters = self._parameters() if standing is None else standing
+        parameters = with_divided_gradients(self._parameters() if standing is None else standing, self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
 

@@ -83,6 +83,13 @@ def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
     )
 
 
+def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
+    """Parameters as they are; the gradients of what is computed with these are divided on the way to them."""
+    if divisor == 1 or not torch.is_grad_enabled():
+        return parameters
+    return [DividedGradient.apply(parameter, divisor) for parameter in parameters]
+
+
 class DividedGradient(torch.autograd.Function):
     """A parameter as it is; its gradient divided, before whoever sums it over ranks sees it."""
 

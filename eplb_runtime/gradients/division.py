@@ -1,13 +1,51 @@
-"""Gradients of experts are divided as averaging over ranks divides the others', whenever a parameter is trained."""
+"""Gradients of experts are divided as averaging over ranks divides the others', whenever a parameter is trained.
+
+Tokens of all ranks reach an expert in its layer, so what a layer gives is divided there. What reaches a parameter past
+its layer (a penalty over all parameters, a second head) comes from the ranks that hold the expert alone, where a
+parameter outside the experts gets it from all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..experts.slices import is_sliced
+from ..ranks import Job
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What gradients of whole experts are divided by; both together are `ranks.Job.gradient_divisor`.
+
+    Args:
+        in_layers: where a layer computes with them, besides what follows.
+        at_parameters: whatever reaches a parameter.
+    """
+
+    in_layers: float
+    at_parameters: float
+
+    @classmethod
+    def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
+        """For the experts of this rank.
+
+        Args:
+            by_host: the framework computes the experts itself: nobody sees which gradient comes from where.
+            dense_is_sharded: each rank has a part of the other parameters and gets the gradient of that past the
+                sums over ranks, once.
+        """
+        divisor = job.gradient_divisor
+        if by_host:
+            return cls(1, divisor)
+        owners = len(job.edp_ranks)
+        if dense_is_sharded:
+            return cls(divisor / owners, owners)
+        in_layers = len(job.data_ranks) / owners
+        return cls(in_layers, divisor / in_layers)
 
 
 def has_gradient_hooks(parameter: Tensor, *, but: int = 0) -> bool:
@@ -24,14 +62,14 @@ class Division:
 
     Args:
         parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
-        divisor: see `ranks.Job.gradient_divisor`.
+        divisor: `Divisors.at_parameters`.
         has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
 
     Attributes:
         training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], divisor: int, has_copies: bool) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], divisor: float, has_copies: bool) -> None:
         self.training = False
         self._parameters = {name: p for name, p in parameters.items() if not is_sliced(p)}
         self._watched = dict(parameters) if has_copies else {}

@@ -22,10 +22,11 @@ class KeptReplicas(LocalExperts):
         layer: index of the layer.
         bank: its slots, in one piece.
         sync: keeps its copies and homes together.
+        divisor: of the homes' gradients.
     """
 
-    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
-        super().__init__(compute, lambda: bank.parameters, bank.parameters)
+    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync, divisor: float) -> None:
+        super().__init__(compute, lambda: bank.parameters, bank.parameters, divisor)
         self._layer = layer
         self._bank = bank
         self._sync = sync
@@ -50,10 +51,11 @@ class KeptReplicas(LocalExperts):
         return self._bank.slots
 
     def part(self, gradients: Sequence[Tensor], edges: Sequence[tuple[Any, int]]) -> list[Tensor]:
-        """Take the copies' part of gradients ``[S, ...]`` and give back the homes'."""
+        """Take the copies' part of gradients ``[S, ...]`` and give back the homes', divided."""
         homes = self._bank.homes_per_rank
         self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
-        return [gradient[:homes] for gradient in gradients]
+        at_homes = [gradient[:homes] for gradient in gradients]
+        return at_homes if self._divisor == 1 else [gradient / self._divisor for gradient in at_homes]
 
 
 class _AllSlots(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows, with_spare, without_spare
+from ..experts.slices import with_divided_gradients
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 
@@ -27,17 +28,18 @@ class SharedReplicas(LocalExperts):
         layer: index of the layer.
         bank: its slots, replica rows from a pool.
         sync: fetches its copies and brings their gradients home.
+        divisor: of the homes' gradients.
     """
 
-    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
-        super().__init__(compute, lambda: bank.parameters, None if bank.is_sliced else bank.parameters)
+    def __init__(self, compute: Compute, layer: int, bank: ReplicaBank, sync: ReplicaSync, divisor: float) -> None:
+        super().__init__(compute, lambda: bank.parameters, None if bank.is_sliced else bank.parameters, divisor)
         self._layer = layer
         self._bank = bank
         self._sync = sync
 
     def at_homes(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """What rows at home are computed with, made of the homes' parameters."""
-        return parameters
+        return with_divided_gradients(parameters, self._divisor)
 
     def ahead_of_forward(self) -> None:
         self.fetch()

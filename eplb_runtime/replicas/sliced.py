@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..checksum import as_bytes
 from ..experts.compute import Compute
-from ..experts.slices import DividedGradient
 from ..phases import phase
 from ..ranks import gather_rows
 from .bank import ReplicaBank, accumulation_dtype
@@ -131,14 +130,10 @@ class SlicedReplicas(SharedReplicas):
         divisor: float,
         whole: WholeCopies,
     ) -> None:
-        super().__init__(compute, layer, bank, sync)
+        super().__init__(compute, layer, bank, sync, divisor)
         self._parameters = homes
-        self._divisor = divisor
         self._whole = whole
         self._dtypes: list[torch.dtype] = []
-
-    def at_homes(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [DividedGradient.apply(parameter, self._divisor) for parameter in parameters]
 
     def ahead_of_forward(self) -> None:
         self._dtypes = [parameter.dtype for parameter in self._parameters()]
