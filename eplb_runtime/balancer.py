@@ -119,11 +119,17 @@ class Balancer:
         )
         self._division = Division(parts.parameters, parts.divisors.at_parameters, parts.config.replica_slots > 0)
         self._guard = Guard(
-            parts.config.guard, parts.groups, watched(parts, self._dense, self._optimizers), parts.device
+            parts.config.guard,
+            parts.groups,
+            watched(parts, self._dense, self._optimizers),
+            parts.device,
+            parts.config.interval + parts.config.lag + 2,
         )
+        self._gradients.reduced = self._guard.gradients_are_reduced
         self._rebalancer = Rebalancer(parts, self._guard)
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
         self._guard.run = self._rebalancer.run
+        self._guard.number = lambda: self._rebalancer.step
         background = self._rebalancer.background
         background.waiting = parts.watch.waiting
         for layer in parts.layers:

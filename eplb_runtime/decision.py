@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .compiling import compile_apart, compile_here
 from .config import BalancerConfig
-from .guard import Guard
+from .guard import Found, Guard
 from .guard_looks import Look
 from .load.aggregate import HostCopy, aggregate
 from .load.declared import DeclaredLoadError, summed
@@ -53,6 +53,7 @@ class Decision:
         placements: that rows of it stood under, each with the row that it ends before.
         step_seconds: of a training step.
         finding: what the guard found; empty: nothing.
+        stays: why a plan is not carried out; empty: it is, or there is none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
     """
 
@@ -62,6 +63,7 @@ class Decision:
     imbalance: NDArray[np.float64] | None = None
     summary: dict[str, Any] | None = None
     finding: str = ""
+    stays: str = ""
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
@@ -171,7 +173,8 @@ class DecisionMaker:
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
             total = aggregate(measurement.buckets, control).numpy()
-        finding = "" if measurement.look is None else self._guard.finding(measurement.look, control)
+        found = Found() if measurement.look is None else self._guard.found(measurement.look, control)
+        finding = found.finding
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:
             declared = summed(measurement.declared, shape, control)
@@ -218,6 +221,8 @@ class DecisionMaker:
             return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
         if summary.get("failure"):
             return replace(made, failure=summary["failure"])
+        if found.stays and target is not None:
+            return replace(made, summary=_staying(measurement.placement, found.stays), stays=found.stays)
         return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:

@@ -2,8 +2,9 @@
 
 Looked at are assumptions, not names: ranks that share a tensor have the same bits in it, ranks with different experts
 have different ones, what the optimizer steps is what the model computes with, and tokens are counted while the model
-computes. In the first steps everything is looked at, with exchanges of their own; later a rotating sample goes along
-with each decision. All ranks come to the same finding before any of them raises.
+computes. In the first steps everything is looked at, with exchanges of their own; later what was seen goes along with
+each decision: all bits of what ranks share, a sample of the rest, and by what gradients were changed in each step since
+the last. All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .gradients.rescaled import Arrived, other_factors
-from .guard_looks import SAMPLES, Look, Seen, Watched
+from .gradients.division import foreign_hooks
+from .gradients.rescaled import DENSE, WATCHED, WHEN, Samples
+from .guard_looks import SAMPLES, Look, Seen, Watched, bit_sums
 from .load.aggregate import HostCopy
 from .process_groups import ProcessGroups
 from .ranks import gather_rows
@@ -38,19 +42,34 @@ class GuardError(RuntimeError):
     """Something in this job makes training wrong; the message says what, on which ranks, and how to mend it."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a comparison has come to; the same on every rank.
+
+    Args:
+        finding: what is wrong; empty: nothing.
+        stays: why experts must stay where they are; empty: they may move.
+    """
+
+    finding: str = ""
+    stays: str = ""
+
+
 class Guard:
     """One rank's guard.
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
+        steps: between two decisions, at most.
 
     Attributes:
         run: does work on the control group, one thing at a time and in the same order on every rank.
+        number: of the last step that is over.
         on_finding: hears each finding once.
         seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
     """
 
-    def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device) -> None:
+    def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device, steps: int) -> None:
         self._mode = mode
         self._groups = groups
         self._watched = watched
@@ -66,8 +85,12 @@ class Guard:
         self.seconds, self.clocked_steps = 0.0, 0
         self._before: list[tuple[str, int, Tensor]] = []
         self._passed_over: set[int] = set()
-        self._arrived: Arrived | None = None
-        self._factors: tuple[float, ...] = ()
+        self._steps_between = steps
+        self._samples: Samples | None = None
+        self._rescaled_by = ""
+        self._rescaled_was_said = False
+        self._ahead: Look | None = None
+        self.number: Callable[[], int] = lambda: self._steps
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
 
@@ -97,31 +120,50 @@ class Guard:
                 self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
-        """In the first steps, ahead of the first forward of each: nobody else has written expert weights."""
+        """In the first steps, ahead of the first forward of each: nobody else has written expert weights. They are
+        compared ahead of the reduction: a rank may be in another forward, which the layers find out."""
         if self.is_new and not self._looked_before_forward:
             self._looked_before_forward = True
-            self._settle(self._compare(self._look("weights", dense=False), self._groups.data))
+            self._ahead = self._look("weights", dense=False)
 
     def _watch_gradients(self) -> None:
-        if self._arrived is not None:
-            self._arrived.end()
-        self._arrived = Arrived(self._watched.dense) if self._watched.average_dense else None
+        if self._samples is not None:
+            self._samples.end()
+        self._samples = None
+        if len(self._groups.job.data_ranks) > 1:
+            watched = self._watched
+            dense, experts, average = watched.dense, watched.experts, watched.average_dense
+            self._samples = Samples(dense, experts, average, self._steps_between, self._device)
 
     def gradients_are_there(self) -> None:
         """A schedule of micro-batches is through, which may have made gradients by itself."""
-        if self._arrived is not None:
-            self._arrived.again()
+        if self._samples is not None:
+            self._samples.again()
 
     def before_averaging(self) -> None:
-        """In the first steps, ahead of averaging: nobody has changed gradients by another measure on each rank."""
-        if self._arrived is not None:
-            self._factors = self._arrived.factors() or self._factors
+        """Gradients are about to be reduced: nobody has changed them by another measure on each rank."""
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.before_reduction()
+
+    def gradients_are_reduced(self) -> None:
+        """They are what the optimizer is to see."""
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.reduced()
+
+    def optimizer_has_stepped(self) -> None:
+        """Gradients are still what it has seen."""
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.stepped()
 
     def before_reduction(self) -> None:
         """In the first steps, ahead of the first collective that a rank without a step would never come to."""
         if self.is_new:
             nothing = Look("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
-            self._settle(self._meet(nothing, "optimizer.step()"))
+            look, self._ahead = self._ahead or nothing, None
+            self._settle(self._meet(look, "optimizer.step()"))
 
     def before_step(self) -> None:
         """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
@@ -144,23 +186,20 @@ class Guard:
         self._steps += 1
         self._looked_before_forward = False
         self._passed_over.clear()
-        self._factors = ()
-        if self._arrived is not None:
-            self._arrived.forget()
-            if not self.is_new:
-                self._arrived.end()
-                self._arrived = None
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.step_is_over(self.number() + 1)
 
     def sample(self) -> Look | None:
         """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
         if self._mode == "off" or not self._watched.optimizers:
             return None
         with self.clocked():
-            return self._look("weights")
+            return self._look("weights", decides=True)
 
-    def finding(self, look: Look, control: dist.ProcessGroup) -> str:
-        """Compare over the job, on any thread; the same on every rank, empty if all is well. Collective."""
-        return self._compare(look, control, on_device=False)
+    def found(self, look: Look, control: dist.ProcessGroup) -> Found:
+        """Compare over the job, on any thread. Collective."""
+        return self._compare(look, control)
 
     def computed(self) -> bool:
         """Whether MoE layers ran since the last time that this was asked."""
@@ -168,30 +207,59 @@ class Guard:
             before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
         return self._calls_at_decision > before
 
-    def report(self, finding: str) -> None:
-        """Raise or warn as the mode says."""
+    def report(self, finding: str, stays: str = "") -> None:
+        """Raise or warn as the mode says; only say why experts stay where they are."""
+        if stays and stays not in self._said:
+            self._said.add(stays)
+            self.on_finding(stays)
+            logger.warning("%s", stays)
         self._settle(finding)
 
     def end(self) -> None:
         """Nothing is looked at any more; the thread that meets the other ranks is gone."""
         self._mode = "off"
-        if self._arrived is not None:
-            self._arrived.end()
-            self._arrived = None
+        if self._samples is not None:
+            self._samples.end()
+            self._samples = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _look(self, what: str, *, dense: bool = True, problem: str = "") -> Look:
+    def _look(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Look:
+        """Pieces of gradients and experts; of other weights, and of experts that other ranks have, all bits."""
         self._turn += 1
         names, pieces = [], []
-        for kind in (self._watched.dense if dense else {}, self._watched.experts):
+        for kind in (self._watched.dense if what == "gradients" else {}, self._watched.experts):
             chosen = self._chosen(list(kind))
             names.append(chosen)
             pieces += [self._piece(kind[name] if what == "weights" else kind[name].grad) for name in chosen]
         together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
         sizes = tuple(piece.numel() for piece in pieces)
         problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
-        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, self._factors)
+        sums, summed = self._summed() if dense and what == "weights" else (None, ((), ()))
+        kept = None
+        if dense and self._samples is not None:
+            kept = self._samples.take() if decides else self._samples.now(self.number() + 1)
+        stays = self._row_hooks() if decides else ""
+        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays)
+
+    def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Of what other ranks have, too."""
+        job, watched = self._groups.job, self._watched
+        dense = _whole(watched.dense) if len(job.data_ranks) > 1 else {}
+        experts = _whole(watched.experts) if len(job.edp_ranks) > 1 else {}
+        sums = bit_sums([*dense.values(), *experts.values()], self._device)
+        return HostCopy(sums), (tuple(dense), tuple(experts))
+
+    def _row_hooks(self) -> str:
+        """Hooks of others on gradients of experts, which may go by row: nobody can tell."""
+        for name, parameter in self._watched.experts.items():
+            if foreign_hooks(parameter):
+                return (
+                    f"{name} has gradient hooks, and one that goes by row would act on other experts once these have "
+                    "moved: experts stay where they are while it is there; remove it, and change the gradients of an "
+                    "expert after balancer.reduce_gradients(), by a mask that moves with it (balancer.register)"
+                )
+        return ""
 
     def _chosen(self, names: list[str]) -> list[str]:
         """The next few in turn."""
@@ -278,7 +346,7 @@ class Guard:
         try:
             store.compare_set(f"{name}/{self._groups.job.rank}", "here")
             control = self._groups.control
-            return self.run(lambda: self._compare(look, control, on_device=False))
+            return self.run(lambda: self._compare(look, control).finding)
         except RuntimeError as error:
             missing = self._missing(name, began + self._groups.timeout_seconds)
             if not missing:
@@ -301,37 +369,93 @@ class Guard:
                 time.sleep(_POLL_SECONDS)
         return []
 
-    def _compare(self, look: Look, group: dist.ProcessGroup, on_device: bool = True) -> str:
+    def _compare(self, look: Look, group: dist.ProcessGroup) -> Found:
         """Exchange looks over a group and find what is wrong; the same on every rank."""
-        seen = self._exchange(look, group, on_device)
+        seen = self._exchange(look, group)
+        stays = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays), "")
         for rank, one in seen.items():
             if one.problem:
-                return f"rank {rank}: {one.problem}"
+                return Found(f"rank {rank}: {one.problem}", stays)
         hashes = {rank: one.hashes for rank, one in seen.items()}
-        return self._rescaled(seen) or self._differing(look, hashes) or self._alike(look, hashes)
+        finding = (
+            self._rescaled(look, seen, group)
+            or self._differing(look, hashes)
+            or self._strayed(look, seen, group)
+            or self._alike(look, hashes)
+        )
+        return Found(finding, stays)
 
-    def _exchange(self, look: Look, group: dist.ProcessGroup, on_device: bool) -> dict[int, Seen]:
+    def _exchange(self, look: Look, group: dist.ProcessGroup, *, on_device: bool = False) -> dict[int, Seen]:
         """What each rank saw."""
         mine = look.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
         return dict(zip(dist.get_process_group_ranks(group), map(Seen.decode, rows), strict=True))
 
-    def _rescaled(self, seen: Mapping[int, Seen]) -> str:
-        """Gradients that ranks changed by other factors, ahead of their average; the same on every rank."""
+    def _rescaled(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
+        """Gradients that ranks changed by other factors; the same on every rank."""
+        job, steps = self._groups.job, {one.steps for one in seen.values()}
+        if self._rescaled_was_said or look.kept is None or steps != {len(look.kept.steps)} or steps == {0}:
+            return ""
+        kept, mine = look.kept, job.data_sets.index(job.data_ranks)
+        own = kept.factors().transpose(1, 0, 2)
+        highest = np.full((2, len(kept.steps), len(WHEN), len(job.data_sets), WATCHED), -np.inf)
+        highest[0, :, :, mine] = np.where(np.isnan(own), -np.inf, own)
+        highest[1, :, :, mine] = np.where(np.isnan(own), -np.inf, -own)
+        numbers = torch.from_numpy(np.append(highest, kept.tolerance))
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        high, low = numbers[:-1].numpy().reshape(highest.shape) * np.array([1, -1]).reshape(2, 1, 1, 1, 1)
+        with np.errstate(invalid="ignore"):
+            apart = high - low > float(numbers[-1]) * np.maximum(np.abs(high), np.abs(low))
+        apart &= np.isfinite(high) & np.isfinite(low)
+        if not apart.any():
+            return ""
+        step, window, data_set, position = map(int, np.argwhere(apart)[0])
+        value = own[step, window, position] if data_set == mine else np.nan
+        values = gather_rows(torch.tensor([value], dtype=torch.float64), group)[:, 0].tolist()
+        here = {rank: one for rank, one in zip(seen, values, strict=True) if not np.isnan(one)}
+        first, second = sorted((min(here, key=lambda rank: here[rank]), max(here, key=lambda rank: here[rank])))
+        watched = kept.watched[position]
+        name = watched.name if data_set == mine and watched is not None else "a parameter"
+        return self._rescaled_finding(
+            f"the gradients of {name} were changed by a factor of {here[first]:.3g} on rank {first} and "
+            f"{here[second]:.3g} on rank {second} in step {kept.steps[step]}, "
+            + ("before they were averaged" if window == 0 and position < DENSE else WHEN[window])
+        )
+
+    def _rescaled_finding(self, said: str) -> str:
+        self._rescaled_by = (
+            f"{said}, as clipping by each rank's own norm does: use balancer.clip_grad_norm_(value), or "
+            "balancer.clip_grad_norm_(value, parameters=...) for a part of them; whatever else changes gradients comes "
+            "after balancer.reduce_gradients(), and does the same on every rank"
+        )
+        return self._rescaled_by
+
+    def _strayed(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
+        """Weights that ranks share and that differ anywhere; the same on every rank."""
         job = self._groups.job
-        dtype = min((p.dtype for p in self._watched.dense.values()), key=lambda d: d.itemsize, default=torch.float32)
-        for together in job.data_sets:
-            here = {rank: seen[rank].factors for rank in together if rank in seen}
-            if (found := other_factors(here, dtype)) is not None:
-                position, one, other = found
-                names = self._arrived.names if self._arrived is not None else ()
-                return (
-                    f"the gradients of {self._name(names, position, together)} were changed by a factor of "
-                    f"{here[one][position]:.3g} on rank {one} and {here[other][position]:.3g} on rank {other} before "
-                    "they were averaged, as clipping by each rank's own norm does: use balancer.clip_grad_norm_, or "
-                    "call balancer.reduce_gradients() first and change gradients then"
-                )
+        over_edp = "something has written them on some ranks alone, or their averaging over these ranks was disturbed"
+        for kind, (sets, hint) in enumerate(((job.data_sets, self._dense_hint()), (job.edp_sets, over_edp))):
+            for together in sets:
+                here = [rank for rank in together if rank in seen]
+                odd = [rank for rank in here if seen[rank].sums[kind] != seen[here[0]].sums[kind]]
+                if odd:
+                    name, odd = self._first_odd(look, kind, here, group)
+                    listed = ", ".join(map(str, odd[:8]))
+                    return f"the {look.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
         return ""
+
+    def _first_odd(self, look: Look, kind: int, here: Sequence[int], group: dist.ProcessGroup) -> tuple[str, list[int]]:
+        """The first tensor of which these ranks have other bits, and those that differ from the first. Collective."""
+        mine, ranks = look.sums_of_kinds()[kind], dist.get_process_group_ranks(group)
+        longest = torch.tensor([len(mine)])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+        padded = torch.zeros(int(longest), dtype=torch.int64)
+        padded[: len(mine)] = mine
+        rows = dict(zip(ranks, gather_rows(padded, group), strict=True))
+        differs = torch.stack([rows[rank] != rows[here[0]] for rank in here])
+        position = int(differs.any(dim=0).to(torch.uint8).argmax())
+        odd = [rank for rank, other in zip(here, differs[:, position].tolist(), strict=True) if other]
+        return self._name(look.summed[kind], position, here), odd
 
     def _differing(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
         """Ranks that share a tensor and do not have the same in it."""
@@ -360,12 +484,12 @@ class Guard:
         if self._watched.average_dense:
             return (
                 "something else than the balancer changes them on some ranks, such as clipping by each rank's own norm "
-                "(use balancer.clip_grad_norm_)"
+                "(use balancer.clip_grad_norm_(value), with parameters=... for a part of the model)"
             )
         return (
             "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "
-            "rank's own norm: use balancer.clip_grad_norm_); wrap the model in DistributedDataParallel after attach, "
-            "or set BalancerConfig(dense_gradients='allreduce')"
+            "rank's own norm: use balancer.clip_grad_norm_(value), with parameters=... for a part of the model); wrap "
+            "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
         )
 
     def _alike(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
@@ -390,7 +514,13 @@ class Guard:
         if not finding or finding in self._said:
             return
         self._said.add(finding)
+        self._rescaled_was_said = self._rescaled_was_said or finding == self._rescaled_by
         self.on_finding(finding)
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are not sharded over ranks."""
+    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}

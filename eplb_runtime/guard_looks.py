@@ -10,13 +10,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .gradients.rescaled import WATCHED
+from .gradients.rescaled import Kept
 from .load.aggregate import HostCopy
 
 SAMPLES = 16
 """Tensors of each kind that one look compares."""
-_PROBLEM_BYTES = 384
-_HASHES_END = _PROBLEM_BYTES + 2 * SAMPLES * 8
+_PROBLEM_BYTES, _STAYS_BYTES = 384, 384
+_TEXT_BYTES = _PROBLEM_BYTES + _STAYS_BYTES
 
 
 class Stepper(Protocol):
@@ -59,7 +59,10 @@ class Look:
         dense, experts: names of the tensors that were looked at, in the order of the pieces.
         pieces: uint8, on their way to the host.
         sizes: bytes of each piece, dense first; 0: there was nothing to look at.
-        factors: as `gradients.rescaled.Arrived` gives them.
+        sums: int64, of all bits of each tensor named in ``summed``, on their way to the host; None: nobody asks.
+        summed: the names of tensors outside the experts, and of experts where other ranks have the same.
+        kept: of gradients in the last steps; None: nobody asks.
+        stays: why experts must stay where they are; empty: they may move.
     """
 
     what: str
@@ -68,23 +71,31 @@ class Look:
     experts: tuple[str, ...]
     pieces: HostCopy
     sizes: tuple[int, ...]
-    factors: tuple[float, ...] = ()
+    sums: HostCopy | None = None
+    summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    kept: Kept | None = None
+    stays: str = ""
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: the problem, an int64 hash of each piece, and the factors."""
-        text = self.problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES, b"\0")
+        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of sums, and how many steps."""
+        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays, _STAYS_BYTES)
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
         values = [_hash(piece) for piece in pieces]
         for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
             # Other experts all the same have the same where everything overflows.
             values[number] = 0 if _is_one_value(piece) else values[number]
-        hashes = torch.zeros(2 * SAMPLES, dtype=torch.int64)
+        hashes = torch.zeros(2 * SAMPLES + 3, dtype=torch.int64)
         hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
-        factors = torch.full((WATCHED,), torch.nan, dtype=torch.float64)
-        factors[: len(self.factors)] = torch.tensor(self.factors, dtype=torch.float64)
-        text_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return torch.cat([text_bytes, hashes.view(torch.uint8), factors.view(torch.uint8)])
+        dense, experts = self.sums_of_kinds()
+        hashes[-3:] = torch.tensor([_hash(dense), _hash(experts), len(self.kept.steps) if self.kept else 0])
+        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
+
+    def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
+        """int64, of tensors outside the experts and of experts; waits for them."""
+        dense, experts = map(len, self.summed)
+        sums = self.sums.wait() if self.sums is not None else torch.empty(0, dtype=torch.int64)
+        return sums[:dense], sums[dense : dense + experts]
 
 
 @dataclass(frozen=True)
@@ -93,27 +104,55 @@ class Seen:
 
     Args:
         problem: found on that rank alone; empty: none.
+        stays: why experts must stay where they are; empty: they may move.
         hashes: ``2 * SAMPLES``, dense first; 0 says nothing.
-        factors: as `gradients.rescaled.Arrived` gives them, NaN where they say nothing.
+        sums: hashes of all bits, of tensors outside the experts and of experts; 0 says nothing.
+        steps: of how many steps gradients were kept.
     """
 
     problem: str
+    stays: str
     hashes: Sequence[int]
-    factors: Sequence[float]
+    sums: Sequence[int]
+    steps: int
 
     @staticmethod
     def decode(row: Tensor) -> Seen:
         """The inverse."""
-        return Seen(
-            bytes(row[:_PROBLEM_BYTES].tolist()).rstrip(b"\0").decode(errors="replace"),
-            row[_PROBLEM_BYTES:_HASHES_END].clone().view(torch.int64).tolist(),
-            row[_HASHES_END:].clone().view(torch.float64).tolist(),
-        )
+        texts = bytes(row[:_TEXT_BYTES].tolist())
+        *hashes, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
+        problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
+        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps)
+
+
+def _padded(text: str, size: int) -> bytes:
+    return text.encode()[:size].ljust(size, b"\0")
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
 
 
 def _hash(piece: Tensor) -> int:
     """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
     return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
+
+
+def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """int64: of each tensor the sum of all its bits as whole numbers, which a change of any element changes. On their
+    device, without a sync; each is read once."""
+    sums = [torch.sum(_words(tensor.detach()), dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """In words as long as can be, the fewer to add."""
+    if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_one_value(piece: Tensor) -> bool:

@@ -55,6 +55,7 @@ class ExpertParallelLayer:
         meeting: where this rank is, as the other ranks are told.
         lanes: the ways of this rank's exchanges.
         real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
+        meet_in_backward: as `watch.BackwardMeeting`.
         count_and_look_up: as `routing.kernels.count_and_look_up`; None: the counter and the table do it.
 
     Attributes:
@@ -79,6 +80,7 @@ class ExpertParallelLayer:
         meeting: Meeting,
         lanes: Lanes,
         real_tokens: Callable[[int], Tensor | None],
+        meet_in_backward: Callable[[int, int], None] = lambda layer, step: None,
         count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         self.index = index
@@ -94,7 +96,12 @@ class ExpertParallelLayer:
         self.counts_in_evaluation = True
         self._real_tokens = real_tokens
         self._lanes = lanes
-        self._in_flight = InFlight(lambda: lanes.busy, lambda: int(table.changes_L[index]), lanes.before_backward)
+        self._in_flight = InFlight(
+            lambda: lanes.busy,
+            lambda: int(table.changes_L[index]),
+            lanes.before_backward,
+            lambda: meet_in_backward(index, counter.closed_steps),
+        )
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None

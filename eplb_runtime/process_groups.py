@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ class ProcessGroups:
       experts (norms, gathering). It is ``dispatch``, unless rows are divided.
     * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
       which ends the process where messages that meet differ in size, as those of a forward and a backward would.
+    * ``backward``: gloo, one EP group: where each rank is in a backward pass. None on other backends.
     * ``replicas``: the device's backend, the ranks of ``rows``: weights to copies, gradients back.
 
     Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
@@ -113,6 +115,7 @@ class ProcessGroups:
             self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
             self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
             self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
+            self.backward = self._new(job.ep_sets, "gloo", "backward") if self.backend == "gloo" else None
             self.replicas = self._new(job.row_sets, self.backend, "replicas")
             self.expert_data: dist.ProcessGroup | None = None
             self.twins: dist.ProcessGroup | None = None
@@ -241,7 +244,7 @@ class ProcessGroups:
                 ranks,
                 rank,
                 backend,
-                timeout if timeout is not None else dist.distributed_c10d.default_pg_timeout,
+                timeout if timeout is not None else host_timeout(backend),
                 description,
             )
         else:
@@ -258,6 +261,7 @@ class ProcessGroups:
         self, sets: Sequence[Sequence[int]], backend: str, description: str, timeout: timedelta | None
     ) -> dist.ProcessGroup:
         mine: dist.ProcessGroup | None = None
+        timeout = timeout if timeout is not None else host_timeout(backend)
         if backend == "nccl" and self._whole_world and dist.distributed_c10d._get_default_group().bound_device_id:
             # One split of the world's communicator makes them all; new_group would split it once for each.
             mine = dist.split_group(split_ranks=[list(s) for s in sets], timeout=timeout, group_desc=description)
@@ -342,6 +346,18 @@ def _watchdog_that_ends_nothing() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def host_timeout(backend: str) -> timedelta:
+    """How long the host lets its own process group of this backend wait (``init_process_group(timeout=...)``)."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    for part in dist.get_backend_config().split(","):
+        device, _, name = part.partition(":")
+        if name == backend:
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
 
 
 def backend_for(device: torch.device) -> str:

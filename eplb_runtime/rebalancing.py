@@ -342,7 +342,7 @@ class Rebalancer:
     def _act_on_pending(self, beside: bool) -> None:
         assert self._pending is not None
         decision, self._pending = self._outcome_of(self._pending), None
-        self._guard.report(decision.finding)
+        self._guard.report(decision.finding, decision.stays)
         if decision.imbalance is not None:
             self.events.emit(announcing.measured(self.step, decision, self._counter.steps_per_bucket))
         if decision.failure:

@@ -277,6 +277,48 @@ class Meeting:
         )
 
 
+class BackwardMeeting:
+    """Compares, ahead of a layer's exchanges in a backward pass, which layer each rank has come to.
+
+    The counts of a forward say where each rank is. A backward pass exchanges rows alone: ranks would take those of one
+    layer for another's, and gloo ends the process where they differ in size.
+
+    Args:
+        group: gloo, the EP group; nothing else goes over it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._group = group
+        self._watch = watch
+        self._mine, self._words_R = torch.zeros(1, dtype=torch.int64), torch.zeros(len(self._ranks), dtype=torch.int64)
+        self._own, self._of_ranks = self._mine.numpy(), self._words_R.numpy()
+
+    def __call__(self, layer: int, step: int) -> None:
+        """This rank's backward pass has come to a layer. Collective.
+
+        Raises:
+            OutOfStepError: another rank's has come to another; on every rank of the group.
+        """
+        self._own[0] = word = (step << 16) | layer
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self._watch.waiting():
+            gather(self._words_R, self._mine, group=self._group)
+        if (self._of_ranks == word).all():
+            return
+        places: dict[int, list[int]] = {}
+        for rank, other in zip(self._ranks, self._of_ranks.tolist(), strict=True):
+            places.setdefault(other, []).append(rank)
+        listed = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))} through MoE layer {other & 0xFFFF} after {other >> 16} steps"
+            for other, ranks in sorted(places.items())
+        )
+        raise OutOfStepError(
+            f"ranks run different backward passes at once: {listed}; every rank's loss must use the same MoE layers "
+            "and micro-batches (where one leaves a layer's output out, as an early exit does, add 0 * output.sum())"
+        )
+
+
 def _forward(word: int) -> str:
     kind = "training" if word >> 1 & 1 else "evaluation"
     gradients = "" if word & 1 else " without gradients"

@@ -47,7 +47,7 @@ from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
 from ..structure import Structure
 from ..topology import Topology
-from ..watch import Meeting, Watch
+from ..watch import BackwardMeeting, Meeting, Watch
 from .checks import check, raise_on_all
 from .computing import local_experts, log_memory
 from .copies import carrier_of_copies
@@ -352,6 +352,11 @@ class _Attaching:
             logger.warning("%s", note)
         exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
+        apart = (
+            {}
+            if self.groups.backward is None or self._job.ep_size == 1
+            else {"meet_in_backward": BackwardMeeting(self.groups.backward, self.watch)}
+        )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
         whole = WholeCopies(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
@@ -382,6 +387,7 @@ class _Attaching:
                 meeting=meeting,
                 lanes=self.lanes,
                 real_tokens=real_tokens[id(layer)],
+                **apart,
                 count_and_look_up=self.kernels.count_and_look_up,
             )
             layer.install(parallel)

@@ -16,7 +16,7 @@ from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
-from ..gradients.division import has_gradient_hooks
+from ..gradients.division import foreign_hooks
 from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
@@ -232,7 +232,7 @@ def _check_nothing_is_lost(layer: MoELayer) -> None:
     """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
     for name in layer.parameters:
         parameter = layer.parameter(name)
-        if has_gradient_hooks(parameter):
+        if foreign_hooks(parameter):
             raise AttachError(
                 f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
                 "them after attach, without replica slots, on the parameter that the module has then"

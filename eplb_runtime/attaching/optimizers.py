@@ -184,6 +184,7 @@ class Optimizers:
     @torch.compiler.disable
     def _after_step(self, number: int, *_: Any) -> None:
         self._stepping = False
+        self._balancer._guard.optimizer_has_stepped()
         self._end_turn(number, stepped=True)
 
     def _end_turn(self, number: int, *, stepped: bool) -> None:

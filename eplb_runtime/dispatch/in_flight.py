@@ -40,6 +40,8 @@ class InFlight:
             first then may differ from rank to rank.
         changes: how often the layer's placement has changed.
         before_backward: called when a backward pass comes to the layer; raises where none may run now.
+        meet_in_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
+            one has come to another layer.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class InFlight:
         beside: Callable[[], bool] = lambda: False,
         changes: Callable[[], int] = lambda: 0,
         before_backward: Callable[[], None] = lambda: None,
+        meet_in_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._beside = beside
         self.changes = changes
         self.before_backward = before_backward
+        self._meet_in_backward = meet_in_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -87,14 +91,14 @@ class InFlight:
         forward = None
         if alone:
             forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), manifest)
-        left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward))
+        left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward), self._meet_in_backward)
         return left
 
     def again(self, combined_TD: Tensor) -> Tensor:
         """`until_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
         if not combined_TD.requires_grad:
             return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, None)
+        left: Tensor = _UntilBackward.apply(combined_TD, None, self._meet_in_backward)
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
@@ -195,8 +199,8 @@ class _Landing:
 
 class _UntilBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, landing: _Landing | None) -> Tensor:
-        ctx.landing = landing
+    def forward(ctx: Any, combined_TD: Tensor, landing: _Landing | None, meet: Callable[[], None]) -> Tensor:
+        ctx.landing, ctx.meet = landing, meet
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -204,7 +208,7 @@ class _UntilBackward(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): "
@@ -213,7 +217,8 @@ class _UntilBackward(torch.autograd.Function):
             )
         if ctx.landing is not None:
             ctx.landing.check()
+        ctx.meet()
         _ = ctx.saved_tensors
         if ctx.landing is not None:
             ctx.landing()
-        return grad_TD, None
+        return grad_TD, None, None

@@ -7,8 +7,10 @@ parameter outside the experts gets it from all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +50,19 @@ class Divisors:
         return cls(in_layers, divisor / in_layers)
 
 
-def has_gradient_hooks(parameter: Tensor, *, but: int = 0) -> bool:
-    """Whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on a parameter.
+def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
+    """What others have called ``register_hook`` or ``register_post_accumulate_grad_hook`` of a parameter with: neither
+    this package nor torch's own wrappers of models."""
+    both = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return [hook for hooks in both for hook in (hooks or {}).values() if not _is_known(hook)]
 
-    Args:
-        but: hooks of our own on it.
-    """
-    return len(parameter._backward_hooks or ()) > but or bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+def _is_known(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    made_in = str(getattr(hook, "__module__", None) or type(owner).__module__)
+    return made_in.startswith((f"{__name__.partition('.')[0]}.", "torch.distributed."))
 
 
 class Division:
@@ -86,7 +94,7 @@ class Division:
             RuntimeError: copies have no place for their gradients, or hooks would not see those.
         """
         for name, parameter in self._watched.items():
-            if has_gradient_hooks(parameter, but=name in self._divided):
+            if foreign_hooks(parameter):
                 raise RuntimeError(
                     f"{name} has gradient hooks, and with replica slots a part of its gradient comes from copies, past "
                     "them: change gradients after balancer.reduce_gradients() instead, or use replica_slots=0"

@@ -24,6 +24,9 @@ class Gradients:
         replicas: brings copies' gradients home; None: there are no copies.
         dense_parameters: the rest of the model, by name; more may join.
         average_dense: whether the rest is averaged here, or by the host.
+
+    Attributes:
+        reduced: called whenever gradients have been reduced.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Gradients:
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
         self._reduced = False
         self._seen: list[tuple[int, ...]] | None = None
+        self.reduced: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """The optimizer has stepped: new gradients come."""
@@ -63,6 +67,7 @@ class Gradients:
         with phase("reduce gradients"):
             self._reduce()
         self._reduced = True
+        self.reduced()
 
     def _reduce(self) -> None:
         if self._replicas is not None:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..experts.compute import SlotCounts
-from ..gradients.division import has_gradient_hooks
+from ..gradients.division import foreign_hooks
 from ..layer import ExpertParallelLayer
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -298,7 +298,7 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
             raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
-        if any(has_gradient_hooks(tensor) for tensor in named[number].values()):
+        if any(foreign_hooks(tensor) for tensor in named[number].values()):
             raise AttachError(
                 f"weights of {name}.{number} have gradient hooks, which stacking would lose: register them later"
             )

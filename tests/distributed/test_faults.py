@@ -101,11 +101,11 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     said["compiling"] = job.until_next(RebalancePlanned).reason
     decisions._compiled = True
 
-    finding = decisions._guard.finding
+    found = decisions._guard.found
     if rank == 1:
-        decisions._guard.finding = raising(MemoryError, "in the middle of the collectives")
+        decisions._guard.found = raising(MemoryError, "in the middle of the collectives")
     said["paused"] = bool(job.until_next(BalancingPaused).cause)
-    decisions._guard.finding = finding
+    decisions._guard.found = found
     said["while paused"] = refusal(balancer.rebalance)
     said["resumed"] = job.until_next(BalancingResumed).step
     said["committed at"] = job.until_next(RebalanceCommitted).step

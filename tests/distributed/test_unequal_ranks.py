@@ -26,13 +26,13 @@ from eplb_runtime.watch import Watch
 class Job:
     """An attached model in training, past the guard's first steps."""
 
-    def __init__(self, rank: int, **options: Any) -> None:
+    def __init__(self, rank: int, steps: int = 4, **options: Any) -> None:
         self.rank = rank
         self.model = make_model("olmoe", experts=8)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce", split_least_tokens=0, **options)
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
-        for step in range(4):
+        for step in range(steps):
             self.step(step)
 
     def loss(self, step: int) -> torch.Tensor:
@@ -132,6 +132,70 @@ def forward_more_before_backward(job: Job) -> None:
     if job.rank == 0:
         job.evaluate(1)
     loss.backward()
+
+
+def evaluate_on_one_rank(job: Job) -> None:
+    if job.rank == 0:
+        job.evaluate(1)
+    else:
+        job.step(0)
+
+
+def early_exit_on_one_rank(job: Job) -> None:
+    """Its loss leaves the last MoE layer out: the other's backward pass comes to that one first."""
+    ids = batch_of(job.rank, 0)
+    out = job.model.train()(input_ids=ids, labels=ids, output_hidden_states=True)
+    loss = out.loss if job.rank == 0 else out.hidden_states[1].square().mean()
+    loss.backward()
+    job.optimizer.step()
+
+
+def early_exit_everywhere(job: Job) -> None:
+    ids = batch_of(job.rank, 0)
+    job.model.train()(input_ids=ids, output_hidden_states=True).hidden_states[1].square().mean().backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+def meeting_elsewhere(rank: int) -> dict[str, tuple[str, list[str]]]:
+    said = {}
+    for steps in (0, 4):
+        for case in (evaluate_on_one_rank, early_exit_on_one_rank, early_exit_everywhere):
+            job = Job(rank, steps)
+            said[f"{case.__name__}, {steps}"] = job.heard(lambda case=case, job=job: case(job))
+            job.balancer.close()
+    return said
+
+
+def test_ranks_that_part_in_any_step_are_told_at_once_and_on_all() -> None:
+    first, second = run_ranks(2, meeting_elsewhere)
+    for result in (first, second):
+        for steps in (0, 4):
+            error, _ = result[f"evaluate_on_one_rank, {steps}"]
+            assert error.startswith("OutOfStepError: ranks run different forwards at once: rank ")
+            error, _ = result[f"early_exit_on_one_rank, {steps}"]
+            assert error.startswith("OutOfStepError: ranks run different backward passes at once: rank 1 through MoE")
+            assert "layer 0 after" in error and "add 0 * output.sum()" in error and "\n" not in error
+            assert result[f"early_exit_everywhere, {steps}"] == ("", [])
+
+
+def waits_as_the_host_says(rank: int) -> tuple[set[float], bool]:
+    """The groups that the balancer's steps wait on have the timeout of the host's own."""
+    own = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    own.options._timeout = timedelta(seconds=20)
+    job = Job(rank, 1, timeout_seconds=30)
+    groups = job.balancer._groups
+    waits = {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (groups.everyone, groups.dispatch, groups.counts, groups.data, groups.replicas)
+    }
+    control = groups.control._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    job.balancer.close()
+    return waits, control == 30
+
+
+def test_waits_in_a_step_end_with_the_hosts_timeout() -> None:
+    assert run_ranks(2, waits_as_the_host_says) == [({20.0}, True)] * 2
 
 
 def rank_in_its_own_code(job: Job) -> None:
