@@ -385,7 +385,8 @@ def whole_in_ddp() -> None:
     whole = WithHead()
     optimizer = AdamW(whole.parameters())
     eplb.attach(whole.backbone, optimizer, config=config(dense_gradients="host"))
-    DistributedDataParallel(whole)(0)
+    DistributedDataParallel(whole)(0).backward()
+    optimizer.step()
 
 
 def compiled_in_ddp() -> None:
