@@ -22,6 +22,7 @@ from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLay
 from ..experts.compute import SlotCounts
 from ..gradients.division import foreign_hooks
 from ..layer import ExpertParallelLayer
+from .tried import short, why_not_alike
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
 
@@ -59,17 +60,19 @@ class MoE:
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
 
-    The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. Layers whose experts are stacked
-    already are left alone. Checkpoints of the unstacked model are loaded before this call. One thing differs: an expert
-    without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
-    and weight decay go on.
+    The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. A few rows are sent through each
+    expert and through the one module that computes all from now on, and what they give is compared. Layers whose
+    experts are stacked already are left alone. Checkpoints of the unstacked model are loaded before this call. One
+    thing differs: an expert without tokens has no gradient in a list, and optimizers pass it over; in a stack its
+    gradient is zero, and momentum and weight decay go on.
 
     Args:
         model: whole, not attached.
         layers: as ``attach`` will be given; those with a ``compute`` of their own have nothing to stack.
 
     Raises:
-        AttachError: the experts of a list are not equal modules, or share tensors, or keep buffers; nothing is changed.
+        AttachError: the experts of a list are not equal modules, compute otherwise, share tensors, or keep buffers;
+            nothing is changed.
 
     Example:
         >>> layer = nn.Module()
@@ -310,7 +313,10 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         key: nn.Parameter(torch.stack([own[key].detach() for own in named]), requires_grad=named[0][key].requires_grad)
         for key in named[0]
     }
-    return StackedExperts(deepcopy(first).to("meta"), tensors).train(experts.training)
+    template = deepcopy(first).to("meta")
+    if problem := why_not_alike(name, list(experts), template):
+        raise AttachError(problem)
+    return StackedExperts(template, tensors).train(experts.training)
 
 
 def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Module) -> None:
@@ -322,7 +328,7 @@ def _check_same_code(name: str, expert: nn.Module, first_name: str, first: nn.Mo
     own, others = ways
     for path, key in {**own, **others}:
         if not _alike(own.get((path, key)), others.get((path, key))):
-            shown = f"{own.get((path, key))!r}, not {others.get((path, key))!r}"
+            shown = f"{short(own.get((path, key)))}, not {short(others.get((path, key)))}"
             raise AttachError(
                 f"{name} does not compute as {first_name} does ({f'{path}.{key}'.lstrip('.')} is {shown}), and one of "
                 "them computes all once they are stacked: make them equal, or keep tensors [E, ...] and say by "

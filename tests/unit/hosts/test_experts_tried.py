@@ -1,0 +1,232 @@
+"""Experts of a list that do not compute alike are not stacked, wherever the difference is kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import eplb_runtime as eplb
+from eplb_runtime.hosts import AttachError
+
+EXPERTS, WIDTH = 4, 16
+ODD = 2
+LAYERS = [eplb.MoE("experts", run="run_experts")]
+
+
+@dataclass
+class Settings:
+    slope: float
+    notes: str = ""
+
+
+class Switch:
+    """An object without an equality of its own."""
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+
+
+class Expert(nn.Module):
+    """Multiplies by what a function makes of its attribute ``way``."""
+
+    def __init__(self, way: Any, slope_of: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self._way = way
+        self._slope_of = slope_of
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.up(rows)
+        return self.down(functional.leaky_relu(hidden, 0.1) * self._slope_of(self._way, hidden))
+
+
+def model_of(*ways: Any, slope_of: Callable[[Any, Tensor], Any] = lambda way, hidden: way) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Module()
+    model.experts = nn.ModuleList(Expert(way, slope_of) for way in ways)
+    return model
+
+
+def odd_one(way: Callable[[float], Any], slope_of: Callable[[Any, Tensor], Any]) -> nn.Module:
+    return model_of(*(way(0.5 if number == ODD else 1.0) for number in range(EXPERTS)), slope_of=slope_of)
+
+
+def times(hidden: Tensor, slope: float) -> Tensor:
+    return hidden.sigmoid() * slope
+
+
+WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
+    "a number": (lambda slope: slope, lambda way, hidden: way),
+    "a numpy value": (lambda slope: np.float32(slope), lambda way, hidden: float(way)),
+    "a numpy array": (lambda slope: np.array([slope]), lambda way, hidden: float(way[0])),
+    "a dict": (lambda slope: {"slope": slope}, lambda way, hidden: way["slope"]),
+    "a dataclass": (Settings, lambda way, hidden: way.slope),
+    "an object": (Switch, lambda way, hidden: way.slope),
+    "a partial": (lambda slope: partial(times, slope=slope), lambda way, hidden: way(hidden)),
+    "a lambda's default": (lambda slope: lambda hidden, by=slope: hidden * by, lambda way, hidden: way(hidden)),
+    "a tensor": (lambda slope: torch.tensor(slope), lambda way, hidden: way),
+    "a limit": (lambda slope: {"limit": 14 * slope}, lambda way, hidden: hidden.clamp(max=way["limit"])),
+    "a gradient that is cut": (lambda slope: [slope], lambda way, hidden: hidden if way[0] == 1 else hidden.detach()),
+}
+
+
+def refusal(model: nn.Module) -> str:
+    """What is said; the model is as it was."""
+    before = dict(model.named_parameters())
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]  # noqa: NPY002
+    with pytest.raises(AttachError) as raised:
+        eplb.stack_experts(model, LAYERS)
+    assert isinstance(model.experts, nn.ModuleList)
+    assert all(now is before[name] and now.grad is None for name, now in model.named_parameters())
+    assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
+    assert generators[2] == np.random.get_state()[2]  # noqa: NPY002
+    said = str(raised.value)
+    assert "\n" not in said and len(said) < 420
+    return said
+
+
+@pytest.mark.parametrize("kept_as", WAYS)
+def test_an_expert_with_another_setting_is_named_with_its_attribute(kept_as: str) -> None:
+    way, slope_of = WAYS[kept_as]
+    said = refusal(odd_one(way, slope_of))
+    assert f"experts.{ODD} gives other results" in said and "(_way is " in said
+    eplb.stack_experts(model_of(*[way(1.0)] * EXPERTS, slope_of=slope_of), LAYERS)
+
+
+def test_zeros_at_the_start_hide_nothing() -> None:
+    model = odd_one(*WAYS["a dict"])
+    for expert in model.experts:
+        nn.init.zeros_(expert.down.weight)
+        nn.init.zeros_(expert.down.bias)
+    assert "(_way is {'slope': 0.5}, not {'slope': 1.0})" in refusal(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    assert f"experts.{ODD}" in refusal(odd_one(*WAYS["a dict"]).to(dtype))
+    eplb.stack_experts(model_of(*[1.0] * EXPERTS).to(dtype), LAYERS)
+
+
+def test_experts_on_the_meta_device_are_tried_with_weights_made_up() -> None:
+    assert f"experts.{ODD}" in refusal(odd_one(*WAYS["a dict"]).to("meta"))
+    model = model_of(*[1.0] * EXPERTS).to("meta")
+    eplb.stack_experts(model, LAYERS)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
+    model = model_of(*[1.0] * EXPERTS)
+    model.experts[ODD].forward = model.experts[0].forward
+    assert "(forward is " in refusal(model)
+    model = model_of(*[1.0] * EXPERTS)
+    for expert in model.experts:
+        expert.forward = model.experts[0].forward
+    assert "experts.1 gives other results" in refusal(model)
+
+
+def test_a_forward_that_has_closed_over_its_expert() -> None:
+    model = model_of(*[1.0] * EXPERTS)
+    for expert in model.experts:
+        expert.forward = lambda rows, own=expert: own.down(own.up(rows))
+    assert "gives other results" in refusal(model)
+
+
+class Random(nn.Module):
+    """Drops elements, and draws from other generators."""
+
+    def __init__(self, share: float, draws: Callable[[], float] = lambda: 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self._share, self._draws = share, draws
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return functional.dropout(rows @ self.weight, self._share, self.training) * self._draws()
+
+
+def test_dropout_is_tried_in_training_and_draws_nothing() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(Random(0.5 if number == ODD else 0.1) for number in range(EXPERTS))
+    model.experts.eval()
+    assert "(_share is 0.5, not 0.1)" in refusal(model)
+    assert not any(expert.training for expert in model.experts)
+
+    def of_numpy() -> float:
+        return float(np.random.rand())  # noqa: NPY002
+
+    for draws in (lambda: 1.0, random.random, of_numpy, lambda: float(torch.rand(()))):
+        alike = nn.Module()
+        alike.experts = nn.ModuleList(Random(0.5, draws) for _ in range(EXPERTS))
+        state = torch.get_rng_state(), random.getstate()
+        eplb.stack_experts(alike, LAYERS)
+        assert torch.equal(state[0], torch.get_rng_state()) and state[1] == random.getstate()
+
+
+class Counting(nn.Module):
+    """Sets attributes while it computes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self._number = number
+        self._calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self._calls += 1
+        self._seen = rows
+        return rows @ self.weight
+
+
+def test_a_setting_without_effect_is_no_difference_and_no_trace_is_left() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(map(Counting, range(EXPERTS)))
+    experts = list(model.experts)
+    eplb.stack_experts(model, LAYERS)
+    assert all(expert._calls == 0 and not hasattr(expert, "_seen") for expert in experts)
+
+
+class OfTwo(nn.Module):
+    """Cannot be called with rows alone."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self._way = {"slope": slope}
+
+    def forward(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return rows @ self.weight * scale * self._way["slope"]
+
+
+def test_experts_that_cannot_be_called_are_compared_by_all_settings() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(OfTwo(0.5 if number == ODD else 1.0) for number in range(EXPERTS))
+    assert "does not compute as" in (said := refusal(model)) and "without calling" in said
+    model.experts = nn.ModuleList(OfTwo(1.0) for _ in range(EXPERTS))
+    eplb.stack_experts(model, LAYERS)
+
+
+class Heads(nn.Module):
+    """Its rows are as wide as no dimension of a tensor."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.rand(3, 5, 5))
+        self._slope = slope
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.einsum("mhd,hde->mhe", rows.unflatten(1, (3, 5)), self.mix).flatten(1) * self._slope
+
+
+def test_rows_of_a_width_that_no_tensor_has() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(Heads(0.5 if number == ODD else 1.0) for number in range(EXPERTS))
+    assert "gives other results" in refusal(model)
