@@ -161,7 +161,7 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)
-    except (KeyError, TypeError, binascii.Error) as error:
+    except (KeyError, TypeError, OverflowError, binascii.Error) as error:
         raise ValueError(f"not a saved load: {type(error).__name__}: {error}") from None
     if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
         raise ValueError(f"the saved load has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")

@@ -7,7 +7,7 @@ of a tensor. So a bit that changed anywhere is noticed, and nothing is believed 
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from ..files import FileError, require_readable
 from .boxes import Box
+from .schema import FORMAT, VERSION, SchemaError, check_header, check_index, covers, from_text
 from .state import CheckpointError
 from .tensor_file import DTYPES, header_checksum
 
 INDEX = "checkpoint.json"
-FORMAT = "eplb-runtime-checkpoint"
-VERSION = 2
 MOST_HEADER_BYTES = 100 << 20
 """safetensors' own limit, for the index too."""
 _BLOCK_BYTES = 16 << 20
@@ -112,18 +111,27 @@ class Catalogue:
     @classmethod
     def of(cls, folder: Path, index: Mapping[str, Any]) -> Catalogue:
         """As ``read``, of an index that is not in the folder yet."""
+        try:
+            check_index(index)
+        except SchemaError as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be used: {error}") from None
         sizes: dict[str, tuple[int, ...]] = {}
         parts: dict[str, dict[tuple[int, ...], Part]] = {}
         optimizers: dict[str, Mapping[str, Any]] = {}
         for file in index["files"]:
-            header, begin = _read_header(folder / file["name"], file["bytes"], file["checksum"])
+            path = folder / file["name"]
+            text, begin = _read_header(path, file["bytes"], file["checksum"])
+            try:
+                header = from_text(text, "its header")
+                own_sizes, checksums, optimizer = check_header(header, file["bytes"] - begin)
+            except SchemaError as error:
+                raise CheckpointError(f"{path} cannot be used: {error}") from None
             metadata = header.pop("__metadata__")
-            if metadata.get("optimizer", "null") != "null":
-                optimizers[metadata["optimizer"]] = json.loads(metadata["optimizer"])
-            for key, size in json.loads(metadata["sizes"]).items():
-                if sizes.setdefault(key, tuple(size)) != tuple(size):
+            if optimizer is not None:
+                optimizers[metadata["optimizer"]] = optimizer
+            for key, size in own_sizes.items():
+                if sizes.setdefault(key, size) != size:
                     raise CheckpointError(_two_tensors(folder, key))
-            checksums = json.loads(metadata["checksums"])
             for name, entry in header.items():
                 key, _, offsets = name.rpartition("@")
                 first, last = entry["data_offsets"]
@@ -131,7 +139,7 @@ class Catalogue:
                     tuple(int(offset) for offset in offsets.split(",")) if offsets else (),
                     tuple(entry["shape"]),
                     DTYPES[entry["dtype"]],
-                    folder / file["name"],
+                    path,
                     begin + first,
                     last - first,
                     checksums[name],
@@ -142,8 +150,10 @@ class Catalogue:
         tensors = {}
         for key, found in parts.items():
             values = tuple(found.values())
-            if sum(math.prod(part.shape) for part in values) != math.prod(sizes[key]):
+            if not covers(sizes[key], [(part.offsets, part.shape) for part in values]):
                 raise CheckpointError(f"{folder}: parts of {key} are missing, or overlap")
+            if len({part.dtype for part in values}) > 1:
+                raise CheckpointError(f"{folder}: parts of {key} have different dtypes")
             tensors[key] = Saved(sizes[key], values[0].dtype, values)
         return cls(folder, index, tensors, tuple(optimizers.values()))
 
@@ -205,10 +215,11 @@ def read_index(path: Path) -> dict[str, Any]:
         index = json.loads(path.read_text())
         own = index.pop("checksum")
         known = (index["format"], index["version"])
-    except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from None
     if known != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} is a {known[0]} of version {known[1]}; this reads {FORMAT} of version {VERSION}")
+        found = f"{reprlib.repr(known[0])} of version {reprlib.repr(known[1])}"
+        raise CheckpointError(f"{path} is {found}; this reads {FORMAT!r} of version {VERSION}")
     if own != index_checksum(index):
         raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
     return dict(index)
@@ -218,8 +229,8 @@ def index_checksum(index: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def _read_header(path: Path, nbytes: int, expected: str) -> tuple[dict[str, Any], int]:
-    """A file's header, and where its tensors begin."""
+def _read_header(path: Path, nbytes: int, expected: str) -> tuple[bytes, int]:
+    """The text of a file's header, and where its tensors begin."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -230,7 +241,7 @@ def _read_header(path: Path, nbytes: int, expected: str) -> tuple[dict[str, Any]
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if size != nbytes or header_checksum(length + text).hex() != expected:
         raise CheckpointError(f"{path} is damaged: its size or its header is not what was saved")
-    return json.loads(text), 8 + count
+    return text, 8 + count
 
 
 def names_of(tensors: Mapping[str, Saved], part: str) -> Iterator[str]:

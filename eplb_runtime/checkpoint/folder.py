@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ..files import PARTIALS, write_file
 from .boxes import Box, boxes_here, boxes_to_write
-from .catalogue import FORMAT, INDEX, VERSION, Catalogue, index_checksum, names_of
+from .catalogue import INDEX, Catalogue, index_checksum, names_of
 from .meeting import Meeting
 from .restoring import options_of, restore_placement, set_options
+from .schema import FORMAT, VERSION
 from .state import (
     CheckpointError,
     Entry,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..placement import PlacementError
@@ -30,7 +32,25 @@ def options_of(view: LogicalView, saved: Mapping[int, Mapping[str, Any]]) -> lis
                 "optimizer with the same groups"
             )
         found.append(options[0] if options else {})
+        for name, value in found[-1].items():
+            if name in live and not _fits(value, live[name]):
+                raise CheckpointError(
+                    f"the optimizer's {name} was saved as {reprlib.repr(value)}, and is {reprlib.repr(live[name])} now"
+                )
     return found
+
+
+def _fits(saved: Any, live: Any) -> bool:
+    """Whether an option is of the kind that it was; None may stand for any but a list."""
+    if isinstance(saved, list | tuple) or isinstance(live, list | tuple):
+        both = isinstance(saved, list | tuple) and isinstance(live, list | tuple)
+        return both and len(saved) == len(live) and all(map(_fits, saved, live))
+    if saved is None or live is None:
+        return True
+    if isinstance(saved, Tensor) and isinstance(live, Tensor):
+        return saved.shape == live.shape
+    numbers = (bool, int, float, Tensor)
+    return isinstance(saved, numbers) == isinstance(live, numbers) and isinstance(saved, str) == isinstance(live, str)
 
 
 def set_options(view: LogicalView, options: list[dict[str, Any]]) -> None:
@@ -44,7 +64,13 @@ def set_options(view: LogicalView, options: list[dict[str, Any]]) -> None:
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
+    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def restore_placement(view: LogicalView, saved: Mapping[str, Any] | None, warm_start: bool) -> None:
