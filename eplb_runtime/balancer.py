@@ -99,7 +99,7 @@ class Balancer:
         self._device = parts.device
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
-        self._adopt: Callable[[torch.optim.Optimizer], None]
+        self._adopt: Callable[[torch.optim.Optimizer, torch.optim.Optimizer | None], None]
         self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
         self._closed = False
         self._process = os.getpid()
@@ -311,7 +311,7 @@ class Balancer:
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
 
         Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's are taken
@@ -319,14 +319,22 @@ class Balancer:
 
         Args:
             optimizer: element-wise; made from the attached model's parameters.
+            instead_of: one that the balancer has, and that is let go: it may not step the model any more, and what it
+                keeps no longer moves with experts. With it the call is collective.
 
         Raises:
             AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
-                place for gradients.
+                place for gradients; or ``instead_of`` cannot be let go, or holds experts that nobody would train then.
+            RuntimeError: with ``instead_of``, after ``close``, or between a backward pass and the optimizer's step.
         """
         began = self._training
-        self._adopt(optimizer)
-        if not began:
+        if instead_of is not None:
+            self._refuse_if_closed("adopt()")
+            self._refuse_inside_a_step("adopt()")
+            self._come("balancer.adopt(..., instead_of=...)")
+            self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
+        self._adopt(optimizer, instead_of)
+        if not began or instead_of is not None:
             self._guard.begin()
 
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
@@ -342,6 +350,17 @@ class Balancer:
             self._training = self._division.training = True
             for layer in self._layers:
                 layer.counts_in_evaluation = False
+
+    def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
+        """An optimizer was let go.
+
+        Args:
+            outside: as for `_trained_by`.
+        """
+        self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
+        self._registry.no_longer_stepped_by(optimizer)
+        for name in outside:
+            self._dense.pop(name, None)
 
     def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
         """These are a part of the model, too, that is the same on every rank; by what to call them."""

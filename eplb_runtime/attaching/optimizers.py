@@ -7,6 +7,7 @@ holds one of them is refused at its first step, whoever made it and whenever.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..balancer import Balancer
 from ..experts.element_wise import check_element_wise
@@ -53,6 +55,7 @@ class Optimizers:
         self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[AnyOptimizer] = []
         self._contained: list[torch.optim.Optimizer] = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}
         self._held: list[int] = []
         self._done: dict[int, bool] = {}
         self._turns: dict[int, int] = {}
@@ -60,39 +63,88 @@ class Optimizers:
         self._stepping = False
         balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
         refuse_shared(optimizer)
+        number = self._replaceable(instead_of) if instead_of is not None else -1
         if self._balancer.config.replica_slots and not self._known:
             raise AttachError(
                 "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
                 "give the optimizer to attach, or use replica_slots=0"
             )
-        held = [id(p) for known in [*self._known, optimizer] for group in known.param_groups for p in group["params"]]
-        twice = [name for number, name in self._names.items() if held.count(number) > 1]
+        kept = [known for known in self._known if known is not instead_of]
+        held = Counter(id(p) for one in [*kept, optimizer] for group in one.param_groups for p in group["params"])
+        twice = [name for key, name in self._names.items() if held[key] > 1]
         if twice:
-            raise AttachError(f"{twice[0]} is in several optimizers: give each parameter to one")
+            raise AttachError(
+                f"{twice[0]} is in several optimizers: give each parameter to one, and let go the one that this "
+                "replaces: balancer.adopt(optimizer, instead_of=old)"
+            )
+        if instead_of is not None:
+            lost = {id(p) for group in instead_of.param_groups for p in group["params"] if p.requires_grad}
+            left = [name for key, name in self._experts.items() if key in lost and not held[key]]
+            if left:
+                raise AttachError(
+                    f"{left[0]} is in the optimizer that goes and not in the one that comes: make that from all that "
+                    "is to be trained, or freeze this first (requires_grad_(False))"
+                )
         try:
             check_element_wise(optimizer)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
-        self.add([optimizer])
+        if instead_of is not None:
+            self._let_go(number)
+        self._hook(optimizer, number if instead_of is not None else len(self._known))
+
+    def _replaceable(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of an optimizer that may be let go now."""
+        number = next((number for number, known in enumerate(self._known) if known is optimizer), None)
+        if number is None:
+            raise AttachError(
+                f"instead_of is a {type(optimizer).__name__} that the balancer does not have: give the very one that "
+                "attach or adopt was given"
+            )
+        if number not in self._hooks:
+            raise AttachError(
+                f"a {type(optimizer).__name__} of the framework's own cannot be let go: close the balancer, and attach "
+                "with the new optimizer"
+            )
+        if self._done:
+            raise AttachError(
+                "adopt(..., instead_of=...) in the middle of a training step, in which some optimizers have stepped "
+                "and others not: call it when all have"
+            )
+        return number
+
+    def _let_go(self, number: int) -> None:
+        """From here on this optimizer is none of the model's: who steps it is told so."""
+        for handle in self._hooks.pop(number):
+            handle.remove()
+        self._balancer._no_longer_trained_by(self._known[number], self._outside(number))
+        self._turns.pop(number, None)
 
     def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
         """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
         for optimizer in optimizers:
-            number = len(self._known)
-            self._known.append(optimizer)
-            self._held.append(_count(optimizer))
-            self._balancer._trained_by(optimizer, self._outside(number))
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                self._join(number, optimizer)
-                continue
-            mark_optimizer(optimizer, self._experts, self._experts_here)
-            optimizer.register_step_pre_hook(self._before_step)
-            self._balancer._end_with(optimizer.register_step_post_hook(partial(self._after_step, number)))
+            self._hook(optimizer, len(self._known))
+
+    def _hook(self, optimizer: AnyOptimizer, number: int) -> None:
+        """Under this number, where none is or the one before was let go."""
+        self._known[number : number + 1] = [optimizer]
+        self._held[number : number + 1] = [_count(optimizer)]
+        self._balancer._trained_by(optimizer, self._outside(number))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            self._join(number, optimizer)
+            return
+        after = optimizer.register_step_post_hook(partial(self._after_step, number))
+        self._balancer._end_with(after)
+        self._hooks[number] = [
+            *mark_optimizer(optimizer, self._experts, self._experts_here),
+            optimizer.register_step_pre_hook(self._before_step),
+            after,
+        ]
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
@@ -217,7 +269,8 @@ class Optimizers:
                     raise RuntimeError(
                         f"a {type(optimizer).__name__} that the balancer does not know steps {name} of the attached "
                         "model, with gradients that are not reduced: give all optimizers to attach(model, [first, "
-                        "second]), or one that is made later to balancer.adopt(optimizer)"
+                        "second]), or one that is made later to balancer.adopt(optimizer), with instead_of=old where "
+                        "it replaces one"
                     )
         self._strangers.add(optimizer)
 

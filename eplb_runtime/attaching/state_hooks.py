@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 KEY = "eplb_runtime_experts"
 """In the metadata of a model's state dict, which ``torch.save`` keeps, beside the experts module's version; in an
@@ -59,12 +60,15 @@ def mark_state(
 
 def mark_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], experts_here: Callable[[str], list[int]]
-) -> None:
+) -> list[RemovableHandle]:
     """Let the state of an optimizer say which logical experts its rows are.
 
     Args:
         names: of the expert parameters, by the parameter's id.
         experts_here: as for `mark_state`, of a parameter.
+
+    Returns:
+        How to end it.
     """
 
     def held() -> list[tuple[str, Tensor] | None]:
@@ -87,8 +91,10 @@ def mark_optimizer(
             if rows and theirs != here:
                 raise RuntimeError(refusal("optimizer's state dict", name, theirs, here))
 
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_pre_hook(loading)
+    return [
+        optimizer.register_state_dict_post_hook(saved),
+        optimizer.register_load_state_dict_pre_hook(loading),
+    ]
 
 
 def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS) -> str:

@@ -144,6 +144,10 @@ class ExpertTensors:
         if not any(optimizer is other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
+    def no_longer_stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
+        """Nothing that this optimizer keeps is theirs any more."""
+        self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
+
     def settle_gradients(self, layer: int, local_slots: Sequence[int]) -> None:
         """Gradients that did not move along belong to the experts that left: nothing of them may stay behind."""
         if self._move_gradients:

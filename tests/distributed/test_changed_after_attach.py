@@ -34,9 +34,9 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 8) -> None:
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 8, first: int = 0) -> None:
     model.train()
-    for step in range(steps):
+    for step in range(first, first + steps):
         loss_of(model, step).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -215,7 +215,44 @@ def written_without_copies(rank: int) -> dict[str, Tensor]:
     return written_between_steps(config(policy="static"))
 
 
+def another_in_mid_run(policy: str) -> dict[str, Tensor]:
+    """Two optimizers train a head besides; then one other takes the place of the second, and a third that one's."""
+    whole = WithHead()
+    first, second = halves(whole.backbone)
+    old = torch.optim.SGD([*second, *whole.head.parameters()], lr=0.05, momentum=0.9)
+    other = AdamW(first)
+    balancer = eplb.attach(whole.backbone, [other, old], config=config(policy=policy))
+    train(whole.backbone, other, old)
+    moved, (_, second) = balancer.placement.epoch, halves(whole.backbone)  # this rank's experts
+    for phase, make in enumerate((AdamW, torch.optim.RMSprop), 1):
+        new = make(second, lr=1e-3)
+        balancer.adopt(new, instead_of=old)
+        assert not any(p is whole.head.weight for p in balancer._dense.values())
+        assert "eplb_runtime_experts" not in old.state_dict() and "eplb_runtime_experts" in new.state_dict()
+        old.param_groups.clear()
+        train(whole.backbone, other, new, first=8 * phase)
+        old = new
+    assert policy == "static" or balancer.placement.epoch > moved
+    return eplb.logical_state_dict(whole.backbone) | {
+        f"{name} {key}": balancer.gather_experts(layer, old.state[parameter][key])
+        for name, layer in balancer.layer_of_parameter.items()
+        for parameter in [whole.backbone.get_parameter(name)]
+        for key in old.state[parameter]
+        if key != "step"
+    }
+
+
+def another_in_mid_run_static(rank: int) -> dict[str, Tensor]:
+    return another_in_mid_run("static")
+
+
+def another_in_mid_run_moved(rank: int) -> dict[str, Tensor]:
+    return another_in_mid_run("incremental")
+
+
 RIGHT = [
+    another_in_mid_run_static,
+    another_in_mid_run_moved,
     written_beside_copies,
     written_without_copies,
     given,
@@ -243,7 +280,14 @@ def test_ranks_agree_and_nothing_is_found(states: list[dict[str, dict[str, Tenso
         assert all(torch.equal(tensor, states[1][name][key]) for key, tensor in state.items()), name
 
 
-@pytest.mark.parametrize(("one", "other"), [("given", "adopted"), ("two_given", "second_adopted")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("given", "adopted"),
+        ("two_given", "second_adopted"),
+        ("another_in_mid_run_static", "another_in_mid_run_moved"),
+    ],
+)
 def test_an_adopted_optimizer_is_as_one_that_was_given(
     states: list[dict[str, dict[str, Tensor]]], one: str, other: str
 ) -> None:
@@ -295,6 +339,44 @@ def adopted_what_another_has() -> None:
     model = moe_model()
     balancer = eplb.attach(model, AdamW(model.parameters()), config=config())
     balancer.adopt(AdamW([model.lm_head.weight]))
+
+
+def let_go() -> tuple[nn.Module, eplb.Balancer, torch.optim.Optimizer, torch.optim.Optimizer]:
+    model = moe_model()
+    old = AdamW(model.parameters())
+    balancer = eplb.attach(model, old, config=config())
+    train(model, old, steps=1)
+    return model, balancer, old, torch.optim.SGD(model.parameters())
+
+
+def stepped_after_it_was_let_go() -> None:
+    model, balancer, old, new = let_go()
+    balancer.adopt(new, instead_of=old)
+    train(model, old)
+
+
+def adopted_instead_of_nothing_known() -> None:
+    model, balancer, _, new = let_go()
+    balancer.adopt(new, instead_of=AdamW(model.parameters()))
+
+
+def adopted_with_fewer_experts() -> None:
+    model, balancer, old, _ = let_go()
+    balancer.adopt(AdamW(model.lm_head.parameters()), instead_of=old)
+
+
+def adopted_inside_a_step() -> None:
+    model, balancer, old, new = let_go()
+    loss_of(model, 1).backward()
+    balancer.adopt(new, instead_of=old)
+
+
+def adopted_what_mixes_instead() -> None:
+    model, balancer, old, _ = let_go()
+    try:
+        balancer.adopt(torch.optim.Adafactor(model.parameters()), instead_of=old)
+    finally:
+        train(model, old, steps=2)  # it stays as it was
 
 
 def adopted_what_mixes() -> None:
@@ -409,8 +491,13 @@ REFUSED: dict[Callable[[], None], str] = {
     stepped_by_hand: "balancer.adopt(optimizer)",
     unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
     adopted_twice: "adopt each once",
-    adopted_what_another_has: "lm_head.weight is in several optimizers",
+    adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
     adopted_what_mixes: "Adafactor mixes the experts",
+    adopted_what_mixes_instead: "Adafactor mixes the experts",
+    stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
+    adopted_instead_of_nothing_known: "instead_of is a AdamW that the balancer does not have",
+    adopted_with_fewer_experts: "is in the optimizer that goes and not in the one that comes",
+    adopted_inside_a_step: "adopt() between a backward pass and the optimizer's step",
     adopted_with_copies: "attached without an optimizer and with replica slots",
     written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
     sharded_later: "was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model)",
