@@ -32,6 +32,7 @@ from .migration.engine import Formats, Migration, MigrationEngine, Posted, layer
 from .migration.pacing import Pace, Starts, next_batch
 from .migration.schedule import Round
 from .placement import Placement
+from .points import Phase
 from .worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
@@ -244,6 +245,7 @@ class BackgroundMigration:
                 self._open_gate()
                 for flight in self._flights:
                     if flight.here and flight.layer == layer:
+                        self._engine.probe(Phase.AWAITED, layer)
                         patience = self._timeout + _A_LITTLE_SECONDS if flight.patience < 0 else flight.patience
                         self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
 

@@ -30,6 +30,7 @@ from .placement import Placement
 from .planner import CostModel, Plan, plan
 from .planner.cost import crossing_seconds
 from .planner.evaluate import predicted_imbalance
+from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
 from .process_groups import ProcessGroups
 from .topology import Topology
@@ -119,10 +120,12 @@ class DecisionMaker:
         groups: ProcessGroups,
         steps_per_bucket: int,
         guard: Guard,
+        probe: Probe = unobserved,
     ) -> None:
         self._config = config
         self._topology = topology
         self._guard = guard
+        self._probe = probe
         self._steps_per_bucket = steps_per_bucket
         self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._compiled = False
@@ -135,7 +138,6 @@ class DecisionMaker:
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
-        self.on_plan_received: Callable[[bytearray], None] = lambda message: None
         self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
 
     def compile(self) -> None:
@@ -170,6 +172,7 @@ class DecisionMaker:
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
         epoch = measurement.placement.epoch
+        self._probe(Phase.DECIDING, key)
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
             total = aggregate(measurement.buckets, control).numpy()
@@ -200,7 +203,7 @@ class DecisionMaker:
         imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
         try:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
-            self.on_plan_received(message)
+            self._probe(Phase.PLANNED, message)
             target, summary, digest = self._read(message, measurement.placement)
         except Exception as error:
             # The others wait for this rank's word: it tells them what is wrong.
@@ -216,6 +219,7 @@ class DecisionMaker:
         with phase("decision: agree", epoch=epoch):
             verdict = agreement.same_on_all(digest, "plan", problem)
             if verdict.commit:
+                self._probe(Phase.VOTED, verdict)
                 verdict = agreement.record(key, verdict)
         if not verdict.commit:
             return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)

@@ -41,6 +41,7 @@ from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
 from .parts import Parts
 from .placement import Placement, PlacementError
+from .points import Phase
 from .process_groups import Connections
 from .reconnecting import Reconnection, Standing
 from .worker import Worker
@@ -106,10 +107,12 @@ class Rebalancer:
         self._replaced = 0
         self._hash_blocks = parts.kernels.hash_blocks
         self._earlier: list[tuple[int, Placement]] = []
-        self._agreement = Agreement(groups.control, groups.store)
+        self._agreement = Agreement(groups.control, groups.store, self._at_point)
         self._engine = self._new_engine(parts.transport)
         self._clock = StepClock(self._engine.rehearse(parts.placement))
-        self.decisions = DecisionMaker(config, parts.topology, groups, parts.counter.steps_per_bucket, guard)
+        self.decisions = DecisionMaker(
+            config, parts.topology, groups, parts.counter.steps_per_bucket, guard, self._at_point
+        )
         use_my_device = partial(use_device, parts.device)
         self._worker = Worker("eplb_runtime", use_my_device)
         self.background = self._new_background()
@@ -117,7 +120,7 @@ class Rebalancer:
         gathered = groups.job.divided_rows or any(is_sliced(p) for p in parts.registry.parameters())
         self._beside = config.overlap and not gathered
         self._link_seconds_per_byte = 1.0 / max(parts.topology.slowest_bandwidth, 1.0)
-        self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device)
+        self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
 
@@ -177,6 +180,7 @@ class Rebalancer:
         before = self._placement
         self.step += 1
         self._attempts = 0
+        self._at_point(Phase.STEPPED, self.step)
         self._clock.tick()
         self._counter.advance()
         self._standing.step_seconds = self._clock.step_seconds
@@ -317,6 +321,10 @@ class Rebalancer:
         self._worker.close(A_LITTLE_SECONDS)
         self._compiler.close(0.0)
         self.decisions.close()
+
+    def _at_point(self, phase: Phase, subject: Any) -> None:
+        """The engine's probe hears of points outside of it, too."""
+        self._engine.probe(phase, subject)
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -500,7 +508,8 @@ class Rebalancer:
         if link is None:
             return
         before = self._groups.take_over(link.connections)
-        self._agreement = self.background.agreement = Agreement(self._groups.control, self._groups.store)
+        self._agreement = Agreement(self._groups.control, self._groups.store, self._at_point)
+        self.background.agreement = self._agreement
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)

@@ -19,6 +19,7 @@ import torch
 from .job_store import StoreError
 from .migration.agreement import Agreement, is_one_value, one_line, two_sided
 from .migration.transports.base import Transport
+from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups
 from .worker import Worker
 
@@ -72,6 +73,7 @@ class Reconnection:
         standing: of this rank.
         carrier: a warmed-up transport on new connections.
         begin: called once on the thread that makes connections.
+        probe: told of each point on the way.
 
     Attributes:
         differing: what is to be said if the ranks stand on different placements; empty: they don't.
@@ -84,10 +86,12 @@ class Reconnection:
         standing: Standing,
         carrier: Callable[[Connections], Transport],
         begin: Callable[[], None],
+        probe: Probe = unobserved,
     ) -> None:
         self._groups = groups
         self._standing = standing
         self._carrier = carrier
+        self._probe = probe
         self._worker = Worker("eplb_runtime connect", begin)
         self._lock = threading.Lock()
         self._proposal: _Proposal | None = None
@@ -117,6 +121,7 @@ class Reconnection:
             if proposal is None or self._standing.steps < proposal.step:
                 return None
             self._proposal = None
+        self._probe(Phase.RESUMED, proposal.step)
         holds = self._word(proposal.key, "no") == "yes"
         self._under_way = not holds
         proposal.holds.set_result(holds)
@@ -159,8 +164,11 @@ class Reconnection:
         connections: Connections | None = None
         hold = False
         try:
+            self._probe(Phase.MET, self._attempt)
             connections = self._groups.connect(self._attempt)
-            proposal = self._propose(key, Link(connections, self._carrier(connections)))
+            link = Link(connections, self._carrier(connections))
+            self._probe(Phase.CONNECTED, self._attempt)
+            proposal = self._propose(key, link)
             # Training may not learn that they hold, if the store is silent just then; the others will miss it.
             hold = proposal is not None and proposal.holds.result()
         except Exception:
@@ -197,6 +205,7 @@ class Reconnection:
             self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
             return None
         proposal = _Proposal(int(highest[0]), key, link)
+        self._probe(Phase.PROPOSED, proposal.step)
         with self._lock:
             late = self._standing.steps >= proposal.step or self._closing.is_set()
             if not late:

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..balancer import Balancer
-from ..migration.engine import Phase
 from ..migration.transports.base import TransportError
 from ..planner.shuffle import plan_shuffle
+from ..points import Phase, unobserved
 from ..worker import Worker
 
 
@@ -33,8 +33,7 @@ class Faults:
         """Mend what was broken and break the next thing."""
         decisions, engine = self.rebalancer.decisions, self.rebalancer._engine
         decisions.planner = plan_shuffle
-        decisions.on_plan_received = lambda message: None
-        engine.probe = lambda phase, subject: None
+        engine.probe = unobserved
         if name != "none" and dist.get_rank() == victim:
             FAULTS[name](self)
 
@@ -79,11 +78,11 @@ def _plan_is_garbled(faults: Faults) -> None:
     def garble(message: bytearray) -> None:
         message[-20:] = b"#" * 20
 
-    faults.rebalancer.decisions.on_plan_received = garble
+    faults.at(Phase.PLANNED, garble)
 
 
 def _plan_cannot_be_taken(faults: Faults) -> None:
-    faults.rebalancer.decisions.on_plan_received = _raise(KeyError, "one rank's own trouble")
+    faults.at(Phase.PLANNED, _raise(KeyError, "one rank's own trouble"))
 
 
 def _decision_is_late(faults: Faults) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..job_store import JobStore, StoreError
+from ..points import Phase, Probe, unobserved
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -57,15 +58,17 @@ class Agreement:
     Args:
         control: gloo, all ranks of the job.
         store: where decisions are recorded; None: the group's own.
+        probe: told of each vote.
     """
 
-    def __init__(self, control: dist.ProcessGroup, store: JobStore | None = None) -> None:
+    def __init__(self, control: dist.ProcessGroup, store: JobStore | None = None, probe: Probe = unobserved) -> None:
         self._control = control
         self._rank = control.rank()
         self._ranks = dist.get_process_group_ranks(control)
         if store is None:
             store = JobStore(control.get_group_store(), "agreement", _STORE_SECONDS)
         self._store = store
+        self._probe = probe
 
     @property
     def turn(self) -> int:
@@ -156,7 +159,9 @@ class Agreement:
             problem: why this rank cannot commit; empty: it can. Every rank learns it.
             timed_out: whether the problem broke the groups' connections.
         """
-        return self.record(key, Verdict(False, problem, True) if timed_out else self._vote(problem))
+        verdict = Verdict(False, problem, True) if timed_out else self._vote(problem)
+        self._probe(Phase.VOTED, verdict)
+        return self.record(key, verdict)
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
         """Write down the verdict on a decision, unless another stands already; what stands.

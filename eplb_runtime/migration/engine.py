@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors
 from ..phases import phase
 from ..placement import HomeRows, Placement
+from ..points import Phase, Probe, unobserved
 from .agreement import Agreement, Verdict
 from .exchange import Exchange, Exchanger
 from .records import Records, agree_on_records, formats_of
@@ -41,19 +41,6 @@ _POLL_SECONDS = 0.0003
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Records by layer, or why there are none."""
 
-
-class Phase(Enum):
-    """The points of the protocol where something can go wrong; tests inject failures at these."""
-
-    PREPARED = "prepared"
-    STAGED = "staged"
-    VERIFIED = "verified"
-    DECIDED = "decided"
-    COMMITTED = "committed"
-
-
-Probe = Callable[[Phase, Any], None]
-"""Called at each phase with what it works on. One that raises makes this rank fail there."""
 
 GetReady = Callable[[Placement, Sequence[int]], Callable[[], None]]
 """Called before a vote with the placement that will stand after it, and the layers that differ: makes ready what
@@ -189,7 +176,7 @@ class MigrationEngine:
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
-        self.probe: Probe = lambda phase, subject: None
+        self.probe: Probe = unobserved
 
     def close(self) -> None:
         """Give back what the transport keeps."""
@@ -313,6 +300,7 @@ class MigrationEngine:
         posted = Posted(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
             self._exchanger.post(round_, migration.records, posted.exchange)
+            self.probe(Phase.POSTED, round_)
         return posted
 
     def is_here(self, posted: Posted) -> bool:
@@ -369,6 +357,7 @@ class MigrationEngine:
             MigrationBroken: it failed.
         """
         with self._unfailing(), self._timed("commit", layer):
+            self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
                 slots = self._exchanger.commit(posted.exchange, layer, record_format)

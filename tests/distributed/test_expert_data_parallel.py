@@ -100,7 +100,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
         message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
-        balancer._rebalancer.decisions.on_plan_received = alter
+        balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 
 
 def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None:

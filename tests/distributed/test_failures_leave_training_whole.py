@@ -130,7 +130,7 @@ def alter_the_plan_on_the_way(rank: int, balancer: eplb.Balancer) -> None:
         message[:] = json.dumps(fields).encode()
 
     if rank == 2:
-        balancer._rebalancer.decisions.on_plan_received = alter
+        balancer._rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
 
 
 def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
@@ -142,7 +142,7 @@ def garble_the_plan(rank: int, balancer: eplb.Balancer) -> None:
             message[-20:] = b"#" * 20
 
     if rank == 3:
-        balancer._rebalancer.decisions.on_plan_received = garble
+        balancer._rebalancer._engine.probe = lambda phase, subject: garble(subject) if phase is Phase.PLANNED else None
 
 
 def fail_to_prepare(rank: int, balancer: eplb.Balancer) -> None:

@@ -23,8 +23,8 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
-from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.points import Phase, Probe, unobserved
 
 RANKS, INTERVAL = 3, 2
 ABORTED = 120
@@ -66,6 +66,10 @@ class Job:
                 return events[-1]
 
 
+def at_plans(action: Callable[[bytearray], None]) -> Probe:
+    return lambda phase, subject: action(subject) if phase is Phase.PLANNED else None
+
+
 def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
     def fail(*args: Any, **options: Any) -> Any:
         raise kind(text)  # a new one each time: an old one keeps alive what was on its way when it was raised
@@ -75,7 +79,7 @@ def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
 
 def one_fault_after_another(rank: int) -> dict[str, Any]:
     job = Job(rank, timeout_seconds=4.0)
-    balancer, decisions, said = job.balancer, job.decisions, {}
+    balancer, decisions, engine, said = job.balancer, job.decisions, job.engine, {}
 
     release = threading.Event()
 
@@ -91,9 +95,9 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     job.until_next(RebalanceCommitted)
 
     if rank == 2:
-        decisions.on_plan_received = raising(KeyError, "one rank's own trouble")
+        engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
     said["one-sided"] = job.until_next(RebalanceAborted).cause
-    decisions.on_plan_received = lambda message: None
+    engine.probe = unobserved
     job.until_next(RebalanceCommitted)
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
 
@@ -176,7 +180,7 @@ def held() -> tuple[int, int, int]:
 
 def faults(job: Job) -> Iterator[None]:
     """Each way to break a rebalance in turn, set up before ``yield`` and taken back after it."""
-    decisions, engine, rank = job.decisions, job.engine, job.rank
+    engine, rank = job.engine, job.rank
 
     def at(phase: Phase, action: Callable[[Any], None]) -> Callable[[Phase, Any], None]:
         return lambda now, subject: action(subject) if now is phase and subject else None
@@ -189,18 +193,18 @@ def faults(job: Job) -> Iterator[None]:
         yield
         job.balancer._plan_with(plan_shuffle)
         if rank == 1:
-            decisions.on_plan_received = raising(KeyError, "one rank's own trouble")
+            engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
         yield
-        decisions.on_plan_received = lambda message: None
+        engine.probe = unobserved
         if rank == 1:
             engine.probe = at(Phase.PREPARED, raising(MemoryError, "no memory for staging"))
         yield
-        engine.probe = at(Phase.STAGED, flip) if rank == 0 else lambda phase, subject: None
+        engine.probe = at(Phase.STAGED, flip) if rank == 0 else unobserved
         yield
         wrong = at(Phase.VERIFIED, raising(OSError, "the device went away"))
-        engine.probe = wrong if rank == 1 else lambda phase, subject: None
+        engine.probe = wrong if rank == 1 else unobserved
         yield
-        engine.probe = lambda phase, subject: None
+        engine.probe = unobserved
 
 
 def break_many(rank: int) -> dict[str, Any]:
@@ -216,8 +220,7 @@ def break_many(rank: int) -> dict[str, Any]:
         job.until_next(RebalanceAborted)
         holding.append(held())
     whole = job.balancer.placement is placement
-    job.engine.probe = lambda phase, subject: None
-    job.decisions.on_plan_received = lambda message: None
+    job.engine.probe = unobserved
     job.balancer._plan_with(plan_shuffle)
     committed = job.until_next(RebalanceCommitted).step
     reconnected = len(job.balancer.events.of_type(BalancingResumed))

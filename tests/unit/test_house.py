@@ -28,6 +28,7 @@ GROUND = {
     "phases",
     "placement",
     "placement_file",
+    "points",
     "private_groups",
     "process_groups",
     "ranks",
