@@ -86,7 +86,8 @@ class Rebalancer:
 
     def __init__(self, parts: Parts, guard: Guard) -> None:
         config, groups = parts.config, parts.groups
-        self._placement = self._target = parts.placement
+        self._placement = self._target = self._initial = parts.placement
+        self._moved_L = np.zeros(parts.placement.num_layers, dtype=bool)
         self.step = 0
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
@@ -165,6 +166,11 @@ class Rebalancer:
         """The one that stands now; its ``epoch`` counts commits. What a migration has brought in a step that is not
         over yet is in it: then, ask on every rank at the same place."""
         return self.background.standing() if self.background.under_way else self._placement
+
+    def has_moved(self, layer: int) -> bool:
+        """Whether homes of a layer stand elsewhere than at attach, or have since."""
+        stands = np.array_equal(self.placement.homes_LRH[layer], self._initial.homes_LRH[layer])
+        return bool(self._moved_L[layer]) or not stands
 
     def wait_until_compiled(self, seconds: float) -> bool:
         """For runs that cannot begin without: whether this rank is ready to plan and migrate, now or soon."""
@@ -427,6 +433,7 @@ class Rebalancer:
         """From here on."""
         self._earlier.append((self._counter.buckets, self._placement))
         self._placement = placement
+        self._moved_L |= (placement.homes_LRH != self._initial.homes_LRH).any(axis=(1, 2))
 
     # -- beside training -------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meeting import meet
 from .meta import MetaError, make_buffers, make_parameters
-from .optimizers import Optimizers
+from .optimizers import Optimizers, homes_of
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
 from .state_hooks import mark_state
 from .undo import Before
@@ -219,8 +219,8 @@ class _Attaching:
             _mark(stage, self.balancer, self.layer_of_parameter)
             stage.host.save_together(self._come)
         for index, name, layer in self._layers():
-            here = partial(self.balancer._home_experts, index)
-            mark_state(layer.experts, name, here, made_with=here() if layer.slots else None)
+            homes = partial(homes_of, self.balancer, index)
+            mark_state(layer.experts, name, homes, made_with=homes().here if layer.slots else None)
         _hook(self.balancer, self.stages, self.optimizers, self.container)
         _forget_graphs()
         self.groups.go_with([stage.model for stage in self.stages])

@@ -23,7 +23,7 @@ from ..balancer import Balancer
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
-from .state_hooks import mark_optimizer
+from .state_hooks import Homes, mark_optimizer
 
 
 def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
@@ -141,7 +141,7 @@ class Optimizers:
         after = optimizer.register_step_post_hook(partial(self._after_step, number))
         self._balancer._end_with(after)
         self._hooks[number] = [
-            *mark_optimizer(optimizer, self._experts, self._experts_here),
+            *mark_optimizer(optimizer, self._experts, self._homes_of),
             optimizer.register_step_pre_hook(self._before_step),
             after,
         ]
@@ -171,7 +171,7 @@ class Optimizers:
             partial(self._after_step, number),
             balancer._square_of_experts,
             lambda: balancer.placement.with_epoch(0).digest() != began,
-            lambda parameter: self._experts_here(self._experts[id(parameter)]),
+            lambda parameter: self._homes_of(self._experts[id(parameter)]).here,
         )
         balancer._end_with(undo)
 
@@ -191,8 +191,8 @@ class Optimizers:
             self._held[number] = _count(optimizer)
             self._balancer._train_outside(self._outside(number))
 
-    def _experts_here(self, name: str) -> list[int]:
-        return self._balancer._home_experts(self._balancer.layer_of_parameter[name])
+    def _homes_of(self, name: str) -> Homes:
+        return homes_of(self._balancer, self._balancer.layer_of_parameter[name])
 
     @torch.compiler.disable
     def _before_step(
@@ -273,6 +273,12 @@ class Optimizers:
                         "it replaces one"
                     )
         self._strangers.add(optimizer)
+
+
+def homes_of(balancer: Balancer, layer: int) -> Homes:
+    """Where the experts of a layer stand now."""
+    homes_RH = balancer.placement.homes_LRH[layer]
+    return Homes(homes_RH.ravel().tolist(), balancer._job.ep_rank, len(homes_RH), balancer._rebalancer.has_moved(layer))
 
 
 def _count(optimizer: AnyOptimizer) -> int:

@@ -6,7 +6,8 @@ would become other experts without a word. So it carries which experts it holds,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,58 +15,135 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 KEY = "eplb_runtime_experts"
-"""In the metadata of a model's state dict, which ``torch.save`` keeps, beside the experts module's version; in an
-optimizer's beside its ``state``."""
+"""In a state dict, beside the tensors of an experts module; in an optimizer's beside its ``state``."""
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
+_WHOLE = 1e-6
+"""So far from a whole number a mark may be that went through an average of equal ones."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the experts of a layer stand, as every rank of the EP group knows it.
+
+    Args:
+        order: the logical expert of each home, rank after rank.
+        rank: position of this one in the EP group.
+        moved: whether any of them has stood elsewhere since attach.
+    """
+
+    order: Sequence[int]
+    rank: int
+    num_ranks: int
+    moved: bool
+
+    @property
+    def here(self) -> list[int]:
+        """The logical expert of each of this rank's rows."""
+        return self.of(self.rank)
+
+    def of(self, rank: int) -> list[int]:
+        """The same of another rank."""
+        rows = len(self.order) // self.num_ranks
+        return list(self.order[rank * rows : (rank + 1) * rows])
+
+    def mark(self) -> list[int]:
+        """What a state dict says of itself: whose rows it has, and where all experts stood."""
+        return [self.rank, *self.order]
+
+    def why_not(self, mark: Sequence[float] | None, what: str, name: str) -> str:
+        """Why rows cannot be put where the experts stand now; empty: they can. Ranks that were given state of one
+        moment come to the same, also those whose own experts have stayed.
+
+        Args:
+            mark: that the state carries; None: it has lost its own, or was made of parameters by name.
+            what: the state, in words.
+            name: of the experts.
+        """
+        if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
+            return (
+                "" if self.here == (theirs := list(range(len(self.order)))) else refusal(what, name, theirs, self.here)
+            )
+        if mark is None:
+            return (
+                f"the {what} does not say which experts of {name} its rows are, and experts have moved since attach: "
+                f"keep what state_dict() gives under {KEY!r}, or use {OURS}"
+                if self.moved
+                else ""
+            )
+        theirs = [round(number) for number in mark]
+        # The mean of two orders is no order, whatever their weights.
+        is_order = sorted(theirs[1:]) == list(range(len(self.order)))
+        if not is_order or any(abs(a - b) > _WHOLE for a, b in zip(mark, theirs, strict=True)):
+            return (
+                f"the {what} mixes rows of {name} from before and after experts moved: average in logical order "
+                "(eplb_runtime.logical_state_dict), or tensors that move along (balancer.register)"
+            )
+        then = Homes(theirs[1:], theirs[0], self.num_ranks, self.moved)
+        if then.rank != self.rank:
+            return refusal(what, name, then.here, self.here)
+        for rank in (self.rank, *range(self.num_ranks)):
+            if then.of(rank) != self.of(rank):
+                where = "" if rank == self.rank else f" on rank {rank} of the EP group"
+                return refusal(what, name, then.of(rank), self.of(rank), where=where)
+        return ""
 
 
 def mark_state(
-    experts: nn.Module, name: str, experts_here: Callable[[], list[int]], *, made_with: list[int] | None = None
+    experts: nn.Module, name: str, homes: Callable[[], Homes], *, made_with: list[int] | None = None
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are.
 
+    The mark is a tensor beside the weights, so that it goes wherever they go: into copies of the dict, files, averages.
+
     Args:
         name: of the module, for messages.
-        experts_here: the logical expert of each of this rank's rows, now.
+        homes: where they stand now.
         made_with: where the host has made this rank's experts alone, each as tensors of its own: which they were, and
             are in a state dict from before. None: rows of tensors, and all experts before.
     """
 
+    def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
+        own = [state.get(prefix + key) for key, _ in module.named_parameters()]
+        return {tensor.shape[0] for tensor in own if isinstance(tensor, Tensor) and tensor.ndim}
+
     def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        metadata[KEY] = here = experts_here()
-        if made_with is not None and here != made_with:
-            # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
-            state[prefix + KEY] = torch.tensor(here)
+        now = homes()
+        if made_with is not None:
+            metadata[KEY] = now.here
+            if now.here != made_with:
+                # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
+                state[prefix + KEY] = torch.tensor(now.here)
+        elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
+            device = next(module.parameters()).device
+            state[prefix + KEY] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        here = experts_here()
-        own = [key for key, _ in module.named_parameters()]
+        now = homes()
+        marked = state.pop(prefix + KEY, None)
+        mark = None if marked is None else marked.tolist()
         if made_with is not None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
-            theirs = metadata.get(KEY, made_with if "version" in metadata else here)
-            marked = state.pop(prefix + KEY, None)  # without the metadata, which a copy of the dict does not have
-            theirs = theirs if marked is None else marked.tolist()
-            if theirs != here and any(prefix + key in state for key in own):
-                raise RuntimeError(refusal("state dict", name, theirs, here, BY_THE_FRAMEWORK))
-            return
-        rows = [state[prefix + key].shape[0] for key in own if hasattr(state.get(prefix + key), "shape")]
-        theirs = metadata.get(KEY, list(range(len(here))))
-        if rows and set(rows) == {len(here)} and theirs != here:
-            raise RuntimeError(refusal("state dict", name, theirs, here))
+            theirs = metadata.get(KEY, made_with if "version" in metadata else now.here)
+            theirs = theirs if mark is None else mark
+            if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
+                raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
+        elif rows_of(module, state, prefix) == {len(now.here)} and (why := now.why_not(mark, "state dict", name)):
+            raise RuntimeError(why)
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
+    object.__setattr__(experts, KEY, name)  # who walks along the keys of a state dict finds something
 
 
 def mark_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], experts_here: Callable[[str], list[int]]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes_of: Callable[[str], Homes]
 ) -> list[RemovableHandle]:
     """Let the state of an optimizer say which logical experts its rows are.
 
     Args:
         names: of the expert parameters, by the parameter's id.
-        experts_here: as for `mark_state`, of a parameter.
+        homes_of: as for `mark_state`, of a parameter.
 
     Returns:
         How to end it.
@@ -77,7 +155,7 @@ def mark_optimizer(
         return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state[KEY] = {expert[0]: experts_here(expert[0]) for expert in held() if expert is not None}
+        state[KEY] = {expert[0]: homes_of(expert[0]).mark() for expert in held() if expert is not None}
 
     def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -85,11 +163,15 @@ def mark_optimizer(
             if expert is None or not state["state"].get(number):
                 continue
             (name, parameter), values = expert, state["state"][number].values()
-            here = experts_here(name)
-            rows = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
-            theirs = state.get(KEY, {}).get(name, list(range(rows[0] if rows else len(here))))
-            if rows and theirs != here:
-                raise RuntimeError(refusal("optimizer's state dict", name, theirs, here))
+            now, what = homes_of(name), "optimizer's state dict"
+            tensors = [value for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
+            rows = {value.shape[0] for value in tensors if value.numel() > 1 or value.shape == parameter.shape}
+            if not rows:
+                continue
+            if rows != {len(now.here)}:
+                raise RuntimeError(refusal(what, name, list(range(max(rows))), now.here))
+            if why := now.why_not(state.get(KEY, {}).get(name), what, name):
+                raise RuntimeError(why)
 
     return [
         optimizer.register_state_dict_post_hook(saved),
@@ -97,11 +179,11 @@ def mark_optimizer(
     ]
 
 
-def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS) -> str:
-    """What is said of state that is of other experts than those that stand here."""
+def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS, *, where: str = "") -> str:
+    """What is said of state that is of other experts than those that stand here, or ``where``."""
     return (
-        f"the {what} holds experts {_shown(theirs)} of {name}, and here stand {_shown(here)}: a plain state dict fits "
-        f"only the rank and placement that it was taken at; use {instead}"
+        f"the {what} holds experts {_shown(theirs)} of {name}{where}, and {'there' if where else 'here'} stand "
+        f"{_shown(here)}: a plain state dict fits only the rank and placement that it was taken at; use {instead}"
     )
 
 
