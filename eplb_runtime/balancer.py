@@ -112,12 +112,18 @@ class Balancer:
         self._shown: Any = None
         self._gradients = Gradients(
             parts.registry,
+            parts.parameters,
             parts.maps.replicas,
             self._dense,
             parts.groups,
             average_dense=parts.config.dense_gradients == "allreduce",
         )
-        self._division = Division(parts.parameters, parts.divisors.at_parameters, parts.config.replica_slots > 0)
+        self._division = Division(
+            parts.parameters,
+            parts.divisors.at_parameters,
+            parts.config.replica_slots > 0,
+            self._gradients.arrives,
+        )
         self._guard = Guard(
             parts.config.guard,
             parts.groups,
@@ -139,6 +145,7 @@ class Balancer:
         if parts.groups.job.is_planner:
             self.events.subscribe(RebalanceLine())
         if parts.maps.replicas is not None:
+            parts.maps.replicas.adds = self._gradients.arrives
             parts.maps.replicas.follow(parts.placement)
 
     def _begin(self) -> None:
@@ -378,7 +385,8 @@ class Balancer:
         ``fully_shard`` slices.
 
         Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
-        `eplb_runtime.GradScaler`). A second call before the next step, or the next forward in training, does nothing.
+        `eplb_runtime.GradScaler`). Each contribution is reduced once, however often this is called: a call with nothing
+        new does nothing, and backward passes may go on adding to what is reduced.
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
         pass, already divided by the number of ranks as data parallelism does it.
         """

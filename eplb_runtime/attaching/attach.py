@@ -434,3 +434,4 @@ def _hook(
     else:
         hooked.add_container(container, _of_torch(optimizers))
     balancer._adopt, balancer._turn_of = hooked.adopt, hooked.turn_of
+    balancer._gradients.follow = hooked.follow

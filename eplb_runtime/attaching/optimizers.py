@@ -184,12 +184,12 @@ class Optimizers:
             if id(parameter) not in self._names
         }
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """What ``add_param_group`` has added since."""
-        number = next(number for number, known in enumerate(self._known) if known is optimizer)
-        if _count(optimizer) != self._held[number]:
-            self._held[number] = _count(optimizer)
-            self._balancer._train_outside(self._outside(number))
+    def follow(self) -> None:
+        """Take over what ``add_param_group`` has added since."""
+        for number, optimizer in enumerate(self._known):
+            if _count(optimizer) != self._held[number]:
+                self._held[number] = _count(optimizer)
+                self._balancer._train_outside(self._outside(number))
 
     def _homes_of(self, name: str) -> Homes:
         return homes_of(self._balancer, self._balancer.layer_of_parameter[name])
@@ -205,7 +205,6 @@ class Optimizers:
                 "are still to come and none are reduced: step after backward()"
             )
         self._stepping = True
-        self._follow(optimizer)
         if self._balancer._guard.is_new:
             _refuse_foreign_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -72,20 +72,28 @@ class Division:
         parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
         divisor: `Divisors.at_parameters`.
         has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
+        arrives: is told of each parameter that a backward pass is about to add to.
 
     Attributes:
         training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], divisor: float, has_copies: bool) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        divisor: float,
+        has_copies: bool,
+        arrives: Callable[[Tensor], None],
+    ) -> None:
         self.training = False
         self._parameters = {name: p for name, p in parameters.items() if not is_sliced(p)}
         self._watched = dict(parameters) if has_copies else {}
         self._divisor = divisor
+        self._arrives = arrives
         self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
         self._divided = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         for name in self._divided:
-            self._parameters[name].register_hook(self._divide)
+            self._hook(self._parameters[name])
 
     def follow(self) -> None:
         """Parameters that are trained since the last call join.
@@ -106,15 +114,19 @@ class Division:
                 )
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._divided:
-                parameter.register_hook(self._divide)
+                self._hook(parameter)
                 self._divided.add(name)
 
+    def _hook(self, parameter: Tensor) -> None:
+        parameter.register_hook(partial(self._divide, parameter))
+
     @torch.compiler.disable
-    def _divide(self, gradient: Tensor) -> Tensor:
+    def _divide(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         if not self.training:
             raise RuntimeError(
                 "a backward pass through experts that were attached without an optimizer: their gradients would not be "
                 "scaled nor reduced; give the optimizer to attach, or one that is made later to "
                 "balancer.adopt(optimizer), on every rank"
             )
+        self._arrives(parameter)
         return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)

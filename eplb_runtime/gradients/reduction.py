@@ -8,30 +8,33 @@ import torch
 from torch import Tensor
 
 from ..experts.registry import ExpertTensors
-from ..experts.slices import is_sliced, local, version
+from ..experts.slices import is_sliced, local
 from ..phases import phase
 from ..process_groups import ProcessGroups
 from ..replicas.sync import ReplicaSync
-from .averaging import average_gradients
+from .averaging import Averaging
 from .norm import squares_of_dense, squares_of_experts, sum_over_stages
 
 
 class Gradients:
-    """Gradients on their way to the optimizer: reduced once a step, and clipped by one norm.
+    """Gradients on their way to the optimizer: each contribution is reduced once, and all are clipped by one norm.
 
     Args:
         registry: has the expert parameters.
+        experts: those, home rows by name.
         replicas: brings copies' gradients home; None: there are no copies.
         dense_parameters: the rest of the model, by name; more may join.
         average_dense: whether the rest is averaged here, or by the host.
 
     Attributes:
         reduced: called whenever gradients have been reduced.
+        follow: called before, to learn of parameters that have joined.
     """
 
     def __init__(
         self,
         registry: ExpertTensors,
+        experts: Mapping[str, Tensor],
         replicas: ReplicaSync | None,
         dense_parameters: Mapping[str, Tensor],
         groups: ProcessGroups,
@@ -42,46 +45,48 @@ class Gradients:
         self._replicas = replicas
         self._dense_parameters = dense_parameters
         self._groups = groups
-        self._average_dense = average_dense
         self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
-        self._reduced = False
-        self._seen: list[tuple[int, ...]] | None = None
+        self._averaged: list[Averaging] = []
+        if average_dense:
+            self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
+        self._of_experts: Averaging | None = None
+        if groups.expert_data is not None and not self._sliced:
+            self._of_experts = Averaging(experts, groups.expert_data, 1, in_rank_order=True, told=True)
+            self._averaged.append(self._of_experts)
+        self._first = True
+        self._new = True
         self.reduced: Callable[[], None] = lambda: None
+        self.follow: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """The optimizer has stepped: new gradients come."""
-        self._reduced, self._seen = False, None
+        self._first = True
+        for averaging in self._averaged:
+            averaging.step_is_over()
 
     def forward_begins(self) -> None:
-        """New gradients may come, or none (a forward between clipping and the step): whether they did shows later."""
-        if self._reduced and self._seen is None:
-            self._seen = self._versions()
+        """New gradients may come, of slices where no hook sees them."""
+        self._new = self._new or self._sliced
+
+    def arrives(self, parameter: Tensor) -> None:
+        """A backward pass, or a copy, is about to add to the gradient of an expert parameter."""
+        self._new = True
+        if self._of_experts is not None:
+            self._of_experts.arrives(parameter)
 
     def reduce(self) -> None:
         """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
-        if self._reduced and (self._seen is None or self._seen == self._versions()):
-            if self._sliced and self._replicas is not None:  # a backward pass since brought what no gradient shows yet
-                self._replicas.reduce_gradients()
-            return
-        self._seen = None
-        with phase("reduce gradients"):
-            self._reduce()
-        self._reduced = True
-        self.reduced()
-
-    def _reduce(self) -> None:
-        if self._replicas is not None:
+        self.follow()
+        if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
-        if self._average_dense:
-            average_gradients(self._dense_parameters.values(), self._groups.data, self._groups.job.gradient_divisor)
-        if self._groups.expert_data is not None and not self._sliced:
-            average_gradients(self._registry.parameters(), self._groups.expert_data, 1, in_rank_order=True)
-
-    def _versions(self) -> list[tuple[int, ...]]:
-        """Tells whether any gradient was written or replaced since."""
-        gradients = (p.grad for p in (*self._registry.parameters(), *self._dense_parameters.values()))
-        return [version(gradient) for gradient in gradients if gradient is not None]
+        if not (self._first or self._new or any(averaging.has_new for averaging in self._averaged)):
+            return
+        with phase("reduce gradients"):
+            for averaging in self._averaged:
+                averaging.reduce(first=self._first)
+        self._first = self._new = False
+        self.reduced()
 
     @torch.no_grad()
     def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int) -> Tensor:

@@ -49,6 +49,7 @@ class ReplicaSync:
 
     Attributes:
         launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
+        adds: is told of each parameter whose gradient is about to be added to.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ReplicaSync:
         self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.adds: Callable[[Tensor], None] = lambda parameter: None
 
     def follow(self, placement: Placement) -> None:
         """Take over a placement: which copies this rank holds, and which of its homes are copied where."""
@@ -333,10 +335,11 @@ class ReplicaSync:
         slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
         for home_row in sorted({copy.home_row for copy in lent}):
             for index, parameter in enumerate(trained):
-                if not parameter.requires_grad:
-                    continue  # frozen since
                 if parameter.grad is None:
+                    if not parameter.requires_grad:
+                        continue  # frozen
                     parameter.grad = torch.zeros_like(parameter)
+                self.adds(parameter)
                 gradient = local(parameter.grad)
                 total = gradient[home_row].to(accumulation_dtype(parameter), copy=True)
                 for copy, rows in zip(lent, arrivals, strict=True):

@@ -170,12 +170,10 @@ def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
 
 
 def forget_the_mirror() -> None:
-    from eplb_runtime.gradients import reduction
+    from eplb_runtime.gradients.averaging import Averaging
 
-    own = reduction.average_gradients
-    reduction.average_gradients = lambda *given, in_rank_order=False, **named: (
-        None if in_rank_order else own(*given, **named)
-    )
+    own = Averaging.reduce
+    Averaging.reduce = lambda self, first: None if self._in_rank_order else own(self, first=first)
 
 
 def test_a_forgotten_sum_over_the_mirror_diverges() -> None:

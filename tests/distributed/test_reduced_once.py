@@ -1,0 +1,242 @@
+"""Each contribution to a gradient is reduced once, whatever a loop does between backward passes and steps: looks at the
+norm, clips, reduces, goes on adding, never zeroes. Right is what one process computes, to the rounding of float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import eplb_runtime as eplb
+from eplb_runtime.gradients.averaging import Averaging
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+EXPERTS = 6
+TOLERANCE = 1e-9
+"""Of weights and norms near 1; what is reduced twice is off by more than 1e-5."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How experts lie: ``ep`` ranks among which they are spread, ``edp`` that hold the same."""
+
+    ep: int
+    edp: int
+    divisor: int | None = None
+    slots: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.ep * self.edp
+
+    def ranks_of(self, rank: int) -> eplb.hosts.Ranks:
+        first = rank // self.ep * self.ep
+        return eplb.hosts.Ranks(ep=tuple(range(first, first + self.ep)), gradient_divisor=self.divisor)
+
+
+class Whole:
+    """The model in one process, on all ranks' batches; its steps are words of one letter."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.of = list(range(layout.ranks))
+        self.scale = 1 / (layout.divisor or layout.ranks)
+        self.model = make_model("olmoe", experts=EXPERTS, width=16).double()
+        self.model.set_experts_implementation("eager")
+        self.extra = nn.Parameter(torch.full((16,), 0.1, dtype=torch.float64))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.batch = 0
+        self.losses: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, script: str) -> list[float]:
+        """A script, from gradients of nothing on."""
+        self.optimizer.zero_grad()
+        self.norms = []
+        for letter in script.replace(" ", ""):
+            getattr(self, WORDS[letter])()
+        return self.norms
+
+    def backward(self) -> None:
+        """A forward of the next batch, and the backward of its loss."""
+        self.losses = []
+        for rank in self.of:
+            ids = batch_of(rank, self.batch)[:2, :6]
+            out = self.model(input_ids=ids, labels=ids, output_hidden_states=True)
+            second = out.logits.square().mean() + (out.hidden_states[-1] * self.extra).mean()
+            self.losses.append((out.loss, second))
+        self.batch += 1
+        for first, _ in self.losses:
+            (first * self.scale).backward(retain_graph=True)
+
+    def again(self) -> None:
+        """The backward of another loss of the same forward."""
+        for _, second in self.losses:
+            (second * self.scale).backward(retain_graph=True)
+
+    def held_back(self) -> None:
+        with self.no_sync():
+            self.backward()
+
+    def no_sync(self):
+        return nullcontext()
+
+    def look(self) -> None:
+        self.norms.append(self.clip(1e9))
+
+    def clipped(self) -> None:
+        self.norms.append(self.clip(0.3))
+
+    def clip(self, most: float) -> float:
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(held, most).item()
+
+    def reduce(self) -> None:
+        pass
+
+    def halve(self) -> None:
+        """By hand, on all ranks alike."""
+        self.reduce()
+        for parameter in [*self.model.parameters(), self.extra]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    def zero_in_place(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def add(self) -> None:
+        if len(self.optimizer.param_groups) == 1:
+            self.optimizer.add_param_group({"params": [self.extra], "lr": 0.05})
+
+    def freeze(self) -> None:
+        """Between a backward pass and the step."""
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(("0.mlp.experts.down_proj", "1.self_attn.q_proj.weight")):
+                parameter.requires_grad_(not parameter.requires_grad)
+
+    def move(self) -> None:
+        pass
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in [*self.model.named_parameters(), ("extra", self.extra)]}
+
+
+WORDS = {
+    "B": "backward",
+    "A": "again",
+    "H": "held_back",
+    "N": "look",
+    "C": "clipped",
+    "R": "reduce",
+    "h": "halve",
+    "Z": "zero",
+    "z": "zero_in_place",
+    "S": "step",
+    "P": "add",
+    "F": "freeze",
+    "M": "move",
+}
+
+
+class Spread(Whole):
+    """The same on a rank of the layout."""
+
+    def __init__(self, rank: int, layout: Layout, **settings: bool) -> None:
+        super().__init__(layout)
+        self.of, self.scale = [rank], 1.0
+        config = eplb.BalancerConfig(
+            interval=1000,
+            policy="static",
+            gate="always",
+            dense_gradients="allreduce",
+            replica_slots=layout.slots,
+            split_least_tokens=0,
+            **settings,
+        )
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ranks=layout.ranks_of(rank))
+        self.balancer._plan_with(plan_shuffle)
+        self.model.train()
+
+    def no_sync(self):
+        return self.balancer.no_sync()
+
+    def clip(self, most: float) -> float:
+        return self.balancer.clip_grad_norm_(most).item()
+
+    def reduce(self) -> None:
+        self.balancer.reduce_gradients()
+
+    def move(self) -> None:
+        assert self.balancer.rebalance()
+
+    def weights(self) -> dict[str, Tensor]:
+        layers, gather = self.balancer.layer_of_parameter, self.balancer.gather_experts
+        found = {n: gather(layers[n], p) if n in layers else p for n, p in self.model.named_parameters()}
+        return {n: p.detach().clone() for n, p in {**found, "extra": self.extra}.items()}
+
+
+def spread(rank: int, layout: Layout, scripts: list[str], settings: dict, damage: Callable[[], None] | None) -> list:
+    if damage is not None:
+        damage()
+    job = Spread(rank, layout, **settings)
+    found = [(job.run(script), job.weights()) for script in scripts]
+    job.balancer.close()
+    return found
+
+
+def far_off(layout: Layout, scripts: list[str], damage: Callable[[], None] | None = None, **settings: bool) -> dict:
+    """Scripts that run one after the other: after which of them weights or norms differ from one process's by more than
+    rounding, and by how much."""
+    results = run_ranks(layout.ranks, spread, layout, scripts, settings, damage)
+    whole, found = Whole(layout), {}
+    for position, script in enumerate(scripts):
+        norms, weights = whole.run(script), whole.weights()
+        off = 0.0
+        for norms_here, weights_here in (results[rank][position] for rank in range(layout.ranks)):
+            off = max([off, *(abs(a - b) for a, b in zip(norms_here, norms, strict=True))])
+            off = max([off, *((weights_here[name] - weights[name]).abs().max().item() for name in weights)])
+        if not off <= TOLERANCE:
+            found[script] = off
+    return found
+
+
+LOOPS = {
+    "a norm looked at after each micro-batch": "BNBNS Z BNBNS Z BS",
+    "clipped after each micro-batch": "BCBCBCS Z BCBCS",
+    "reduced after each micro-batch": "BRBRBS Z BRRBS",
+    "another loss of the same forward after a look": "BNAS Z BCAS Z BNANAS",
+    "held back and looked at": "HNHBNS Z HHNBCS Z HNS",
+    "a parameter that joins, then clipped before the step": "BS Z PBAS Z BACS ZBANS",
+    "a parameter that joins between backward and clipping": "BA P CS Z BANS",
+    "changed by hand between": "BhBCS Z BhhAS",
+    "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",
+}
+LAYOUTS = {
+    "EP 2 x EDP 2": Layout(2, 2),
+    "EP 2, no divisor": Layout(2, 1, divisor=1),
+    "EDP 2, no divisor": Layout(1, 2, divisor=1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_loop_that_looks_at_gradients_trains_as_one_process(layout: Layout) -> None:
+    assert far_off(layout, list(LOOPS.values())) == {}
+
+
+def bring_it_all_again() -> None:
+    Averaging._leave_to_the_first = lambda self, parameter: None
+
+
+def test_control_what_is_reduced_twice_is_noticed() -> None:
+    assert far_off(LAYOUTS["EDP 2, no divisor"], ["BNBNS"], bring_it_all_again)
