@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from .experts.registry import ExpertTensors
 from .maps import Maps
-from .migration.agreement import Agreement, Verdict, one_line
+from .migration.agreement import Agreement, one_line
+from .migration.ballot import Ballot, Verdict
 from .migration.engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
 from .migration.pacing import Pace, Starts, next_batch
 from .migration.schedule import Round
@@ -62,24 +63,24 @@ class _Flight:
     """A round on its way, as training knows it.
 
     Args:
-        key: names its decision.
+        ballot: this rank's part in the decision on it; the thread that carries the round votes.
         here: whether this rank holds the layer.
         patience: seconds that the layer's forward waits for it.
-        refused: why this rank votes against it; empty: it does not.
+        problem: why this rank votes against it; empty: it does not.
         posted: what the engine knows of it, once it is sent.
-        voted: what the thread that carries it comes to.
         verdict: what all ranks do, once training has asked.
+        committed: whether this rank has done so, where the layer is here.
         followed: whether the placement that stands tells of it.
     """
 
     round_: Round
-    key: str
+    ballot: Ballot
     here: bool
     patience: float
-    refused: str
+    problem: str
     posted: Posted | None = None
-    voted: Future[Verdict] = field(default_factory=Future)
     verdict: Verdict | None = None
+    committed: bool = False
     followed: bool = False
 
     @property
@@ -266,6 +267,7 @@ class BackgroundMigration:
                 patience = self._timeout + _A_LITTLE_SECONDS
                 self._resolve(flight, patience, "", "a rank has waited in vain for the others")
             if flight.verdict is not None and flight.verdict.commit and not flight.followed:
+                self._resolve(flight, 0.0, LATE, "")  # if a forward broke off just there
                 migration = self._migration
                 assert migration is not None
                 flight.followed = True
@@ -318,36 +320,31 @@ class BackgroundMigration:
         return ""
 
     def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
-        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it; the
-        first word stands."""
-        if flight.verdict is not None:
-            return
-        if not flight.voted.done() and patience:
-            with self.waiting():
-                wait([flight.voted], patience)
-        if flight.voted.done():
-            flight.verdict = flight.voted.result()
-        else:
+        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it, if
+        it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
+        if flight.verdict is None:
+            if patience:
+                with self.waiting():
+                    flight.ballot.wait(patience)
             self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
-        if flight.verdict is not None and flight.verdict.commit and flight.here:
+        if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
             self._commit(flight)
 
     def _refuse(self, flight: _Flight, verdict: Verdict) -> None:
-        """Say no, unless all ranks have said yes already: then it is this rank's thread that is about to know."""
-        flight.verdict = self.agreement.record(flight.key, verdict)
-        flight.refused = flight.verdict.cause
-        if flight.verdict.commit:
-            wait([flight.voted], self._timeout + _A_LITTLE_SECONDS)
+        """Say no, unless it is known what all ranks do, or this rank has said yes."""
+        flight.verdict = flight.ballot.verdict or self._engine.refuse(flight.ballot, verdict)
 
     def _commit(self, flight: _Flight) -> None:
         replicas = self._maps.replicas
         assert flight.posted is not None
         if replicas is not None:
             replicas.wait(flight.layer)  # copies are read from homes that are written now
-        self._engine.commit(flight.posted, flight.layer)
-        self._engine.finish(flight.posted)
-        if replicas is not None:
-            replicas.refresh([flight.layer])
+        with self._engine.unfailing():
+            self._engine.commit(flight.posted, flight.layer)
+            self._engine.finish(flight.posted)
+            if replicas is not None:
+                replicas.refresh([flight.layer])
+            flight.committed = True
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 
@@ -381,9 +378,9 @@ class BackgroundMigration:
         problem = self._changed([round_.layers[0] for round_ in batch.rounds])
         self._flights = []
         for round_ in batch.rounds:
-            key, here = f"{self._key}/{self._batches}/{round_.number}", round_.layers[0] in self._held
+            ballot, here = Ballot(f"{self._key}/{self._batches}/{round_.number}"), round_.layers[0] in self._held
             patience = self._patience(round_, batch.waited_for)
-            self._flights.append(_Flight(round_, key, here, patience, problem))
+            self._flights.append(_Flight(round_, ballot, here, patience, problem))
         flights = self._flights
         self._as_sent = [
             (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
@@ -490,8 +487,8 @@ class BackgroundMigration:
             while arrived and (gate.is_set() or not arrived[0].here):
                 flight = arrived.pop(0)
                 assert flight.posted is not None
-                flight.posted.problem = flight.posted.problem or flight.refused
-                flight.voted.set_result(self._engine.vote(flight.posted, flight.key))
+                flight.posted.problem = flight.posted.problem or flight.problem
+                self._engine.vote(flight.posted, flight.ballot)
 
         try:
             follow()
@@ -513,15 +510,15 @@ class BackgroundMigration:
             if not gate.wait(self._timeout):
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
-                    flight.refused = self.agreement.record(flight.key, late).cause
+                    self._engine.refuse(flight.ballot, late)
                 gate.set()
             vote()
         except Exception as error:
             logger.debug("what was under way beside training is given up", exc_info=True)
             lost = Verdict(False, one_line(error), True)
             for flight in flights:
-                if not flight.voted.done():
-                    flight.voted.set_result(self.agreement.record(flight.key, lost))
+                if flight.ballot.verdict is None:
+                    self._engine.refuse(flight.ballot, lost, votes=False)
 
     def _took(self, seconds: float, nbytes: int) -> None:
         if nbytes:

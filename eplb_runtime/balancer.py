@@ -88,6 +88,7 @@ class Balancer:
         self._registry = parts.registry
         self._counter = parts.counter
         self._maps = parts.maps
+        self._forwards: list[Any] = []
         self._layers = parts.layers
         self._lanes = parts.lanes
         self._watch = parts.watch
@@ -171,7 +172,14 @@ class Balancer:
     @property
     def placement(self) -> Placement:
         """The placement that stands now; its ``epoch`` counts commits."""
+        self._end_what_broke_off()
         return self._rebalancer.placement
+
+    def _end_what_broke_off(self) -> None:
+        """Of forwards: ranks break off in different places, and must not differ in what they have committed."""
+        if self._rebalancer.background.under_way:
+            for forwards in self._forwards:
+                forwards.end_what_broke_off()
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -530,6 +538,7 @@ class Balancer:
 
     def _logical_of_rows(self) -> Tensor:
         """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
+        self._end_what_broke_off()
         rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
         return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -22,7 +23,8 @@ class JobStore:
     """Small words that all ranks of a job see alike.
 
     A store's client waits for its answer however long that takes. So it works on a thread and a connection of its own:
-    who asks waits for the timeout at most, and nobody else waits at all.
+    who asks waits for the timeout at most, and nobody else waits at all. Once a wait has expired, nobody waits again
+    until the store has answered what it was asked: an outage costs one timeout.
 
     Args:
         store: of a process group; only cloned.
@@ -35,11 +37,21 @@ class JobStore:
         self._prefix = prefix
         self._seconds = timeout_seconds
         self._connection: dist.Store | None = None
+        self._silence: Future[None] | None = None
         self._worker = Worker("eplb_runtime store")
 
-    def compare_set(self, key: str, word: str) -> str:
-        """Write the first word of a key; the word that stands, the same for all who ask."""
-        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode())
+    @property
+    def silent(self) -> bool:
+        """Whether a wait has expired, and the store has not answered since."""
+        return self._silence is not None and not self._silence.done()
+
+    def compare_set(self, key: str, word: str, *, patient: bool = False) -> str:
+        """Write the first word of a key; the word that stands, the same for all who ask.
+
+        Args:
+            patient: wait for the timeout also where the store is silent.
+        """
+        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode(), patient)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 at first); what it is then."""
@@ -55,12 +67,14 @@ class JobStore:
             self._worker.submit(self._disconnect)
             self._worker.close(self._seconds)
 
-    def _ask(self, question: Callable[[dist.Store], T]) -> T:
+    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False) -> T:
         """Ask on the thread.
 
         Raises:
             StoreError: no answer within the timeout, or an error instead of one.
         """
+        if self.silent and not patient:
+            raise StoreError(f"the launcher's store does not answer: it has not for more than {self._seconds:g} s")
 
         def ask() -> T:
             if self._connection is None:
@@ -74,6 +88,8 @@ class JobStore:
         try:
             return self._worker.do(ask, self._seconds)
         except Exception as error:
+            if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
+                self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer
             raise StoreError(f"the launcher's store does not answer: {error}") from error
 
     def _disconnect(self) -> None:

@@ -35,14 +35,15 @@ from .experts.slices import is_sliced
 from .guard import Guard
 from .load.aggregate import HostCopy
 from .load.clock import Progress, StepClock
-from .migration.agreement import Agreement, Verdict, one_line
+from .migration.agreement import Agreement, one_line
+from .migration.ballot import Verdict
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
 from .migration.transports import TRANSPORTS
 from .migration.transports.base import Transport
 from .parts import Parts
 from .placement import Placement, PlacementError
 from .points import Phase
-from .process_groups import Connections
+from .process_groups import Connections, host_timeout
 from .reconnecting import Reconnection, Standing
 from .worker import Worker
 
@@ -108,7 +109,7 @@ class Rebalancer:
         self._replaced = 0
         self._hash_blocks = parts.kernels.hash_blocks
         self._earlier: list[tuple[int, Placement]] = []
-        self._agreement = Agreement(groups.control, groups.store, self._at_point)
+        self._agreement = self._new_agreement()
         self._engine = self._new_engine(parts.transport)
         self._clock = StepClock(self._engine.rehearse(parts.placement))
         self.decisions = DecisionMaker(
@@ -140,6 +141,10 @@ class Rebalancer:
         staging = self._config.staging_bytes
         engine.bytes_per_step = min(self._config.bytes_per_step or staging, staging)
         return engine
+
+    def _new_agreement(self) -> Agreement:
+        groups = self._groups
+        return Agreement(groups.control, groups.store, self._at_point, host_timeout(groups.backend).total_seconds())
 
     def _new_background(self) -> BackgroundMigration:
         return BackgroundMigration(
@@ -500,6 +505,7 @@ class Rebalancer:
         if self._reconnection.under_way:
             return
         self._pending = None
+        self.end_beside()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
         self.events.emit(BalancingPaused(self.step, cause))
         self._standing.digest = bytes.fromhex(self.placement.digest())
@@ -515,8 +521,7 @@ class Rebalancer:
         if link is None:
             return
         before = self._groups.take_over(link.connections)
-        self._agreement = Agreement(self._groups.control, self._groups.store, self._at_point)
-        self.background.agreement = self._agreement
+        self._agreement = self.background.agreement = self._new_agreement()
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)

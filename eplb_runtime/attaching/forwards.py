@@ -10,8 +10,8 @@ from .description import Stage
 
 
 class Forwards:
-    """Of one stage. A graph of torch.compile that fails tells nobody: such a forward has ended by the time that its
-    thread begins another.
+    """Of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted (Ctrl-C):
+    such a forward has ended by the time that its thread begins another, or asks where experts stand.
 
     Args:
         layers: whose experts it holds.
@@ -24,12 +24,17 @@ class Forwards:
         begins, ends = OutsideGraphs(lambda _: self._begin()), OutsideGraphs(lambda _: self._end())
         stage.model.register_forward_pre_hook(lambda *_: begins())
         stage.model.register_forward_hook(lambda *_: ends(), always_call=True)
+        balancer._forwards.append(self)
+
+    def end_what_broke_off(self) -> None:
+        """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
+        for the next step."""
+        if get_ident() in self._running:
+            self._balancer._after_forward(self._layers)
 
     def _begin(self) -> None:
-        thread = get_ident()
-        if thread in self._running:
-            self._balancer._after_forward(self._layers)
-        self._running.add(thread)
+        self.end_what_broke_off()
+        self._running.add(get_ident())
         self._balancer._before_forward()
 
     def _end(self) -> None:

@@ -3,13 +3,14 @@
 Words of all ranks are joined by messages between pairs, in a number of steps that grows with the logarithm of the
 number of ranks; only when something is wrong does every rank say what it has. A vote alone is not enough: a rank may
 time out in it while the others finish. So the outcome is a record in the launcher's store, written by compare-and-set:
-the first word stands, and who timed out writes "abort".
+the first word stands, and who timed out writes "abort". `ballot` says what a rank does when.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,38 +19,21 @@ from torch import Tensor
 
 from ..job_store import JobStore, StoreError
 from ..points import Phase, Probe, unobserved
+from ..private_groups import hang_up
+from .ballot import Act, Ballot, Heard, State, Verdict
 
 logger = logging.getLogger("eplb_runtime")
 
-COMMIT = "commit"
 _STORE_SECONDS = 30.0
+_MOST_SECONDS = 1800.0
+_PAUSE_SECONDS = 0.05
+"""Between two questions to a store whose connection fails at once."""
 _CAUSE_BYTES = 240
 _LARGEST_WORD = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks will do. ``connections_broken`` tells that the groups' connections are closed, or that this rank
-    cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
-    """
-
-    commit: bool
-    cause: str = ""
-    connections_broken: bool = False
-    kind: str = ""
-
-    @property
-    def word(self) -> str:
-        """As it is recorded."""
-        state = "broken" if self.connections_broken else "whole"
-        return COMMIT if self.commit else f"abort {state} {self.kind or '-'} {self.cause}"
-
-    @classmethod
-    def of_word(cls, word: str) -> Verdict:
-        if word == COMMIT:
-            return cls(True)
-        _, state, kind, cause = word.split(" ", 3)
-        return cls(False, cause, state == "broken", kind.removeprefix("-"))
+class InDoubt(RuntimeError):
+    """This rank has said yes to a decision, and what became of it cannot be learnt any more."""
 
 
 class Agreement:
@@ -59,9 +43,17 @@ class Agreement:
         control: gloo, all ranks of the job.
         store: where decisions are recorded; None: the group's own.
         probe: told of each vote.
+        most_seconds: that a rank which has said yes asks for the outcome.
     """
 
-    def __init__(self, control: dist.ProcessGroup, store: JobStore | None = None, probe: Probe = unobserved) -> None:
+    def __init__(
+        self,
+        control: dist.ProcessGroup,
+        store: JobStore | None = None,
+        probe: Probe = unobserved,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:
+        self._most_seconds = most_seconds
         self._control = control
         self._rank = control.rank()
         self._ranks = dist.get_process_group_ranks(control)
@@ -151,22 +143,72 @@ class Agreement:
         dist.broadcast(text, src=rank, group=self._control)
         return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
 
-    def decide(self, key: str, problem: str, timed_out: bool) -> Verdict:
-        """Vote, then record and return the one decision.
+    def decide(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
+        """Vote, and come to the one decision. A rank that has said yes asks for it until the store answers.
 
         Args:
-            key: names this decision; new for each.
+            ballot: new for each decision; its other thread may have refused already.
             problem: why this rank cannot commit; empty: it can. Every rank learns it.
-            timed_out: whether the problem broke the groups' connections.
+            timed_out: whether the problem broke the groups' connections: then this rank says so to nobody, and hangs
+                up, so that nobody waits for it.
+
+        Raises:
+            InDoubt: the store has not answered for ``most_seconds``.
         """
-        verdict = Verdict(False, problem, True) if timed_out else self._vote(problem)
-        self._probe(Phase.VOTED, verdict)
-        return self.record(key, verdict)
+        if timed_out:
+            return self.stay_away(ballot, Verdict(False, problem, True))
+        if not problem and self._store.silent:
+            problem = "the launcher's store does not answer"
+        ballot.hear(Heard.REFUSE if problem else Heard.VOTE, Verdict(False, problem))
+        return self._follow(ballot, *self._count(ballot.refusal))
+
+    def refuse(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """Say no. A rank that has said yes already can only propose that, and follows what all come to.
+
+        Raises:
+            InDoubt: as `decide`.
+        """
+        return self._follow(ballot, Heard.REFUSE, verdict)
+
+    def stay_away(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """`refuse`, and take no part in the vote: who waits for this rank's word there comes back at once."""
+        try:
+            return self.refuse(ballot, verdict)
+        finally:
+            hang_up(self._control, "gloo")
+
+    def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
+        """Do what the table says until it is known what all ranks do."""
+        began, act = time.monotonic(), ballot.hear(heard, verdict)
+        while ballot.verdict is None:
+            if act is not Act.RECORD:
+                self._wait_for_another(ballot, began)  # thread of this rank, which has refused, or is in a meeting
+                continue
+            try:
+                said = self._store.compare_set(ballot.key, verdict.word, patient=ballot.state is State.DOUBT)
+                answer = Verdict.of_word(said)
+                act = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
+            except StoreError as error:
+                act = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
+                logger.warning("%s; it is asked for what became of a migration", one_line(error))
+                if act is Act.RECORD:
+                    self._wait_for_another(ballot, began)
+        return ballot.verdict
+
+    def _wait_for_another(self, ballot: Ballot, began: float) -> None:
+        """Thread of this rank, or an answer that may come.
+
+        Raises:
+            InDoubt: it never will.
+        """
+        if ballot.state is State.UNKNOWN or time.monotonic() - began > self._most_seconds:
+            raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
+        ballot.wait(_PAUSE_SECONDS)
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
         """Write down the verdict on a decision, unless another stands already; what stands.
 
-        A rank that the store does not answer follows its own, and cannot be sure that the others do the same.
+        A rank that the store does not answer follows its own: so only for what moves nothing before another vote.
         """
         try:
             return Verdict.of_word(self._store.compare_set(key, verdict.word))
@@ -174,12 +216,15 @@ class Agreement:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
 
-    def _vote(self, problem: str) -> Verdict:
+    def _count(self, problem: str) -> tuple[Heard, Verdict]:
+        """Say this rank's word and hear those of all."""
         try:
             worst = int(self.highest(torch.tensor([self.turn if problem else 0])))
-            return Verdict(False, self.problem_of(worst, problem)) if worst else Verdict(True)
-        except RuntimeError as error:
-            return Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+            counted = Verdict(False, self.problem_of(worst, problem)) if worst else Verdict(True)
+            self._probe(Phase.VOTED, counted)
+            return (Heard.A_NO if worst else Heard.ALL_YES), counted
+        except Exception as error:
+            return Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
 
 
 def two_sided(digest: bytes) -> Tensor:

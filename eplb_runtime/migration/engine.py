@@ -1,7 +1,7 @@
 """Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
 
-The protocol is `prepare`, then for each round `post`, `settle` (`arrive` and `vote`), `commit` and `finish`; `migrate`
-runs them in a row, `background.py` runs several rounds at once while training goes on. Until a round is committed, live
+The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`; `migrate` runs them in a
+row, `background.py` runs several rounds at once while training goes on. Until a round is committed, live
 rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
 rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
 nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
@@ -27,7 +27,8 @@ from ..experts.registry import ExpertTensors
 from ..phases import phase
 from ..placement import HomeRows, Placement
 from ..points import Phase, Probe, unobserved
-from .agreement import Agreement, Verdict
+from .agreement import Agreement, InDoubt
+from .ballot import Ballot, State, Verdict
 from .exchange import Exchange, Exchanger
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
@@ -196,7 +197,7 @@ class MigrationEngine:
             began = time.perf_counter()
             agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._exchanger.device)
             self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
-            self._agreement.decide("rehearsal", "", False)
+            self._agreement.decide(Ballot("rehearsal"), "", False)
             seconds = time.perf_counter() - began
         return seconds
 
@@ -226,14 +227,17 @@ class MigrationEngine:
         for round_ in migration.schedule.rounds:
             self.restart()
             posted = self.post(migration, round_)
-            verdict = self.settle(posted, get_ready)
-            if not verdict.commit:
-                break
-            for layer in round_.layers:
-                self.commit(posted, layer)
-            self.finish(posted)
-            assert posted.after is not None
-            migration.standing = posted.after
+            self.arrive(posted, get_ready)
+            ballot = Ballot(f"{key}/{round_.number}")
+            with self._all_or_nothing(ballot):
+                verdict = self.vote(posted, ballot)
+                if not verdict.commit:
+                    break
+                for layer in round_.layers:
+                    self.commit(posted, layer)
+                self.finish(posted)
+                assert posted.after is not None
+                migration.standing = posted.after
         self._wait_for_device()
         done = migration.schedule.rounds[: migration.committed]
         left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
@@ -309,11 +313,6 @@ class MigrationEngine:
             return bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
-    def settle(self, posted: Posted, get_ready: GetReady) -> Verdict:
-        """`arrive` and `vote`."""
-        self.arrive(posted, get_ready)
-        return self.vote(posted)
-
     def arrive(self, posted: Posted, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a round, verify it, get ready for its placement. On any thread.
 
@@ -336,19 +335,33 @@ class MigrationEngine:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
-    def vote(self, posted: Posted, key: str = "") -> Verdict:
+    def vote(self, posted: Posted, ballot: Ballot) -> Verdict:
         """Whether all ranks commit a round that has arrived. On any thread; collective.
 
         Args:
-            key: names the decision; empty: the migration's, and the round's number.
+            ballot: of this round.
+
+        Raises:
+            MigrationBroken: this rank has said yes, and cannot learn what became of it.
         """
         self.refuse_if_broken()
-        with self._timed("vote"), self._on_device():
-            key = key or f"{posted.migration.key}/{posted.round_.number}"
-            verdict = self._agreement.decide(key, posted.problem, posted.timed_out)
-        with self._unfailing() if verdict.commit else contextlib.nullcontext():
+        with self._timed("vote"), self._on_device(), self._broken_by_doubt():
+            verdict = self._agreement.decide(ballot, posted.problem, posted.timed_out)
+        with self.unfailing() if verdict.commit else contextlib.nullcontext():
             self.probe(Phase.DECIDED, verdict)
         return verdict
+
+    def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
+        """What all ranks do with a round that this rank is against, if it may still say so. On any thread.
+
+        Args:
+            votes: whether a thread of this rank takes part in the vote, for which others wait.
+
+        Raises:
+            MigrationBroken: as `vote`.
+        """
+        with self._broken_by_doubt():
+            return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
 
     def commit(self, posted: Posted, layer: int) -> None:
         """Copy what a round brings to a layer into its live slots, in place; only after all ranks agreed.
@@ -356,7 +369,7 @@ class MigrationEngine:
         Raises:
             MigrationBroken: it failed.
         """
-        with self._unfailing(), self._timed("commit", layer):
+        with self.unfailing(), self._timed("commit", layer):
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
@@ -370,12 +383,54 @@ class MigrationEngine:
             MigrationBroken: it failed.
         """
         migration = posted.migration
-        with self._unfailing():
+        with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()
             migration.committed += 1
             migration.received_bytes += sum(s.record_format.payload_bytes for s in posted.exchange.staged)
             self.probe(Phase.COMMITTED, posted.round_)
+
+    @contextlib.contextmanager
+    def unfailing(self) -> Iterator[None]:
+        """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good.
+
+        Raises:
+            MigrationBroken: it failed. What is no `Exception`, as KeyboardInterrupt, goes on as it is.
+        """
+        self.refuse_if_broken()
+        try:
+            yield
+        except BaseException as error:
+            if self.broken:
+                raise  # from further inside
+            self.broken = (
+                "experts on this rank are not where the other ranks believe them to be: a migration failed here after "
+                f"all had agreed to it ({type(error).__name__}: {error}); go back to a checkpoint"
+            )
+            logger.critical("%s", self.broken)
+            if not isinstance(error, Exception):
+                raise
+            raise MigrationBroken(self.broken) from error
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
+        """A vote and what follows from it. What breaks off inside (Ctrl-C) once this rank has said yes leaves it where
+        nobody knows whether the others have committed."""
+        try:
+            yield
+        except BaseException:
+            if ballot.state in (State.OPEN, State.ABORTED):
+                raise
+            with self.unfailing():
+                raise
+
+    @contextlib.contextmanager
+    def _broken_by_doubt(self) -> Iterator[None]:
+        try:
+            yield
+        except InDoubt:
+            with self.unfailing():
+                raise
 
     # -- small words ---------------------------------------------------------------------------------------------
 
@@ -431,22 +486,6 @@ class MigrationEngine:
             connections_broken=verdict.connections_broken,
             transfers=np.concatenate([round_.transfers for round_ in done]) if done else None,
         )
-
-    @contextlib.contextmanager
-    def _unfailing(self) -> Iterator[None]:
-        """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good."""
-        self.refuse_if_broken()
-        try:
-            yield
-        except BaseException as error:
-            self.broken = (
-                "experts on this rank are not where the other ranks believe them to be: a migration failed here after "
-                f"all had agreed to it ({type(error).__name__}: {error}); go back to a checkpoint"
-            )
-            logger.critical("%s", self.broken)
-            if not isinstance(error, Exception):
-                raise
-            raise MigrationBroken(self.broken) from error
 
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:

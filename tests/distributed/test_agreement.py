@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from eplb_runtime.migration.agreement import Agreement, Verdict, is_one_value, two_sided
+from eplb_runtime.migration.agreement import Agreement, is_one_value, two_sided
+from eplb_runtime.migration.ballot import Ballot, Verdict
 
 
 def digest_of(text: str) -> bytes:
@@ -61,8 +62,11 @@ def test_ranks_that_differ_are_named_on_all_of_them() -> None:
 
 def vote(rank: int) -> list[Verdict]:
     agreement = agreement_of(5.0)
-    said = [agreement.decide("a", "", False), agreement.decide("b", "odd bytes" if rank == 1 else "", False)]
-    said.append(agreement.decide("c", "nothing came" if rank == 2 else "", rank == 2))
+    said = [
+        agreement.decide(Ballot("a"), "", False),
+        agreement.decide(Ballot("b"), "odd bytes" if rank == 1 else "", False),
+    ]
+    said.append(agreement.decide(Ballot("c"), "nothing came" if rank == 2 else "", rank == 2))
     return said
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.experts.registry import ExpertTensors
 from eplb_runtime.migration.agreement import Agreement
+from eplb_runtime.migration.ballot import Ballot
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Outcome, Phase
 from eplb_runtime.migration.schedule import make_schedule
 from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
@@ -297,7 +298,8 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
         with before:
             engine.restart()
             posted = engine.post(migration, round_)
-            assert engine.settle(posted, cluster.get_ready).commit
+            engine.arrive(posted, cluster.get_ready)
+            assert engine.vote(posted, Ballot(f"m/{round_.number}")).commit
         with after:
             for layer in round_.layers:
                 engine.commit(posted, layer)

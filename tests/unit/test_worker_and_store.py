@@ -71,6 +71,30 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
 
 
+def test_a_silent_store_costs_one_timeout_until_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, waits, do = Stuck(dist.HashStore()), [], Worker.do
+
+    def waiting(self: Worker, *arguments: object) -> object:
+        waits.append(1)
+        return do(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "do", waiting)
+    store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
+    for _ in range(14):
+        with pytest.raises(StoreError, match="does not answer"):
+            store.look("decision")
+    assert len(waits) == 1 and store.silent
+    with pytest.raises(StoreError):
+        store.compare_set("decision", "commit", patient=True)
+    assert len(waits) == 2, "who is in doubt waits all the same"
+    silence = store._silence
+    assert silence is not None
+    stuck.release.set()
+    silence.result(10.0)
+    store._seconds = 10.0
+    assert store.compare_set("decision", "commit") == "commit" and not store.silent
+
+
 def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     names = []

@@ -25,7 +25,7 @@ from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.agreement import Verdict
+from eplb_runtime.migration.ballot import Ballot, Verdict
 from eplb_runtime.migration.engine import Phase, Posted
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -47,9 +47,9 @@ class CableCutter:
             self._vote, engine.vote = engine.vote, self._vote_beside  # type: ignore[method-assign]
         balancer.events.subscribe(self._on_event)
 
-    def _vote_beside(self, posted: Posted, key: str = "") -> Verdict:
+    def _vote_beside(self, posted: Posted, ballot: Ballot) -> Verdict:
         """On the thread that carries experts: training waits for the other host, too, and hears of it later."""
-        verdict = self._vote(posted, key)
+        verdict = self._vote(posted, ballot)
         if self._open is not None:
             self._say(f"dropped.{self._open}")
             self._open = None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eplb_runtime.background import BackgroundMigration, _Flight
-from eplb_runtime.migration.agreement import Verdict
+from eplb_runtime.migration.ballot import Act, Ballot, Heard, Verdict
 from eplb_runtime.migration.schedule import Round
 
 
@@ -34,9 +34,10 @@ class _Engine:
     def arrive(self, posted: Any, get_ready: Any, meanwhile: Any) -> None:
         self.did.append(("arrive", posted.number))
 
-    def vote(self, posted: Any, key: str) -> Verdict:
+    def vote(self, posted: Any, ballot: Ballot) -> None:
         self.did.append(("vote", posted.number))
-        return Verdict(True)
+        assert ballot.hear(Heard.VOTE, Verdict(True)) is Act.SAY_YES
+        ballot.hear(Heard.COMMIT, Verdict(True))
 
 
 def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> None:
@@ -53,11 +54,11 @@ def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> N
         max_pause_seconds=None,
     )
     rounds = [Round(number, np.zeros((0, 4), dtype=np.int64), (number,), (number,)) for number in range(4)]
-    flights = [_Flight(round_, str(round_.number), True, 0.0, "") for round_ in rounds]
+    flights = [_Flight(round_, Ballot(str(round_.number)), True, 0.0, "") for round_ in rounds]
     gate = threading.Event()
     gate.set()
     background._carry(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
-    assert all(flight.voted.result().commit for flight in flights)
+    assert all(flight.ballot.verdict == Verdict(True) for flight in flights)
     order = engine.did
     for number in range(2):
         assert order.index(("vote", number)) < order.index(("post", number + 2))
