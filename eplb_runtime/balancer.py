@@ -198,7 +198,7 @@ class Balancer:
         with phase("step boundary", epoch=self.placement.epoch):
             moved = self._rebalancer.at_boundary()
         if moved:
-            self._structure.moved()
+            self._moved()
         if self._training or moved:
             self._refresh_copies()
 
@@ -223,7 +223,7 @@ class Balancer:
             self._counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
-            self._structure.moved()
+            self._moved()
             self._refresh_copies()
         return moved
 
@@ -281,6 +281,11 @@ class Balancer:
     def _refuse_if_closed(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what} after close(): experts stay where they are")
+
+    def _moved(self) -> None:
+        """Experts have changed places."""
+        self._structure.moved()
+        self._gradients.moved()
 
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
@@ -664,7 +669,7 @@ class Balancer:
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
         self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
-        self._structure.moved()
+        self._moved()
         self._refresh_copies()
 
     def _before_forward(self) -> None:

@@ -104,7 +104,7 @@ class BalancerConfig:
         dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
             ``"allreduce"`` (the balancer, before the optimizer's step).
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
-            after each step; otherwise the gradients left over from the step are zeroed where experts moved.
+            after each step; otherwise gradients that experts have left behind may not be added to nor used again.
         guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
             in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is

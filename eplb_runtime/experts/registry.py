@@ -6,6 +6,7 @@ optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .optimizer_state import StateOwner, expert_state, state_of_each
-from .slices import local
+from .slices import is_sliced, local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 
@@ -107,6 +108,7 @@ class ExpertTensors:
         self._homes_per_rank = homes_per_rank
         self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
+        self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -148,20 +150,44 @@ class ExpertTensors:
         """Nothing that this optimizer keeps is theirs any more."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
 
-    def settle_gradients(self, layer: int, local_slots: Sequence[int]) -> None:
-        """Gradients that did not move along belong to the experts that left: nothing of them may stay behind."""
+    def leave_gradients(self, layer: int) -> None:
+        """A layer's experts have moved. Gradients that did not move along are of those that were there before: they may
+        be looked at and zeroed, but not used (`refuse_left_behind`). On every rank that has the layer."""
         if self._move_gradients:
             return
         for entry in self._layers[layer]:
-            if entry.kind != "parameter":
-                continue
-            for slot in local_slots:  # row by row: nothing is allocated during a commit
-                if isinstance(entry.tensor, tuple):
-                    of_slot = entry.tensor[slot].grad
-                else:
-                    of_slot = None if entry.tensor.grad is None else local(entry.tensor.grad)[slot]
-                if of_slot is not None:
-                    of_slot.zero_()
+            for parameter in entry.memory if entry.kind == "parameter" else ():
+                if parameter.grad is not None:
+                    self._left_behind[parameter] = (entry.name, weakref.ref(parameter.grad))
+
+    @property
+    def has_left_behind(self) -> bool:
+        """Whether experts have moved since the last step, and have left gradients behind."""
+        return bool(self._left_behind)
+
+    def refuse_left_behind(self, parameter: Tensor | None = None) -> None:
+        """This gradient is about to be added to; None: all are about to be used.
+
+        Raises:
+            RuntimeError: it is one that experts have left behind, and was not zeroed.
+        """
+        for one in list(self._left_behind) if parameter is None else [parameter]:
+            name, left = self._left_behind.get(one, ("", None))
+            gradient = one.grad
+            # Slices are added to where nobody sees it, after `forget_zeroed`.
+            if left is not None and gradient is not None and left() is gradient and (is_sliced(one) or gradient.any()):
+                raise RuntimeError(
+                    f"experts have moved since the last step, and the gradient of {name} from before, which has not "
+                    "moved along, is added to or used again: zero gradients after each step, or set "
+                    "BalancerConfig(move_gradients=True, overlap=False)"
+                )
+            self._left_behind.pop(one, None)
+
+    def forget_zeroed(self) -> None:
+        """Gradients that were zeroed in place may be added to."""
+        for parameter in list(self._left_behind):
+            if parameter.grad is not None and not local(parameter.grad).any():
+                del self._left_behind[parameter]
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
         layers = self._layers if layer is None else [self._layers[layer]]

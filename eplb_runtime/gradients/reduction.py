@@ -61,22 +61,32 @@ class Gradients:
     def begin(self) -> None:
         """The optimizer has stepped: new gradients come."""
         self._first = True
+        self.moved()
+
+    def moved(self) -> None:
+        """Between steps, experts have moved, and gradients with them."""
         for averaging in self._averaged:
             averaging.step_is_over()
 
     def forward_begins(self) -> None:
         """New gradients may come, of slices where no hook sees them."""
         self._new = self._new or self._sliced
+        if self._sliced and self._registry.has_left_behind:
+            self._registry.forget_zeroed()
 
     def arrives(self, parameter: Tensor) -> None:
         """A backward pass, or a copy, is about to add to the gradient of an expert parameter."""
         self._new = True
+        if self._registry.has_left_behind:
+            self._registry.refuse_left_behind(parameter)
         if self._of_experts is not None:
             self._of_experts.arrives(parameter)
 
     def reduce(self) -> None:
         """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
         self.follow()
+        if self._registry.has_left_behind:
+            self._registry.refuse_left_behind()
         if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()

@@ -373,8 +373,8 @@ class MigrationEngine:
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
-                slots = self._exchanger.commit(posted.exchange, layer, record_format)
-                self._registry.settle_gradients(layer, slots)
+                self._exchanger.commit(posted.exchange, layer, record_format)
+                self._registry.leave_gradients(layer)
 
     def finish(self, posted: Posted) -> None:
         """Let everything else follow the placement that stands after a round; all its layers are committed.

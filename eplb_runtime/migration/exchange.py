@@ -184,12 +184,8 @@ class Exchanger:
         return ""
 
     @torch.no_grad()
-    def commit(self, exchange: Exchange, layer: int, record_format: RecordFormat) -> list[int]:
-        """Copy what has come to a layer into its live slots, in place. Allocates nothing.
-
-        Returns:
-            The rows that were written.
-        """
+    def commit(self, exchange: Exchange, layer: int, record_format: RecordFormat) -> None:
+        """Copy what has come to a layer into its live slots, in place. Allocates nothing."""
         within = [
             (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
             for t in exchange.within
@@ -197,12 +193,9 @@ class Exchanger:
         ]
         for chain in in_turn(within):
             self._move_within(record_format, chain)
-        written = [to for _, to in within]
         for s in exchange.staged:
             if s.transfer.layer == layer:
-                written.append(self._home_rows.row_of(s.transfer.destination_slot))
-                record_format.unpack(s.record, written[-1])
-        return written
+                record_format.unpack(s.record, self._home_rows.row_of(s.transfer.destination_slot))
 
     def _own(self, round_: Round, records: Records) -> Iterator[tuple[Transfer, RecordFormat]]:
         """The transfers that concern this rank, with the records they carry."""

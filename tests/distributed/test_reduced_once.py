@@ -102,6 +102,10 @@ class Whole:
     def halve(self) -> None:
         """By hand, on all ranks alike."""
         self.reduce()
+        self.decay()
+
+    def decay(self) -> None:
+        """By hand, what a step has left."""
         for parameter in [*self.model.parameters(), self.extra]:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
@@ -140,6 +144,7 @@ WORDS = {
     "C": "clipped",
     "R": "reduce",
     "h": "halve",
+    "d": "decay",
     "Z": "zero",
     "z": "zero_in_place",
     "S": "step",
@@ -157,7 +162,6 @@ class Spread(Whole):
         self.of, self.scale = [rank], 1.0
         config = eplb.BalancerConfig(
             interval=1000,
-            policy="static",
             gate="always",
             dense_gradients="allreduce",
             replica_slots=layout.slots,
@@ -178,7 +182,8 @@ class Spread(Whole):
         self.balancer.reduce_gradients()
 
     def move(self) -> None:
-        assert self.balancer.rebalance()
+        self.balancer.declare(torch.ones(2, EXPERTS))
+        assert self.balancer.rebalance() or self.layout.ep == 1
 
     def weights(self) -> dict[str, Tensor]:
         layers, gather = self.balancer.layer_of_parameter, self.balancer.gather_experts
@@ -222,6 +227,23 @@ LOOPS = {
     "changed by hand between": "BhBCS Z BhhAS",
     "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",
 }
+UNZEROED = {
+    "never zeroed": "BSBSBNS BAS",
+    "zeroed each second step": "BSBS z BSBCS Z BSBS",
+    "stepped twice": "BSS Z BCSS BS",
+    "decayed by hand": "BS d BS d BNS",
+    "stepped once more on zeros": "BS z S BS",
+}
+MOVED = {
+    "never zeroed, and moved": "BSM BSM BNAS M BS",
+    "zeroed each second step, and moved": "BSBS M Z BSM BS M z BS",
+    "stepped twice, moved between": "BSMS Z BSMMS BS",
+    "moved after a look": "BSM NBS",
+}
+ZEROED = {
+    "zeroed before the move": "BSZM BS zM BS",
+    "zeroed after the move": "BSM Z BS M z BS M z S BNS",
+}
 LAYOUTS = {
     "EP 2 x EDP 2": Layout(2, 2),
     "EP 2, no divisor": Layout(2, 1, divisor=1),
@@ -231,7 +253,45 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_loop_that_looks_at_gradients_trains_as_one_process(layout: Layout) -> None:
-    assert far_off(layout, list(LOOPS.values())) == {}
+    assert far_off(layout, [*LOOPS.values(), *UNZEROED.values()]) == {}
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(2, 1, divisor=1)], ids=["EP 2 x EDP 2", "EP 2, no divisor"])
+def test_gradients_move_along_with_experts(layout: Layout) -> None:
+    assert far_off(layout, [*MOVED.values(), *ZEROED.values()], move_gradients=True) == {}
+
+
+def test_gradients_that_are_zeroed_need_not_move() -> None:
+    assert far_off(Layout(2, 2), list(ZEROED.values())) == {}
+
+
+REFUSED = {
+    "BSM B": "experts have moved since the last step",
+    "BSM S": "experts have moved since the last step",
+    "BSM N": "experts have moved since the last step",
+    "BSM d B": "experts have moved since the last step",
+    "BS d S": "rewritten in place",
+}
+
+
+def refused(rank: int) -> list[str]:
+    job, said = Spread(rank, Layout(2, 2)), []
+    for script in REFUSED:
+        try:
+            job.run(script)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        job.run("BS")
+    job.balancer.close()
+    return said
+
+
+def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks() -> None:
+    first, *others = run_ranks(4, refused)
+    assert all(other == first for other in others)
+    for said, expected in zip(first, REFUSED.values(), strict=True):
+        assert expected in said and "\n" not in said
 
 
 def bring_it_all_again() -> None:

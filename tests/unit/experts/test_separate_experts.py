@@ -46,12 +46,14 @@ def test_a_record_takes_an_expert_with_all_its_state_to_another_slot() -> None:
     assert not torch.equal(there[0], there[1]) and torch.equal(there[0], here[2])
 
 
-def test_gradients_that_stay_are_cleared_and_those_that_move_go_along() -> None:
+def test_gradients_that_stay_may_not_be_used_and_those_that_move_go_along() -> None:
     rows = experts()
     for row in rows:
         row.grad = torch.ones_like(row)
-    registered(rows).settle_gradients(0, [1])
-    assert [float(row.grad.sum()) for row in rows] == [8.0, 0.0, 8.0]
+    staying = registered(rows)
+    staying.leave_gradients(0)
+    with pytest.raises(RuntimeError, match="the gradient of weight from before, which has not moved along"):
+        staying.refuse_left_behind(rows[1])
     moving = registered(rows, move_gradients=True)
     assert [tensor.name for tensor in moving.of_home(0)] == ["weight", "weight/grad"]
     rows[0].grad = None

@@ -187,18 +187,38 @@ def test_memory_that_has_two_names_moves_once() -> None:
     assert [t.name for t in registry.of_home(0)] == ["w", "w/column", "w/none", "w/none either", "w/own"]
 
 
-def test_gradients_left_behind_are_zeroed_only_where_experts_moved() -> None:
+def left_behind(move_gradients: bool = False) -> tuple[ExpertTensors, nn.Parameter]:
+    """A parameter with a gradient, whose experts have moved."""
     parameter = nn.Parameter(torch.zeros(3, 2))
     parameter.grad = torch.ones(3, 2)
-    registry = ExpertTensors(1, 3)
+    registry = ExpertTensors(1, 3, move_gradients=move_gradients)
     registry.add(0, "w", parameter)
-    registry.settle_gradients(0, [1])
-    assert parameter.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
-    moving = ExpertTensors(1, 3, move_gradients=True)
-    moving.add(0, "w", parameter)
-    moving.settle_gradients(0, [0])
-    assert parameter.grad[0].tolist() == [1, 1]
-    assert [t.name for t in moving.of_home(0)] == ["w", "w/grad"]
+    registry.leave_gradients(0)
+    return registry, parameter
+
+
+def test_gradients_left_behind_may_be_zeroed_but_not_used() -> None:
+    registry, parameter = left_behind()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the gradient of w from before, which has not moved along"):
+            registry.refuse_left_behind()
+    parameter.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="has not moved along"):
+        registry.refuse_left_behind(parameter)
+    parameter.grad.zero_()
+    registry.refuse_left_behind(parameter)
+    parameter.grad.add_(1)
+    registry.refuse_left_behind(parameter)
+    registry, parameter = left_behind()
+    parameter.grad = torch.ones(3, 2)
+    registry.refuse_left_behind()
+    assert not registry.has_left_behind
+
+
+def test_gradients_that_move_along_may_be_used() -> None:
+    registry, parameter = left_behind(move_gradients=True)
+    registry.refuse_left_behind(parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/grad"]
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
