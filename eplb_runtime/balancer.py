@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, Protocol, TypeVar
@@ -423,14 +423,20 @@ class Balancer:
             yield
 
     @torch.compiler.disable
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
         """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+        Collective.
 
         Args:
             max_norm: gradients are scaled down to it.
+            parameters: of the model, as they are since attach: clip these alone, by their own norm, over all experts of
+                those that have experts (a layer, say). The same on every rank. None: all.
 
         Returns:
             The norm before clipping, a scalar, equal on every rank.
+
+        Raises:
+            ValueError: one of them is no parameter of the model.
         """
         if self._host_steps:
             raise RuntimeError(
@@ -441,7 +447,7 @@ class Balancer:
         self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
         self._guard.before_averaging()
         with self._watch.waiting(), phase("clip"):
-            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts)
+            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 
     def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """`Gradients.square_of_experts`."""

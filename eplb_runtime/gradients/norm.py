@@ -47,7 +47,8 @@ def squares_of_experts(
 def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor) -> Tensor:
     """float64 ``[E/R]``."""
     if isinstance(gradient, Tensor):
-        return torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64)
+        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     norms = [like.new_zeros(()) if g is None else torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
     return torch.stack(norms)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -99,18 +99,29 @@ class Gradients:
         self.reduced()
 
     @torch.no_grad()
-    def clip(self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int) -> Tensor:
+    def clip(
+        self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int, parameters: Iterable[Tensor] | None = None
+    ) -> Tensor:
         """Reduce, scale down to ``max_norm``, and return the norm before, a float64 scalar. Collective.
 
         Args:
             logical_of_rows_LH: int64 ``[L, E/R]`` on the model's device: the logical expert of each row here.
             num_experts: E.
+            parameters: those that are scaled, by their own norm; None: all.
+
+        Raises:
+            ValueError: one of them is not of the model; or they are some of a layer's experts, of separate tensors.
         """
+        chosen = None if parameters is None else self._chosen(parameters)
         self.reduce()
-        experts = [p.grad for p in self._registry.parameters() if p.grad is not None]
-        dense = [p.grad for p in self._dense_parameters.values() if p.grad is not None]
+
+        def gradient_of(parameter: Tensor) -> Tensor | None:
+            return parameter.grad if chosen is None or parameter in chosen else None
+
+        experts = [g for p in self._registry.parameters() if (g := gradient_of(p)) is not None]
+        dense = [g for p in self._dense_parameters.values() if (g := gradient_of(p)) is not None]
         squares = [
-            *self._squares_of_experts(logical_of_rows_LH, num_experts, lambda parameter: parameter.grad),
+            *self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of),
             *squares_of_dense(dense),
         ]
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
@@ -119,6 +130,23 @@ class Gradients:
         for gradient in [*experts, *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
         return norm
+
+    def _chosen(self, parameters: Iterable[Tensor]) -> set[Tensor]:
+        chosen = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        known = {*self._registry.parameters(), *self._dense_parameters.values()}
+        for parameter in chosen - known:
+            raise ValueError(
+                f"a tensor of shape {list(parameter.shape)} is no parameter of the attached model: give those of "
+                "model.parameters() as they are since attach"
+            )
+        for layer in self._registry.layers:
+            for separate in self._registry.by_expert(layer):
+                if isinstance(separate, tuple) and 0 < len(chosen.intersection(separate)) < len(separate):
+                    raise ValueError(
+                        "parameters= has some experts of a layer and leaves others out, which stand elsewhere after a "
+                        "move: give all experts of a layer"
+                    )
+        return chosen
 
     @torch.no_grad()
     def square_of_experts(

@@ -8,6 +8,7 @@ decision brings them to the host and compares factors over ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -138,6 +139,8 @@ class Samples:
         self._turn = 0
         self._pass = -1
         self._has_arrived = False
+        self._arrivals: list[weakref.ref[Tensor] | None] = []
+        self._taken_away = False
         self._row = 0
         self._numbers: dict[int, int] = {}
         self._watched: tuple[Watching | None, ...] = ()
@@ -163,8 +166,13 @@ class Samples:
 
     def before_reduction(self) -> None:
         """Gradients are about to be reduced, if new ones have arrived."""
-        if self._has_arrived:
-            self._has_arrived = False
+        if not self._has_arrived:
+            return
+        self._has_arrived = False
+        if self._taken_away:  # the loop sums them by itself: what is there now is not the last pass's, scaled
+            self._taken_away = False
+            self._elements[self._row, COMPLETE].fill_(torch.nan)
+        else:
             self._keep(COMPLETE)
 
     def reduced(self) -> None:
@@ -177,7 +185,7 @@ class Samples:
 
     def step_is_over(self, number: int) -> None:
         """The step of this number is."""
-        self._has_arrived = False
+        self._has_arrived = self._taken_away = False
         self._numbers[self._row] = number
         self._row = (self._row + 1) % self._most
         if self._numbers.pop(self._row, None) is not None:
@@ -237,6 +245,11 @@ class Samples:
 
     @torch.compiler.disable
     def _arrived(self) -> None:
+        gradients = [None if one is None else one.parameter.grad for one in self._watched]
+        if self._has_arrived:
+            before = zip(self._arrivals, gradients, strict=True)
+            self._taken_away |= any(old is not None and old() is not gradient for old, gradient in before)
+        self._arrivals = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         self._has_arrived = True
         self._keep(ARRIVED)
 

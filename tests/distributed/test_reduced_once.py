@@ -3,7 +3,7 @@ norm, clips, reduces, goes on adding, never zeroes. Right is what one process co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
+from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.gradients.averaging import Averaging
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -49,9 +50,11 @@ class Whole:
         self.scale = 1 / (layout.divisor or layout.ranks)
         self.model = make_model("olmoe", experts=EXPERTS, width=16).double()
         self.model.set_experts_implementation("eager")
+        self.model.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.extra = nn.Parameter(torch.full((16,), 0.1, dtype=torch.float64))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.5)
         self.batch = 0
+        self.sums: dict[Tensor, Tensor] = {}
         self.losses: list[tuple[Tensor, Tensor]] = []
 
     def run(self, script: str) -> list[float]:
@@ -69,7 +72,7 @@ class Whole:
             ids = batch_of(rank, self.batch)[:2, :6]
             out = self.model(input_ids=ids, labels=ids, output_hidden_states=True)
             second = out.logits.square().mean() + (out.hidden_states[-1] * self.extra).mean()
-            self.losses.append((out.loss, second))
+            self.losses.append((out.loss * self.model.temperature.sigmoid().sum(), second))
         self.batch += 1
         for first, _ in self.losses:
             (first * self.scale).backward(retain_graph=True)
@@ -92,9 +95,54 @@ class Whole:
     def clipped(self) -> None:
         self.norms.append(self.clip(0.3))
 
-    def clip(self, most: float) -> float:
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(held, most).item()
+    def clip(self, most: float, chosen: tuple[str, ...] = ("",)) -> float:
+        """Those whose names end in this."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = [*self.model.named_parameters(), ("extra", self.extra)]
+        return self.clip_all([p for name, p in named if name.endswith(chosen) and id(p) in held], most)
+
+    def clip_all(self, parameters: list[nn.Parameter], most: float) -> float:
+        return nn.utils.clip_grad_norm_(parameters, most).item()
+
+    def clipped_layer(self) -> None:
+        self.norms.append(self.clip(0.05, ("1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj", "lm_head.weight")))
+
+    def clipped_alone(self) -> None:
+        """Each of these by itself."""
+        for name in ("0.mlp.experts.down_proj", "1.mlp.experts.down_proj", "0.self_attn.q_proj.weight"):
+            self.norms.append(self.clip(0.01, (name,)))
+
+    def clipped_by_value(self) -> None:
+        self.reduce()
+        nn.utils.clip_grad_value_([*self.model.parameters(), self.extra], 0.003)
+
+    def summed_by_hand(self) -> None:
+        """A forward and its backward, whose gradients go to the loop's own sums."""
+        self.backward()
+        for parameter in [*self.model.parameters(), self.extra]:
+            if parameter.grad is not None:
+                before = self.sums.get(parameter, 0)
+                self.sums[parameter], parameter.grad = before + parameter.grad, None
+
+    def write_sums(self) -> None:
+        for parameter, total in self.sums.items():
+            parameter.grad = total
+        self.sums = {}
+
+    def reduced_and_summed(self) -> None:
+        self.backward()
+        self.reduce()
+        for parameter in [*self.model.parameters(), self.extra]:
+            if parameter.grad is not None:
+                before = self.sums.get(parameter, 0)
+                self.sums[parameter] = before + parameter.grad
+        self.optimizer.zero_grad()
+
+    def write_sums_in_place(self) -> None:
+        """Over the gradients of the last backward pass."""
+        for parameter, total in self.sums.items():
+            parameter.grad.copy_(total)
+        self.sums = {}
 
     def reduce(self) -> None:
         pass
@@ -151,6 +199,13 @@ WORDS = {
     "P": "add",
     "F": "freeze",
     "M": "move",
+    "L": "clipped_layer",
+    "1": "clipped_alone",
+    "V": "clipped_by_value",
+    "+": "summed_by_hand",
+    "*": "reduced_and_summed",
+    "=": "write_sums",
+    "o": "write_sums_in_place",
 }
 
 
@@ -175,8 +230,9 @@ class Spread(Whole):
     def no_sync(self):
         return self.balancer.no_sync()
 
-    def clip(self, most: float) -> float:
-        return self.balancer.clip_grad_norm_(most).item()
+    def clip_all(self, parameters: list[nn.Parameter], most: float) -> float:
+        every = len(parameters) > 10
+        return self.balancer.clip_grad_norm_(most, None if every else parameters).item()
 
     def reduce(self) -> None:
         self.balancer.reduce_gradients()
@@ -209,7 +265,7 @@ def far_off(layout: Layout, scripts: list[str], damage: Callable[[], None] | Non
         norms, weights = whole.run(script), whole.weights()
         off = 0.0
         for norms_here, weights_here in (results[rank][position] for rank in range(layout.ranks)):
-            off = max([off, *(abs(a - b) for a, b in zip(norms_here, norms, strict=True))])
+            off = max([off, *(abs(a - b) / max(1, b) for a, b in zip(norms_here, norms, strict=True))])
             off = max([off, *((weights_here[name] - weights[name]).abs().max().item() for name in weights)])
         if not off <= TOLERANCE:
             found[script] = off
@@ -225,6 +281,10 @@ LOOPS = {
     "a parameter that joins, then clipped before the step": "BS Z PBAS Z BACS ZBANS",
     "a parameter that joins between backward and clipping": "BA P CS Z BANS",
     "changed by hand between": "BhBCS Z BhhAS",
+    "clipped by parts": "BLS Z B1LCS Z BL BLBS",
+    "clipped by value": "BVS Z BVBVS Z BNVBCS",
+    "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S",
+    "reduced, then summed by hand": "** = S Z *** = S Z * BR o S",
     "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",
 }
 UNZEROED = {
@@ -261,6 +321,11 @@ def test_gradients_move_along_with_experts(layout: Layout) -> None:
     assert far_off(layout, [*MOVED.values(), *ZEROED.values()], move_gradients=True) == {}
 
 
+def test_the_guard_takes_no_sum_by_hand_for_clipping() -> None:
+    """In the first steps, in which it raises."""
+    assert far_off(Layout(2, 1), ["++ = S", "+++ = CS", "+ B o S"]) == {}
+
+
 def test_gradients_that_are_zeroed_need_not_move() -> None:
     assert far_off(Layout(2, 2), list(ZEROED.values())) == {}
 
@@ -292,6 +357,64 @@ def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks() -
     assert all(other == first for other in others)
     for said, expected in zip(first, REFUSED.values(), strict=True):
         assert expected in said and "\n" not in said
+
+
+class Gained(nn.Module):
+    """Experts with a parameter of one number each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(8, EXPERTS)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(EXPERTS, 8, 8))
+        self.experts.gain = nn.Parameter(torch.randn(EXPERTS))
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        probabilities, ids = self.router(tokens).softmax(-1).topk(2)
+        return self.mix(tokens=tokens, ids=ids, probabilities=probabilities)
+
+    def mix(self, tokens: Tensor, ids: Tensor, probabilities: Tensor) -> Tensor:
+        rows = torch.einsum("td,tkdf->tkf", tokens, self.experts.up[ids]) * self.experts.gain[ids].unsqueeze(-1)
+        return (rows * probabilities.unsqueeze(-1)).sum(dim=1)
+
+
+def compute_gained(rows: Tensor, counts: SlotCounts, weights: Mapping[str, Tensor]) -> Tensor:
+    parts = rows.split(list(counts.known()))
+    return torch.cat([part @ weights["up"][slot] * weights["gain"][slot] for slot, part in enumerate(parts)])
+
+
+def gained(rank: int) -> list[float]:
+    """A norm of all, one of the numbers alone, and one past what was clipped."""
+    model = Gained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = eplb.BalancerConfig(interval=1000, dense_gradients="allreduce")
+    layer = eplb.MoE("experts", run="mix", compute=compute_gained)
+    balancer = eplb.attach(model, optimizer, layers=[layer], config=config)
+    model.train()
+    gained_loss(model, rank).backward()
+    found = [balancer.clip_grad_norm_(1e9).item(), balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
+    with pytest.raises(ValueError, match="is no parameter of the attached model"):
+        balancer.clip_grad_norm_(1.0, [torch.zeros(3)])
+    found.append(balancer.clip_grad_norm_(1e9).item())
+    optimizer.step()
+    balancer.close()
+    return found
+
+
+def gained_loss(model: Gained, rank: int) -> Tensor:
+    tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return model(tokens).square().mean()
+
+
+def test_experts_of_one_number_are_clipped() -> None:
+    model = Gained()
+    (sum(gained_loss(model, rank) for rank in range(2)) / 2).backward()
+    clip = nn.utils.clip_grad_norm_
+    expected = [clip(model.parameters(), 1e9), clip(model.experts.gain, 0.01), clip(model.parameters(), 1e9)]
+    for found in run_ranks(2, gained):
+        assert found == pytest.approx([norm.item() for norm in expected], rel=1e-9)
 
 
 def bring_it_all_again() -> None:
