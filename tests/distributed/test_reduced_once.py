@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.gradients.averaging import Averaging
+from eplb_runtime.gradients.reduction import Gradients
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 6
@@ -212,7 +214,7 @@ WORDS = {
 class Spread(Whole):
     """The same on a rank of the layout."""
 
-    def __init__(self, rank: int, layout: Layout, **settings: bool) -> None:
+    def __init__(self, rank: int, layout: Layout, **settings: bool | str) -> None:
         super().__init__(layout)
         self.of, self.scale = [rank], 1.0
         config = eplb.BalancerConfig(
@@ -256,7 +258,9 @@ def spread(rank: int, layout: Layout, scripts: list[str], settings: dict, damage
     return found
 
 
-def far_off(layout: Layout, scripts: list[str], damage: Callable[[], None] | None = None, **settings: bool) -> dict:
+def far_off(
+    layout: Layout, scripts: list[str], damage: Callable[[], None] | None = None, **settings: bool | str
+) -> dict:
     """Scripts that run one after the other: after which of them weights or norms differ from one process's by more than
     rounding, and by how much."""
     results = run_ranks(layout.ranks, spread, layout, scripts, settings, damage)
@@ -417,9 +421,47 @@ def test_experts_of_one_number_are_clipped() -> None:
         assert found == pytest.approx([norm.item() for norm in expected], rel=1e-9)
 
 
+def any_script(draw: Random, length: int) -> str:
+    """Words in any order that a loop can have: another loss only of a forward with the weights as they are, steps of
+    gradients that are there, moves between steps."""
+    script, forward, gradients, between = "", False, False, False
+    while len(script) < length or not script.endswith("S"):
+        words = "BBBHNCRhLVZz" + "AA" * forward + "SSS" * gradients + "M" * between
+        word = draw.choice(words)
+        script += word
+        forward = word in "BH" or (forward and word != "S")
+        gradients = word in "BHA" or (gradients and word != "Z")
+        between = word == "S" or (between and word in "ZzM")
+    return script
+
+
+ANY = {
+    "EP 2 with copies": Layout(2, 1, slots=1),
+    "EP 2 x EDP 2": Layout(2, 2),
+    "EP 2 x EDP 3, no divisor": Layout(2, 3, divisor=1),
+    "EDP 2": Layout(1, 2),
+}
+
+
+def any_scripts(seed: int, count: int) -> list[str]:
+    draw = Random(seed)
+    return [any_script(draw, draw.randint(3, 14)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("layout", ANY.values(), ids=ANY)
+def test_any_loop_trains_as_one_process(layout: Layout) -> None:
+    assert far_off(layout, any_scripts(layout.ranks, 12), move_gradients=True) == {}
+
+
 def bring_it_all_again() -> None:
     Averaging._leave_to_the_first = lambda self, parameter: None
 
 
-def test_control_what_is_reduced_twice_is_noticed() -> None:
-    assert far_off(LAYOUTS["EDP 2, no divisor"], ["BNBNS"], bring_it_all_again)
+def overlook_what_is_new() -> None:
+    Averaging.has_new = False
+    Gradients.arrives = lambda self, parameter: None
+
+
+@pytest.mark.parametrize("damage", [bring_it_all_again, overlook_what_is_new])
+def test_control_loops_go_wrong_when_gradients_are_forgotten(damage: Callable[[], None]) -> None:
+    assert far_off(ANY["EDP 2"], any_scripts(2, 12), damage, move_gradients=True, guard="off")
