@@ -26,6 +26,8 @@ from .dispatch import choosing
 from .dispatch.lanes import Lane, Lanes
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
+from .experts.matching import MARK, arrays_in, matched
+from .experts.outside import Outside
 from .experts.registry import RegistryError, why_not_written
 from .experts.slices import is_sliced
 from .gradients.division import Division
@@ -100,6 +102,7 @@ class Balancer:
         self._device = parts.device
         self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
+        self._marks: list[tuple[int, Tensor]] = []
         self._adopt: Callable[[torch.optim.Optimizer, torch.optim.Optimizer | None], None]
         self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
         self._closed = False
@@ -135,6 +138,9 @@ class Balancer:
         self._gradients.reduced = self._guard.gradients_are_reduced
         self._rebalancer = Rebalancer(parts, self._guard)
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
+        self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
+        if parts.config.guard != "off" and parts.groups.job.ep_size > 1:
+            self._rebalancer.held_outside = lambda patient: self._outside.found(patient=patient)
         self._guard.run = self._rebalancer.run
         self._guard.number = lambda: self._rebalancer.step
         background = self._rebalancer.background
@@ -286,6 +292,14 @@ class Balancer:
         """Experts have changed places."""
         self._structure.moved()
         self._gradients.moved()
+        for layer, mark in self._marks:
+            mark.copy_(torch.tensor([self._job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+
+    def _known_tensors(self) -> Iterator[Tensor]:
+        """What moves with experts besides parameters and gradients, and what optimizers keep."""
+        yield from (tensor for _, tensor in self._extra_tensors.values())
+        for optimizer in self._optimizers:
+            yield from arrays_in([getattr(optimizer, "state", None), optimizer.param_groups])
 
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
@@ -517,6 +531,38 @@ class Balancer:
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
         self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
+
+    def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
+        """Let an average of weights (EMA, SWA, Lookahead's slow ones), a snapshot, masks: what has a tensor for each
+        parameter of the model, move with the experts, as by `register`. What belongs to other parameters is passed
+        over. Called between steps, before experts have moved since it was made.
+
+        Args:
+            name: of what it is; new.
+            tensors: a module with parameters of the model's names (`AveragedModel`), a dict by these names, a list or
+                tuple in the order of ``model.parameters()`` (or of those that are trained, or of experts), or one
+                vector (`parameters_to_vector`). Tensors, or arrays on a CPU, that are written in place from now on.
+            moves: False: it does not go by row with this model's experts, whatever its shape; nothing is registered,
+                and experts may move.
+
+        Raises:
+            RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`.
+        """
+        if not moves:
+            self._outside.leave_alone(arrays_in(tensors))
+            return
+        parameters = {
+            prefix + own: parameter
+            for prefix, model in self._structure.models.items()
+            for own, parameter in model.named_parameters()
+        }
+        for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
+            self.register(parameter, name, tensor)
+        if isinstance(tensors, Mapping):
+            # A copy of a state dict says where experts stood.
+            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
+            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
+            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     @property
     def device(self) -> torch.device:

@@ -194,7 +194,7 @@ class DecisionMaker:
         home_bytes, token_bytes, compiling = _highest(control, *here)
         if compiling:
             self._declared = declared
-            summary = _staying(measurement.placement, "the planner is still being compiled")
+            summary = staying(measurement.placement, "the planner is still being compiled")
             return Decision(summary=summary, finding=finding)
         declared, self._declared = declared if declared is not None else self._declared, None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
@@ -226,7 +226,7 @@ class DecisionMaker:
         if summary.get("failure"):
             return replace(made, failure=summary["failure"])
         if found.stays and target is not None:
-            return replace(made, summary=_staying(measurement.placement, found.stays), stays=found.stays)
+            return replace(made, summary=staying(measurement.placement, found.stays), stays=found.stays)
         return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
@@ -418,7 +418,7 @@ def _failed(why: str) -> bytes:
     return json.dumps({"failure": why}).encode()
 
 
-def _staying(placement: Placement, reason: str) -> dict[str, Any]:
+def staying(placement: Placement, reason: str) -> dict[str, Any]:
     """The summary of a decision for which nobody has planned."""
     said = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
     return {**said, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}

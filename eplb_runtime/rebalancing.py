@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from . import announcing
 from .background import REPLACED, WRITTEN, BackgroundMigration, Brought
 from .config import BalancerConfig
-from .decision import Decision, DecisionMaker, Measurement
+from .decision import Decision, DecisionMaker, Measurement, staying
 from .events import (
     BalancingEnded,
     BalancingPaused,
@@ -31,6 +31,7 @@ from .events import (
     EventLog,
     RebalanceAborted,
 )
+from .experts.outside import AGAIN
 from .experts.slices import is_sliced
 from .guard import Guard
 from .load.aggregate import HostCopy
@@ -83,6 +84,7 @@ class Rebalancer:
         quiesced: while positive, nothing migrates.
         declared: the load to come, for the next decision; None: it is foretold.
         decisions: the background half.
+        held_outside: says who holds rows of experts that do not move along; asked on every rank, or on none.
     """
 
     def __init__(self, parts: Parts, guard: Guard) -> None:
@@ -100,6 +102,8 @@ class Rebalancer:
         self._registry = parts.registry
         self._maps = parts.maps
         self._device = parts.device
+        self.held_outside: Callable[[bool], str] | None = None
+        self._asks_again = False
         self._restores = 0
         self._attempts = 0
         self._standing = Standing()
@@ -240,7 +244,7 @@ class Rebalancer:
         before = self.placement
         if self._pending is None:
             self._pending = self._start_decision(0)
-        self._act_on_pending(beside=False)
+        self._act_on_pending(beside=False, patient=False)
         return self.placement is not before
 
     def wait_for_decision(self) -> None:
@@ -358,7 +362,7 @@ class Rebalancer:
         decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
         return _Pending(self.step + lag, key, self._worker.submit(decide))
 
-    def _act_on_pending(self, beside: bool) -> None:
+    def _act_on_pending(self, beside: bool, *, patient: bool = True) -> None:
         assert self._pending is not None
         decision, self._pending = self._outcome_of(self._pending), None
         self._guard.report(decision.finding, decision.stays)
@@ -367,6 +371,22 @@ class Rebalancer:
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return
+        stays = self._why_homes_stay(decision.target, patient and not self._asks_again)
+        self._asks_again = False
+        if stays.connections_broken:
+            self._drop("planned", stays.cause, True)
+            return
+        if not stays.commit and stays.cause.endswith(AGAIN):
+            self._asks_again = True
+            decision = replace(decision, target=None, summary=staying(self.placement, AGAIN))
+        elif not stays.commit:
+            why = (
+                f"{stays.cause}: they do not move with experts, and would be of other experts then; experts stay where "
+                "they are. Let them move along (balancer.register_all(name, them)), or say that they do not go by row "
+                "(moves=False)"
+            )
+            self._guard.report("", why)
+            decision = replace(decision, target=None, summary=staying(self.placement, why))
         self.events.emit(announcing.planned(self.step, decision.summary or {}))
         if decision.target is None:
             return
@@ -376,6 +396,13 @@ class Rebalancer:
             self._target, self._committed_beside, self._pause_beside = decision.target, set(), 0.0
         else:
             self._migrate(decision.target)
+
+    def _why_homes_stay(self, target: Placement | None, patient: bool) -> Verdict:
+        """No commit if what a rank knows of its user's tensors keeps homes where they are. Collective if there is a
+        target with other homes."""
+        if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement.homes_LRH):
+            return Verdict(True)
+        return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient))
 
     def _outcome_of(self, pending: _Pending) -> Decision:
         """What was decided, soon. A rank that has waited in vain records that, so that nobody acts on it any more; if

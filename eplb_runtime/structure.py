@@ -24,14 +24,17 @@ class Structure:
     Args:
         models: with what prefix their names have.
         experts: name, module and names of the parameters, of each experts module, named with the prefix.
+
+    Attributes:
+        models: as given.
     """
 
     def __init__(
         self, models: Mapping[str, nn.Module], experts: Sequence[tuple[str, nn.Module, Sequence[str]]]
     ) -> None:
-        self._models = dict(models)
+        self.models = dict(models)
         self._experts = list(experts)
-        parameters = [p for model in self._models.values() for p in model.parameters()]
+        parameters = [p for model in self.models.values() for p in model.parameters()]
         # FSDP2 puts other tensors into a module while it computes.
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
@@ -50,7 +53,7 @@ class Structure:
     def moved(self) -> None:
         """Experts have moved: whole ones that FSDP2 left in a module after an evaluation are those from before."""
         if self._sharded:
-            for model in self._models.values():
+            for model in self.models.values():
                 let_slices_stand(model)
 
     def check(self, *, thoroughly: bool) -> None:
@@ -66,7 +69,7 @@ class Structure:
             if module._parameters.get(key) is not parameter:
                 self._raise_replaced(module, key)
         if thoroughly and not self._sharded:
-            for prefix, model in self._models.items():
+            for prefix, model in self.models.items():
                 self._check_tree(prefix, model)
         if thoroughly and self._sharded:
             for name, experts, _ in self._experts:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-KEY = "eplb_runtime_experts"
+from ..experts.matching import MARK
+
+KEY = MARK
 """In a state dict, beside the tensors of an experts module; in an optimizer's beside its ``state``."""
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"

@@ -1,0 +1,331 @@
+"""Finds tensors of the user's own whose rows are experts: averages, snapshots, masks, kept beside the model.
+
+They are read by index, and would be of other experts once these have moved; nothing that torch counts tells of a read.
+So before homes move the heap is searched for what has an expert parameter's shape and is neither the model's, the
+optimizer's, registered, nor ours. Values tell what is a copy (an average stays near its weights) from what has that
+shape by chance; of what is no copy (a mask, sums of squares) that it lives on from look to look.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import time
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType, FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .matching import MARK, arrays_in
+from .slices import is_sliced
+
+_SAMPLED = 64
+"""Elements of a tensor that are compared."""
+_ALIKE = 0.5
+"""The cosine between elements from which on one tensor is a copy of another, perhaps an old one."""
+_CLIMBS = 4
+"""Containers inside containers that are looked through for who holds a tensor."""
+_ALWAYS, _SHARE = 3, 0.005
+"""So many times the heap is read in any case, and later for such a share of the time."""
+_FEW = 64
+"""Containers of more entries are looked through only if their first is an array."""
+_MOST = 64
+"""Tensors whose holders are asked for."""
+_CONTAINERS = (list, tuple, dict, set, OrderedDict, defaultdict, deque, CellType)
+_NOT_THE_USERS = ("eplb_runtime", "torch.distributed.", "torch._", "torch.optim.optimizer")
+
+AGAIN = "tensors as large as experts were there for the first time, which may be passing: asked again next time"
+
+Array = Tensor | NDArray[Any]
+
+
+class Outside:
+    """What of the user's goes by row, of one model on one rank.
+
+    Args:
+        parameters: this rank's experts ``[E/R, ...]`` by name; sliced ones are passed over.
+        models: whose parameters these are.
+        known: what moves along, or need not: more than parameters, buffers and gradients of the models.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], models: Sequence[nn.Module], known: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.ndim > 1 and not is_sliced(p)}
+        self._models = list(models)
+        self._known = known
+        self._left_alone: dict[int, weakref.ref[Any]] = {}
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._said = ""
+        self._looks, self._next = 0, 0.0
+        self._holding: list[weakref.ref[Any]] = []
+
+    def leave_alone(self, arrays: Iterable[Array]) -> None:
+        """These do not go by row, whatever their shape."""
+        self._left_alone.update((id(array), weakref.ref(array)) for array in arrays)
+        self._said = ""
+
+    def found(self, *, patient: bool = True) -> str:
+        """Who holds what, in words; empty: nothing was found; `AGAIN`: what may be passing was there for the first
+        time, where there is a next time (``patient``). Reads the heap, for some tenths of a second: the first times,
+        and later in a small share of the time."""
+        if self._said and any(reference() is not None for reference in self._holding):
+            return self._said
+        began = time.perf_counter()
+        if self._looks >= _ALWAYS and began < self._next:
+            return ""
+        self._looks += 1
+        rows, waits = self._rows_of_users()
+        now = time.perf_counter()
+        self._next = now + (now - began) / _SHARE
+        self._holding = [weakref.ref(one) for one, _ in rows]
+        self._said = ""
+        if not rows:
+            return AGAIN if waits and patient else ""
+        first, (path, holder, _) = rows[0]
+        holder = _name(first, path, holder)
+        what, like = "arrays" if isinstance(first, np.ndarray) else "tensors", self._like(first)
+        said = f"{holder} holds {len(rows)} {what} as large as experts, one of shape {list(first.shape)}"
+        self._said = f"{said} as {like}" if like else said
+        return self._said
+
+    def _rows_of_users(self) -> tuple[list[tuple[Array, tuple[set[int], str, bool]]], bool]:
+        """What goes by row, and who holds it; whether there is more that was not there before, and may be passing."""
+        strangers = self._strangers()
+        copies = [one for one, _ in strangers if self._like(one)]
+        # A batch may have the shape of a matrix by chance, and moments may be those of an optimizer that was let go.
+        others = [one for one, is_state in strangers if not is_state]
+        tell = [one for one in others if one.ndim != 2 and tuple(one.shape) not in self._shapes_of_rows()]
+        asked = [weakref.ref(one) for one in {id(one): one for one in (*copies, *tell)}.values()]
+        sure, stay = {id(one) for one in copies}, {id(one) for one in tell if _is_among(one, self._seen)}
+        self._seen = {id(one): weakref.ref(one) for one in tell}
+        del strangers, copies, others, tell
+        if sure or stay:
+            gc.collect()  # what is garbage already is still in the heap
+        alive = [one for one in (reference() for reference in asked) if one is not None][:_MOST]
+        holders = _holders(alive) if alive else []
+        self.leave_alone(one for one, holder in zip(alive, holders, strict=True) if holder is None)
+        users = [(one, holder) for one, holder in zip(alive, holders, strict=True) if holder is not None]
+        rows = [(one, by) for one, by in users if id(one) in sure or (id(one) in stay and not by[2])]
+        return rows, any(not by[2] and id(one) not in sure | stay for one, by in users)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def _strangers(self) -> list[tuple[Array, bool]]:
+        """All that has the shape of experts and is not known; whether it is the state of an optimizer."""
+        if not self._parameters:
+            return []
+        shapes = {parameter.shape for parameter in self._parameters.values()}
+        rows = self._shapes_of_rows()
+        lengths = set(self.layouts())
+        heap = gc.get_objects()
+        types = set(map(type, heap))
+        of_modules = {kind for kind in types if issubclass(kind, nn.Module)}
+        of_optimizers = {kind for kind in types if issubclass(kind, torch.optim.Optimizer)}
+        kinds = {Tensor, nn.Parameter, dict, list, Outside, *of_modules, *of_optimizers}
+        picked = [one for one in heap if type(one) in kinds]
+        del heap
+        found = [one for one in picked if type(one) in (Tensor, nn.Parameter)]
+        holders = [one for one in picked if (type(one) is dict or type(one) is list) and _may_hold_arrays(one)]
+        found += [one for one in gc.get_referents(*holders) if type(one) is np.ndarray]
+        frames = list(_frames())
+        found += [one for one in gc.get_referents(*frames) if type(one) is np.ndarray]
+        ours = [one for one in picked if type(one) is Outside]
+        modules = [one for one in picked if type(one) in of_modules]
+        optimizers = [one for one in picked if type(one) in of_optimizers]
+        del picked, holders, frames
+        wanted = [
+            one
+            for one in {id(one): one for one in found}.values()
+            if (shape := tuple(one.shape)) in shapes or shape in rows or (len(shape) == 1 and shape[0] in lengths)
+        ]
+        del found
+        if not wanted:
+            return []
+        known = {place for one in ours for place in one._places()}
+        moments = {id(value) for one in optimizers for value in arrays_in(one.state)}
+        in_modules = {id(p) for one in modules for p in (*one._parameters.values(), *one._buffers.values())}
+        return [
+            (one, id(one) in moments)
+            for one in wanted
+            if not (isinstance(one, Tensor) and (one.is_meta or not one.untyped_storage().size()))
+            and _place(one) not in known
+            and not _is_among(one, self._left_alone)
+            and not (tuple(one.shape) in rows and id(one) in in_modules)
+        ]
+
+    def _places(self) -> Iterator[int]:
+        """Of all memory that is known."""
+        own = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        for tensor in (*own, *(p.grad for p in own if p.grad is not None), *self._known()):
+            yield _place(tensor)
+
+    def layouts(self) -> dict[int, list[Tensor]]:
+        """Vectors that parameters may be put into, one after the other: the parameters by the length."""
+        found: dict[int, list[Tensor]] = {}
+        for model in self._models:
+            every: list[Tensor] = list(model.parameters())
+            for layout in (every, [p for p in every if p.requires_grad], list(self._parameters.values())):
+                found.setdefault(sum(p.numel() for p in layout), layout)
+        return found
+
+    def _shapes_of_rows(self) -> set[torch.Size]:
+        """Shapes of one expert, where these say something."""
+        return {parameter.shape[1:] for parameter in self._parameters.values() if parameter.ndim > 2}
+
+    def _like(self, one: Array) -> str:
+        """The expert parameter that it is a copy of."""
+        tensor = torch.from_numpy(one) if isinstance(one, np.ndarray) else one.detach()
+        if not tensor.is_floating_point():
+            return ""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        if tensor.ndim == 1:
+            layout, offset = self.layouts()[tensor.numel()], 0
+            for parameter in layout:
+                if id(parameter) in names and _alike(tensor[offset : offset + parameter.numel()], [parameter]):
+                    return names[id(parameter)]
+                offset += parameter.numel()
+            return ""
+        for name, parameter in self._parameters.items():
+            if _alike(tensor, [parameter] if parameter.shape == tensor.shape else parameter.detach().unbind()):
+                return name
+        return ""
+
+
+def _may_hold_arrays(container: Any) -> bool:
+    if len(container) <= _FEW:
+        return True
+    first = next(iter(container.values() if type(container) is dict else container), None)
+    return type(first) is np.ndarray
+
+
+def _place(one: Array) -> int:
+    if isinstance(one, np.ndarray):
+        base = one
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        return int(base.__array_interface__["data"][0])
+    return one.untyped_storage().data_ptr() if not is_sliced(one) else 0
+
+
+def _is_among(one: Any, references: Mapping[int, weakref.ref[Any]]) -> bool:
+    reference = references.get(id(one))
+    return reference is not None and reference() is one
+
+
+def _alike(one: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether the elements of a tensor go with those of one of the others."""
+    same = [other for other in others if other.numel() == one.numel()]
+    if not same:
+        return False
+    mine, theirs = _elements(one), torch.stack([_elements(other) for other in same])
+    sizes = mine.norm() * theirs.norm(dim=1)
+    return bool((theirs @ mine > _ALIKE * sizes).logical_and(sizes > 0).any())
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].to("cpu", torch.float64)
+
+
+# -- naming ------------------------------------------------------------------------------------------------------------
+
+
+def _frames(*, users: bool = True) -> Iterator[FrameType]:
+    """Of the user's functions that are running, or else of torch's and ours, but for those here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        where = str(frame.f_globals.get("__name__", ""))
+        if where != __name__ and users != where.startswith(("eplb_runtime", "torch.")):
+            yield frame
+        frame = frame.f_back
+
+
+def _locals(frame: FrameType) -> list[tuple[str, Any]]:
+    """A frame may keep the dict that it makes here, and with it what that refers to: emptied, unless it was there."""
+    before = {id(one) for one in gc.get_referents(frame) if type(one) is dict}
+    variables = frame.f_locals
+    found = list(variables.items())
+    if type(variables) is dict and id(variables) not in before and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
+    return found
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Their local variables and the globals of their modules, by what to call them."""
+    modules: set[int] = set()
+    for frame in _frames():
+        yield from ((f"{name} in {frame.f_code.co_name}()", value) for name, value in _locals(frame))
+        if id(frame.f_globals) not in modules:
+            modules.add(id(frame.f_globals))
+            where = frame.f_globals.get("__name__", "")
+            yield from ((f"{name} of module {where}", value) for name, value in list(frame.f_globals.items()))
+
+
+def _is_in(one: Array, thing: Any) -> bool:
+    things = (thing,)
+    if isinstance(thing, list | tuple | dict) and len(thing) <= _FEW:
+        things = tuple(thing.values() if isinstance(thing, dict) else thing)
+    modules = [part for part in things if isinstance(part, nn.Module)]
+    return any(one is tensor for part in modules for tensor in (*part.parameters(), *part.buffers()))
+
+
+def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
+    """What leads to each, the object that holds it, if any, and whether it is in a state dict that says where experts
+    stood, and is loaded nowhere else; None: we hold it, or torch's own machinery. Climbs
+    from container to container, all at once."""
+    said: list[str] = ["" for _ in arrays]
+    ours: set[int] = set()
+    marked: set[int] = set()
+    above: list[set[int]] = [{id(one)} for one in arrays]  # what leads to each
+    working = {id(value) for value in gc.get_referents(*_frames(users=False))}
+    level, of_level = list(arrays), {id(one): {number} for number, one in enumerate(arrays)}
+    for _ in range(_CLIMBS):
+        found: dict[int, set[int]] = {}
+        next_level: list[Any] = []
+        for holder in gc.get_referrers(*level):
+            kind = type(holder)
+            if holder is level or holder is arrays or holder is next_level or kind is FrameType:
+                continue
+            numbers = {n for child in gc.get_referents(holder) for n in of_level.get(id(child), ())}
+            if id(holder) in working:
+                ours |= numbers
+            elif kind in _CONTAINERS:
+                if isinstance(holder, dict) and any(type(key) is str and key.endswith(MARK) for key in holder):
+                    marked |= numbers
+                if kind is not dict or "__builtins__" not in holder:  # variables of modules are asked for by name
+                    fresh = {number for number in numbers if id(holder) not in above[number]}
+                    if fresh:
+                        found[id(holder)] = fresh
+                        next_level.append(holder)
+            elif f"{kind.__module__}.".startswith(_NOT_THE_USERS):
+                ours |= numbers
+            elif kind.__module__ != "builtins" and not isinstance(holder, type):
+                for number in numbers:
+                    said[number] = said[number] or f"a {kind.__name__}"
+                    above[number].add(id(holder))
+        for place, numbers in found.items():
+            for number in numbers:
+                above[number].add(place)
+        level, of_level = next_level, found
+        if not level:
+            break
+    # Nothing of Python's holds what is passing through torch.
+    in_frames = {id(value) for value in gc.get_referents(*_frames())}
+    held = [len(path) > 1 or id(one) in in_frames for one, path in zip(arrays, above, strict=True)]
+    return [
+        (path, name, number in marked) if held[number] and number not in ours else None
+        for number, (path, name) in enumerate(zip(above, said, strict=True))
+    ]
+
+
+def _name(one: Array, path: set[int], holder: str) -> str:
+    variables = (name for name, value in _variables() if id(value) in path or _is_in(one, value))
+    return next(variables, holder or "a list or dict")

@@ -1,0 +1,255 @@
+"""Averages of weights that a loop keeps for itself: they move with the experts, or experts stay where they are."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import eplb_runtime as eplb
+from eplb_runtime.experts.matching import matched
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+EXPERTS, STEPS = 8, 6
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a loop keeps besides the model, made before the loop begins, and what it does with it."""
+
+    make: Callable[[nn.Module], Any]
+    after_step: Callable[[Any, nn.Module, int], object] = lambda kept, model, step: None
+    before_step: Callable[[Any, nn.Module], object] = lambda kept, model: None
+    sharded_first: bool = False
+
+
+def clones(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def lerp(kept: dict[str, Tensor], model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        kept[name].lerp_(parameter.to(kept[name].dtype), 0.1)
+
+
+def lerp_state(kept: dict[str, Tensor], model: nn.Module, step: int) -> None:
+    for name, value in model.state_dict().items():
+        kept[name].lerp_(value, 0.1)
+
+
+def lerp_arrays(kept: list[np.ndarray], model: nn.Module, step: int) -> None:
+    for array, parameter in zip(kept, model.parameters(), strict=True):
+        array *= np.float32(0.9)
+        array += np.float32(0.1) * parameter.detach().numpy()
+
+
+def lerp_vector(kept: Tensor, model: nn.Module, step: int) -> None:
+    kept.lerp_(parameters_to_vector(model.parameters()).detach(), 0.1)
+
+
+@torch.no_grad()
+def look_ahead(kept: list[Tensor], model: nn.Module, step: int) -> None:
+    for slow, parameter in zip(kept, model.parameters(), strict=True):
+        if step % 3 == 2:
+            slow.lerp_(parameter, 0.5)
+            parameter.copy_(slow)
+
+
+@torch.no_grad()
+def pull_to_start(kept: list[Tensor], model: nn.Module) -> None:
+    for start, parameter in zip(kept, model.parameters(), strict=True):
+        parameter.grad.add_(parameter - start, alpha=0.1)
+
+
+def mask_rows(kept: dict[str, Tensor], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.grad.mul_(kept[name])
+
+
+def masks(model: nn.Module) -> dict[str, Tensor]:
+    """The second expert of each rank is frozen."""
+    made = {name: torch.ones_like(p) for name, p in model.named_parameters() if ".experts." in name}
+    for mask in made.values():
+        mask[1] = 0.0
+    return made
+
+
+def per_expert(model: nn.Module) -> list[list[Tensor]]:
+    return [[row.clone() for row in p.detach()] for name, p in model.named_parameters() if "experts" in name]
+
+
+class Shadow:
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = clones(model)
+
+
+LOOPS = {
+    "by name": Loop(clones, lerp),
+    "by state": Loop(lambda model: {k: v.clone() for k, v in model.state_dict().items()}, lerp_state),
+    "of 16 bits": Loop(lambda model: clones(model, torch.bfloat16), lerp),
+    "of numpy": Loop(lambda model: [p.detach().numpy().copy() for p in model.parameters()], lerp_arrays),
+    "as a vector": Loop(lambda model: parameters_to_vector(model.parameters()).detach().clone(), lerp_vector),
+    "lookahead": Loop(lambda model: list(clones(model).values()), look_ahead),
+    "distance to the start": Loop(lambda model: list(clones(model).values()), before_step=pull_to_start),
+    "masks": Loop(masks, before_step=mask_rows),
+    "AveragedModel": Loop(
+        lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        lambda kept, model, step: kept.update_parameters(model),
+        sharded_first=True,
+    ),
+    "deepcopy": Loop(
+        deepcopy, before_step=lambda kept, m: pull_to_start(list(kept.parameters()), m), sharded_first=True
+    ),
+}
+
+
+PASSIVE = ("by name", "by state", "of 16 bits", "of numpy", "as a vector")
+"""They only read the model."""
+
+
+def heard() -> tuple[logging.handlers.BufferingHandler, Callable[[], list[str]]]:
+    handler = logging.handlers.BufferingHandler(10000)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("eplb_runtime").addHandler(handler)
+    return handler, lambda: [record.getMessage() for record in handler.buffer]
+
+
+def run(rank: int, loops: dict[str, Loop], register: bool, move: bool, steps: int = STEPS) -> dict[str, Any]:
+    """One loop, or several that leave the model alone."""
+    model = make_model("olmoe", experts=EXPERTS)
+    kept: dict[str, Any] = {}
+    if any(loop.sharded_first for loop in loops.values()):
+        eplb.shard_experts(model)
+        kept = {name: loop.make(model) for name, loop in loops.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {"policy": "incremental" if move else "static", "interval": 2, "gate": "always"}
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", **settings))
+    balancer._wait_until_compiled()
+    balancer._plan_with(plan_shuffle)
+    kept = kept or {name: loop.make(model) for name, loop in loops.items()}
+    if register:
+        for name, one in kept.items():
+            balancer.register_all(name, one)
+    handler, lines = heard()
+    for step in range(steps):
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.reduce_gradients()
+        for name, loop in loops.items():
+            loop.before_step(kept[name], model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, loop in loops.items():
+            loop.after_step(kept[name], model, step)
+    logging.getLogger("eplb_runtime").removeHandler(handler)
+    state = eplb.logical_state_dict(model)
+    for own, one in kept.items():
+        for name, tensor in matched(one, dict(model.named_parameters()), list(balancer.layer_of_parameter)).items():
+            state[f"{own} {name}"] = balancer.gather_experts(balancer.layer_of_parameter[name], tensor)
+        if own == "by state" and (register or not move):
+            model.load_state_dict(one)
+    result = {"state": state, "epoch": balancer.placement.epoch, "said": lines()}
+    balancer.close()
+    return result
+
+
+def loops(rank: int) -> dict[str, Any]:
+    together = {name: loop for name, loop in LOOPS.items() if name in PASSIVE}
+    groups = [together, *({name: loop} for name, loop in LOOPS.items() if name not in PASSIVE)]
+    results: dict[str, Any] = {}
+    for group in groups:
+        static = run(rank, group, register=False, move=False)["state"]
+        moved = run(rank, group, register=True, move=True)
+        state = moved.pop("state")
+        apart = max(float((static[key].double() - state[key].double()).abs().max()) for key in static)
+        results[", ".join(group)] = moved | {"apart": apart}
+    results["alone"] = {name: run(rank, {name: loop}, False, True, steps=5) for name, loop in LOOPS.items()}
+    return results
+
+
+def test_what_a_loop_keeps_by_row_moves_along_or_nothing_moves() -> None:
+    for result in run_ranks(2, loops):
+        for name, alone in result.pop("alone").items():
+            about = [line for line in alone["said"] if "experts stay where they are" in line]
+            assert len(about) == 1 and "kept in run() holds" in about[0] and "balancer.register_all" in about[0], name
+            assert alone["epoch"] == 0, name
+        for name, moved in result.items():
+            assert moved["epoch"] > 1 and moved["apart"] == 0.0 and moved["said"] == [], name
+
+
+def trained(rank: int, balancer: eplb.Balancer, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> int:
+    """The epoch after so many steps, in which a loop holds what has the shape of experts by chance, or passing."""
+    for step in range(steps):
+        ids = batch_of(rank, step)
+        torch.manual_seed(step)
+        batch = [torch.randn_like(p) for p in balancer._registry.parameters()]  # noqa: F841
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters()]  # noqa: F841
+        optimizer.step()
+        optimizer.zero_grad()
+    return balancer.placement.epoch
+
+
+def attached(**options: object) -> tuple[eplb.Balancer, nn.Module, torch.optim.Optimizer]:
+    model = make_model("olmoe", experts=EXPERTS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", interval=2, gate="always", **options)
+    balancer = eplb.attach(model, optimizer, config=config)
+    balancer._wait_until_compiled()
+    balancer._plan_with(plan_shuffle)
+    return balancer, model, optimizer
+
+
+def alarms(rank: int) -> dict[str, Any]:
+    handler, lines = heard()
+    said: dict[str, Any] = {}
+    for copies in (0, EXPERTS // 2):  # as many copies as homes: ours have the shape of experts, too
+        other = attached(policy="static")  # another attached model, as a reference in fine-tuning
+        balancer, model, optimizer = attached(replica_slots=copies)
+        said[f"nothing kept, {copies}"] = trained(rank, balancer, model, optimizer, 5), list(lines())
+        if rank == 1:
+            late = Shadow(model)
+        epoch = trained(rank, balancer, model, optimizer, 4)
+        said[f"made late, {copies}"] = epoch, lines()[-1]
+        handler.buffer.clear()
+        if rank == 1:
+            balancer.register_all("late", late.shadow, moves=False)
+        said[f"left alone, {copies}"] = trained(rank, balancer, model, optimizer, 4), list(lines())
+        rows = per_expert(model) if rank == 0 else []
+        balancer._outside._looks = 0  # else it looks in a small share of the time
+        epoch = trained(rank, balancer, model, optimizer, 4)
+        said[f"rows, {copies}"] = epoch, lines()[-1]
+        del rows
+        late = None
+        handler.buffer.clear()
+        said[f"rows are gone, {copies}"] = trained(rank, balancer, model, optimizer, 4), list(lines())
+        for one in (balancer, other[0]):
+            one.close()
+    return said
+
+
+def test_what_only_has_the_shape_of_experts_stops_nothing() -> None:
+    for said in run_ranks(2, alarms):
+        for copies in (0, EXPERTS // 2):
+            first, lines = said[f"nothing kept, {copies}"]
+            assert first > 0 and lines == []
+            late, line = said[f"made late, {copies}"]
+            assert late == first and line.startswith("rank 1: late in alarms() holds")
+            alone, lines = said[f"left alone, {copies}"]
+            assert alone > late and lines == []
+            rows, line = said[f"rows, {copies}"]
+            assert rows == alone and "rank 0: rows in alarms() holds" in line
+            assert said[f"rows are gone, {copies}"][0] > rows and said[f"rows are gone, {copies}"][1] == []
