@@ -139,7 +139,7 @@ class Balancer:
         self._rebalancer = Rebalancer(parts, self._guard)
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
         self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
-        if parts.config.guard != "off" and parts.groups.job.ep_size > 1:
+        if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
             self._rebalancer.held_outside = lambda patient: self._outside.found(patient=patient)
         self._guard.run = self._rebalancer.run
         self._guard.number = lambda: self._rebalancer.step

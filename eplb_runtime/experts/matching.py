@@ -59,7 +59,8 @@ def arrays_in(thing: Any) -> Iterator[Any]:
     if isinstance(thing, Tensor | np.ndarray):
         yield thing
     elif isinstance(thing, nn.Module):
-        yield from (*thing.parameters(), *thing.buffers())
+        yield from nn.Module.parameters(thing)  # a wrapper may call something else so
+        yield from nn.Module.buffers(thing)
     elif isinstance(thing, Mapping):
         for value in thing.values():
             yield from arrays_in(value)

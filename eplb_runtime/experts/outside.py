@@ -163,7 +163,7 @@ class Outside:
 
     def _places(self) -> Iterator[int]:
         """Of all memory that is known."""
-        own = [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        own = [tensor for model in self._models for tensor in arrays_in(model)]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None), *self._known()):
             yield _place(tensor)
 
@@ -274,7 +274,7 @@ def _is_in(one: Array, thing: Any) -> bool:
     if isinstance(thing, list | tuple | dict) and len(thing) <= _FEW:
         things = tuple(thing.values() if isinstance(thing, dict) else thing)
     modules = [part for part in things if isinstance(part, nn.Module)]
-    return any(one is tensor for part in modules for tensor in (*part.parameters(), *part.buffers()))
+    return any(one is tensor for part in modules for tensor in arrays_in(part))
 
 
 def _holders(arrays: list[Array]) -> list[tuple[set[int], str, bool] | None]:
