@@ -83,6 +83,7 @@ class Watch:
         """
         self._count += 1
         thread = threading.get_ident()
+        around = self._waits.get(thread)
         self._waits[thread] = _Wait(self._count, time.monotonic(), bool(torch._C._current_graph_task_id() != -1))
         try:
             yield
@@ -94,7 +95,10 @@ class Watch:
                 f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
             ) from error
         finally:
-            del self._waits[thread]
+            if around is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = around
 
     def close(self) -> None:
         """Nobody looks any more."""
