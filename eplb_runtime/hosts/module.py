@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
@@ -216,6 +217,12 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
             f"{layer.experts}: alignment={layer.alignment} must be 1 or more, and is for a compute= of your own alone"
         )
     owner = _owner_of_run(model, layer, experts)
+    if isinstance(experts, FSDPModule) and (owner is not experts or layer.run != "forward"):
+        raise AttachError(
+            f"fully_shard gathers the weights of {layer.experts} ahead of its forward, and {layer.run} of "
+            f"{type(owner).__name__} runs its experts without it: let run= be the forward of that module, or leave its "
+            "weights out of fully_shard (ignored_params)"
+        )
     return MoELayer(
         name=layer.experts,
         experts=experts,

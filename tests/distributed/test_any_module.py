@@ -11,6 +11,9 @@ import torch.distributed as dist
 from examples import load_example
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import eplb_runtime as eplb
@@ -321,3 +324,27 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
     assert said[0] == said[1]
     for line, part in zip(said[0], wanted, strict=True):
         assert part in line and "\n" not in line
+
+
+def sharded_around_the_forward(rank: int) -> list[str]:
+    ours, said = example(), []
+    groups = [dist.new_group([other]) for other in range(2)]
+    for run in ("run_experts", "forward"):
+        model = ours.Model()
+        eplb.stack_experts(model, ours.LAYERS_TO_BALANCE)
+        layers = [eplb.MoE(layer.experts, run=run) for layer in ours.LAYERS_TO_BALANCE]
+        eplb.shard_experts(model, layers=ours.LAYERS_TO_BALANCE, ep_group=groups[rank])
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers:
+            fully_shard(layer.experts, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            eplb.attach(model, optimizer, layers=layers, ep_group=groups[rank], config=eplb.BalancerConfig())
+        except AttachError as error:
+            said.append(str(error))
+    return said
+
+
+def test_experts_that_fully_shard_gathers_elsewhere_than_they_run_are_refused() -> None:
+    first, second = run_ranks(2, sharded_around_the_forward)
+    assert first == second and "fully_shard gathers the weights of layers.0.experts ahead of its forward" in first[0]
