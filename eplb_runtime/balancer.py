@@ -502,6 +502,12 @@ class Balancer:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    def logical_expert_ids(self, layer: int) -> list[int]:
+        """The logical expert of each row of this rank's expert parameters, now: for what a loop does to some experts
+        (a learning rate, a frozen one), asked for anew after each step, since experts move. Not collective."""
+        rows_RH = self.placement.homes_over(len(self._job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self._job.row_rank]]
+
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
         """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
 

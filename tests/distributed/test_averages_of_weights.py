@@ -156,6 +156,9 @@ def run(rank: int, loops: dict[str, Loop], register: bool, move: bool, steps: in
             loop.after_step(kept[name], model, step)
     logging.getLogger("eplb_runtime").removeHandler(handler)
     state = eplb.logical_state_dict(model)
+    for name, layer in balancer.layer_of_parameter.items():
+        rows = state[f"model.{name}"][balancer.logical_expert_ids(layer)]
+        assert torch.equal(dict(model.named_parameters())[name], rows)
     for own, one in kept.items():
         for name, tensor in matched(one, dict(model.named_parameters()), list(balancer.layer_of_parameter)).items():
             state[f"{own} {name}"] = balancer.gather_experts(balancer.layer_of_parameter[name], tensor)
