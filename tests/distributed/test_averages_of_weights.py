@@ -138,7 +138,8 @@ def run(rank: int, loops: dict[str, Loop], register: bool, move: bool, steps: in
     settings = {"policy": "incremental" if move else "static", "interval": 2, "gate": "always"}
     balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", **settings))
     balancer._wait_until_compiled()
-    balancer._plan_with(plan_shuffle)
+    if move:
+        balancer._plan_with(plan_shuffle)
     kept = kept or {name: loop.make(model) for name, loop in loops.items()}
     if register:
         for name, one in kept.items():
