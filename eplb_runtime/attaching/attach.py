@@ -426,7 +426,8 @@ def _hook(
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
         names = balancer.layer_of_parameter
-        Forwards(balancer, stage, frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix)))
+        layers = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
+        balancer._forwards.append(Forwards(balancer, stage, layers))
     parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
     hooked = Optimizers(balancer, parameters)
     if container is None:

@@ -24,7 +24,6 @@ class Forwards:
         begins, ends = OutsideGraphs(lambda _: self._begin()), OutsideGraphs(lambda _: self._end())
         stage.model.register_forward_pre_hook(lambda *_: begins())
         stage.model.register_forward_hook(lambda *_: ends(), always_call=True)
-        balancer._forwards.append(self)
 
     def end_what_broke_off(self) -> None:
         """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
