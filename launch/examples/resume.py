@@ -4,8 +4,11 @@
         --folder runs/resume --die-at 12
 
 With gloo the variable is needed: otherwise ranks of the second life find addresses of the first one in the store that
-torchrun shares with them. The losses of all steps are those of a job that nobody disturbed, bit for bit; on another
-number of ranks, with the same batch over all of them, they differ by rounding. Each life writes ``losses.<life>.json``.
+torchrun shares with them. torchrun ignores it with ``--master-port``, which always shares the store: leave that option
+out, or use ``--rdzv-backend c10d --rdzv-endpoint <host>:<port>``; the first life says so in a line.
+
+The losses of all steps are those of a job that nobody disturbed, bit for bit; on another number of ranks, with the same
+batch over all of them, they differ by rounding. Each life writes ``losses.<life>.json``.
 
 With ``--nnodes 1:4`` a job goes on with the hosts that are left. Experts and sequences are shared out evenly, so of the
 ranks as many work as divide both; the others stand by until one is needed.
@@ -57,6 +60,20 @@ def last_checkpoint(folder: Path) -> int:
     return max(steps, default=0)
 
 
+def why_no_second_life() -> str:
+    """Why ranks that torchrun starts anew could not connect, in a line; empty: they can, or it starts none."""
+    environment = os.environ
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if not restarts or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    if environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return (
+            "torchrun's --master-port ignores TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ranks that it starts anew "
+            "will not connect: use --rdzv-backend c10d --rdzv-endpoint <host>:<port>"
+        )
+    return "ranks that torchrun starts anew will not connect: give it TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints; one that all ranks see")
@@ -71,6 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
+    if os.environ["RANK"] == "0" and (why := why_no_second_life()):
+        print(why, flush=True)
     dist.init_process_group("gloo")
     ranks = ranks_that_work()
     working = dist.new_group(range(ranks))
