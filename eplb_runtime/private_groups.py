@@ -45,13 +45,14 @@ def make(
         RuntimeError: a rank did not come within the timeout (some backends notice at the first call only).
     """
     place = list(ranks).index(rank)
-    prefixed = dist.PrefixStore(name, store)
+    # A group is asked for its store, which others clone: only gloo, which waits in it, gets one that ends waits.
+    prefixed = dist.PrefixStore(name, getattr(store, "plain", store))
     group = dist.ProcessGroup(prefixed, place, len(ranks))
     kinds = dist.ProcessGroup.BackendType
     inner: Any
     if backend == "gloo":
         kind, device = kinds.GLOO, torch.device("cpu")
-        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=timeout)
+        inner = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, len(ranks), timeout=timeout)
     else:
         kind, device = kinds.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]

@@ -22,12 +22,14 @@ from torch import nn
 
 from . import private_groups
 from .job_store import JobStore, name_of_job
-from .ranks import GroupError, Ranks, gather_job, job_ranks
+from .ranks import GroupError, Job, Ranks, gather_job, gather_rows, job_ranks
+from .setting_up import SETUP_SECONDS, SettingUp, TooFewDescriptors, WatchedStore, lacks_descriptors
 
 logger = logging.getLogger("eplb_runtime")
 
 _WATCHDOG_MARGIN = timedelta(seconds=60)
 _POLL_SECONDS = 0.0002
+_LINE_BYTES = 240
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,16 @@ class ProcessGroups:
         ranks: what the host said of this rank.
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
-        timeout_seconds: for control and migration, and for making connections; the others keep the host's default.
+        timeout_seconds: for control and migration, from `settle` on; the others keep the host's default.
 
     Attributes:
         store: the launcher's, under a name that no other balancer has.
         timeout_seconds: as given.
+        setup_seconds: for each step until `settle`, making these groups among them.
 
     Raises:
-        GroupError: the ranks contradict each other; equal on all of them.
-        RuntimeError: a rank did not come within the timeout.
+        GroupError: the ranks contradict each other, or one cannot go on; on all of them.
+        RuntimeError: as `explain` gives it.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class ProcessGroups:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
         self.timeout_seconds = timeout_seconds
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self.setup_seconds = max(timeout_seconds, SETUP_SECONDS)
+        self._setup = timedelta(seconds=self.setup_seconds)
         self._device = device
         self.backend = backend_for(device)
         self._members = job_ranks(ranks)
@@ -102,12 +106,15 @@ class ProcessGroups:
         self._meeting_place = world.clone()  # type: ignore[attr-defined]
         self._name = name_of_job(self._meeting_place, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
+        self._meeting_place.set_timeout(self._setup)
+        self._setting_up = SettingUp(self._meeting_place, f"{self._name}/set up", self._members, dist.get_rank())
+        self._watched = WatchedStore(self._meeting_place, self._setting_up.key)
         try:
-            self.control = self._new([self._members], "gloo", "control", self._timeout)
-            # Ranks wait for the first group as for the host's: some may still load their model. Now all are here.
-            self._meeting_place.set_timeout(self._timeout)
+            self._refuse_without_descriptors([len(self._members)])
+            self.control = self._new([self._members], "gloo", "control", self._setup)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
             job = self.job
+            self._refuse_together(self._gloo_sizes(job))
             self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone
             if len(job.stage_sets) > 1:
@@ -126,27 +133,51 @@ class ProcessGroups:
             if any(len(ranks) > 1 for ranks in job.twin_sets):
                 self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_parts > 1 else None
                 self.twins = self._new(job.twin_sets, self.backend, "twins")
-            self.migration = self._new_migration()
-        except BaseException:
+            self.migration = self._new_migration(self._setup)
+        except BaseException as error:
+            cause = self.explain(error)
             self.close()
+            if cause:
+                raise GroupError(cause) from error
             raise
 
-    def connect(self, attempt: int) -> Connections:
+    def explain(self, error: BaseException) -> str:
+        """Setting up has failed on this rank: tell the others, who fail too, and hear why, in a line. Empty: by the
+        error itself."""
+        return self._setting_up.cause(error, self._hang_up_on_all)
+
+    def settle(self) -> None:
+        """All is set up: from here on, control and migration have the balancer's timeout."""
+        seconds = timedelta(seconds=self.timeout_seconds)
+        _give_time(self.control, "gloo", seconds)
+        _give_time(self.migration, self.backend, self._of_migration(seconds))
+
+    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
         """Control and migration anew, beside those that stand. On any thread; all ranks of the job call it.
 
         Args:
             attempt: a number that was never used before, the same on all ranks.
+            key: in ``store``: as soon as a word stands there, the attempt is given up.
+            seconds: for each of the two.
 
         Raises:
-            RuntimeError: a rank did not come within the timeout.
+            TooFewDescriptors: for them.
+            RuntimeError: a rank did not come in time, or has given up.
         """
+        job = self.job
+        self._refuse_without_descriptors([len(job.ranks), *[len(job.row_ranks)] * (self.backend == "gloo")])
         made: list[dist.ProcessGroup] = []
+        place = WatchedStore(self._meeting_place, f"{self._name}/{key}")
+        limit = timedelta(seconds=seconds)
         try:
-            made.append(self._new([self.job.ranks], "gloo", f"control {attempt}", self._timeout))
-            made.append(self._new_migration(attempt))
+            made.append(self._new([job.ranks], "gloo", f"control {attempt}", limit, place))
+            made.append(self._new_migration(limit, attempt, place))
         except BaseException:
             self._retire(*made)
             raise
+        usual = timedelta(seconds=self.timeout_seconds)
+        _give_time(made[0], "gloo", usual)
+        _give_time(made[1], self.backend, self._of_migration(usual))
         return Connections(*made)
 
     def take_over(self, connections: Connections) -> Connections:
@@ -217,41 +248,85 @@ class ProcessGroups:
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
-    def _new_migration(self, attempt: int = 0) -> dist.ProcessGroup:
-        # On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
-        # not be first, nor act at all.
-        timeout = self._timeout if self.backend == "gloo" else self._timeout * 4 + _WATCHDOG_MARGIN
+    def _new_migration(
+        self, timeout: timedelta, attempt: int = 0, place: WatchedStore | None = None
+    ) -> dist.ProcessGroup:
+        purpose = f"migration {attempt}" if attempt else "migration"
         with _watchdog_that_ends_nothing() if self.backend == "nccl" else contextlib.nullcontext():
-            return self._new(
-                self.job.row_sets, self.backend, f"migration {attempt}" if attempt else "migration", timeout
-            )
+            return self._new(self.job.row_sets, self.backend, purpose, self._of_migration(timeout), place)
+
+    def _of_migration(self, timeout: timedelta) -> timedelta:
+        """On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
+        not be first, nor act at all."""
+        return timeout if self.backend == "gloo" else timeout * 4 + _WATCHDOG_MARGIN
+
+    def _gloo_sizes(self, job: Job) -> list[int]:
+        """Ranks of each gloo group that is still to be made."""
+        if self.backend != "gloo":
+            return []
+        everyone, experts, rows = len(job.ranks), len(job.ep_ranks), len(job.row_ranks)
+        sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, rows]
+        return [*sizes, len(job.edp_ranks), len(job.edp_ranks)]
+
+    def _refuse_without_descriptors(self, sizes: Sequence[int]) -> None:
+        """Raises `TooFewDescriptors` if this process cannot have gloo groups of so many ranks besides what it has."""
+        lacks = lacks_descriptors(dist.get_rank(), sizes)
+        if lacks:
+            raise TooFewDescriptors(lacks)
+
+    def _refuse_together(self, sizes: Sequence[int]) -> None:
+        """`_refuse_without_descriptors` on all ranks, if on any."""
+        said = lacks_descriptors(self.job.rank, sizes).encode()[:_LINE_BYTES]
+        mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
+        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
+        for row in gather_rows(mine, self.control):
+            if row.any():
+                raise TooFewDescriptors(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"))
+
+    def _hang_up_on_all(self) -> None:
+        for group in self._made:
+            if dist.get_backend(group) == "gloo":
+                private_groups.hang_up(group, "gloo")
 
     def _new(
-        self, sets: Sequence[Sequence[int]], backend: str, purpose: str, timeout: timedelta | None = None
+        self,
+        sets: Sequence[Sequence[int]],
+        backend: str,
+        purpose: str,
+        timeout: timedelta | None = None,
+        place: WatchedStore | None = None,
     ) -> dist.ProcessGroup:
-        """This rank's group of several that part the job's ranks; every rank of the job asks for all of them."""
+        """This rank's group of several that part the job's ranks; every rank of the job asks for all of them.
+
+        Args:
+            timeout: of the group, also while it is made; None: the host's, and for making it that of setting up.
+            place: where ranks meet; None: that of setting up.
+        """
         rank = dist.get_rank()
         ranks = next((tuple(together) for together in sets if rank in together), None)
         if ranks is None:
             raise GroupError(f"rank {rank} is in no group for {purpose}")
         kind = purpose.rstrip("0123456789 ")
         description = f"eplb_runtime {kind}"
+        usual = timeout if timeout is not None else host_timeout(backend)
         # NCCL's other groups share the world's communicator where they can, and torch makes them.
         if backend == "gloo" or (backend == "nccl" and kind == "migration"):
             group = private_groups.make(
-                self._meeting_place,
+                place if place is not None else self._watched,
                 f"{self._name}/{purpose}/of {ranks[0]}",
                 ranks,
                 rank,
                 backend,
-                timeout if timeout is not None else host_timeout(backend),
+                timeout if timeout is not None else self._setup,
                 description,
             )
+            if timeout is None:
+                _give_time(group, backend, usual)
         else:
             group = self._new_of_torch(sets, backend, description, timeout)
         self._made.append(group)
         try:
-            self._meet(group, backend)
+            self._meet(group, backend, timeout if timeout is not None else self._setup)
         except BaseException:
             self._retire(group)
             raise
@@ -282,12 +357,12 @@ class ProcessGroups:
         assert mine is not None
         return mine
 
-    def _meet(self, group: dist.ProcessGroup, backend: str) -> None:
+    def _meet(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
         """The first call on a group, by all its ranks, within the timeout."""
         token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
         work = dist.all_reduce(token, group=group, async_op=True)
         assert work is not None
-        wait_on_host([work], group, self._timeout.total_seconds(), on_device=backend != "gloo")
+        wait_on_host([work], group, timeout.total_seconds(), on_device=backend != "gloo")
 
     def _retire(self, *groups: dist.ProcessGroup) -> None:
         for group in groups:
@@ -331,6 +406,12 @@ def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: 
         time.sleep(_POLL_SECONDS)
     for work in works:
         work.wait()
+
+
+def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
+    """What waits on this gloo group from here on waits for so long. Others have no such wait: who uses them looks."""
+    if backend == "gloo":
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 @contextlib.contextmanager

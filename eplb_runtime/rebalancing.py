@@ -560,18 +560,19 @@ class Rebalancer:
                 f"{what} cannot work while the ranks connect anew (see the log): try again some steps later"
             )
 
-    def _carrier(self, connections: Connections) -> Transport:
-        """Of experts, on new connections."""
-        transport = new_transport(self._config, connections.migration, self._groups.backend, self._device)
-        transport.warm_up(time.monotonic() + self._config.timeout_seconds)
+    def _carrier(self, connections: Connections, seconds: float) -> Transport:
+        """Of experts, on new connections, made in so many seconds."""
+        transport = new_transport(self._config, connections.migration, self._groups.backend, self._device, seconds)
+        transport.warm_up(time.monotonic() + seconds)
+        transport.wait_at_most(self._config.timeout_seconds)
         return transport
 
 
 def new_transport(
-    config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device
+    config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device, seconds: float
 ) -> Transport:
-    """The carrier of experts that the config names, not yet warmed up."""
-    return TRANSPORTS[config.transport](migration, backend, device, config.timeout_seconds)
+    """The carrier of experts that the config names, not yet warmed up; its messages have so many seconds."""
+    return TRANSPORTS[config.transport](migration, backend, device, seconds)
 
 
 def use_device(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from .migration.agreement import Agreement, is_one_value, one_line, two_sided
 from .migration.transports.base import Transport
 from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups
+from .setting_up import TooFewDescriptors
 from .worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
@@ -28,6 +29,7 @@ logger = logging.getLogger("eplb_runtime")
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 10.0
 _UNKNOWN = "unknown"
+_LACKING = "no, there are too few file descriptors"
 LEAD_SECONDS = 0.1
 """How far ahead the step lies from which new connections hold, at the first try; all should know of it by then."""
 
@@ -71,7 +73,7 @@ class Reconnection:
     Args:
         groups: make the connections.
         standing: of this rank.
-        carrier: a warmed-up transport on new connections.
+        carrier: a warmed-up transport on new connections, made in so many seconds.
         begin: called once on the thread that makes connections.
         probe: told of each point on the way.
 
@@ -84,7 +86,7 @@ class Reconnection:
         self,
         groups: ProcessGroups,
         standing: Standing,
-        carrier: Callable[[Connections], Transport],
+        carrier: Callable[[Connections, float], Transport],
         begin: Callable[[], None],
         probe: Probe = unobserved,
     ) -> None:
@@ -144,14 +146,17 @@ class Reconnection:
 
     def _try_until_it_works(self, broken: Connections) -> None:
         self._groups.hang_up(broken)
-        self.tries, pause = 0, FIRST_PAUSE_SECONDS
+        self.tries, pause, warned = 0, FIRST_PAUSE_SECONDS, False
         while not self._closing.is_set():
             try:
                 self.tries += 1
                 if self._try():
                     return
             except Exception as error:
-                logger.info("the ranks could not connect yet (%s); trying again", one_line(error))
+                lacking = isinstance(error, TooFewDescriptors) or _LACKING in str(error)
+                level = logging.WARNING if lacking and not warned else logging.INFO
+                warned = warned or lacking
+                logger.log(level, "the ranks could not connect yet (%s); trying again", one_line(error))
             self._closing.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -165,14 +170,16 @@ class Reconnection:
         hold = False
         try:
             self._probe(Phase.MET, self._attempt)
-            connections = self._groups.connect(self._attempt)
-            link = Link(connections, self._carrier(connections))
+            # On a busy machine no try would be through in a short timeout: each has more time than the one before.
+            seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
+            connections = self._groups.connect(self._attempt, key, seconds)
+            link = Link(connections, self._carrier(connections, seconds))
             self._probe(Phase.CONNECTED, self._attempt)
             proposal = self._propose(key, link)
             # Training may not learn that they hold, if the store is silent just then; the others will miss it.
             hold = proposal is not None and proposal.holds.result()
-        except Exception:
-            self._word(key, "no")
+        except Exception as error:
+            self._word(key, f"{_LACKING}: {error}" if isinstance(error, TooFewDescriptors) else "no")
             raise
         finally:
             if connections is not None and not hold:

@@ -31,13 +31,13 @@ from ..layer import ExpertParallelLayer, HostDispatchedLayer
 from ..load.counter import LoadCounter
 from ..maps import Maps
 from ..migration.bandwidth import measure
-from ..migration.transports.base import Transport, TransportError
+from ..migration.transports.base import Transport
 from ..observe.recorder import Recorder
 from ..observe.start import Shown
 from ..parts import Parts
 from ..placement import Placement
 from ..process_groups import ProcessGroups
-from ..ranks import GroupError, Job, Ranks
+from ..ranks import Job, Ranks
 from ..rebalancing import new_transport
 from ..replicas.bank import ReplicaBank, ReplicaPool
 from ..replicas.carrier import Carrier
@@ -45,10 +45,11 @@ from ..replicas.sliced import WholeCopies
 from ..replicas.sync import ReplicaSync
 from ..routing.lookup import SlotTable
 from ..routing.splitter import BatchSplitter
+from ..setting_up import line_of
 from ..structure import Structure
 from ..topology import Topology
 from ..watch import BackwardMeeting, Meeting, Watch
-from .checks import check, raise_on_all
+from .checks import as_all_say, check, raise_on_all
 from .computing import local_experts, log_memory
 from .copies import carrier_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
@@ -82,25 +83,26 @@ def attach_stages(
     """
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
-    except GroupError as error:
-        raise AttachError(str(error)) from None
+    except Exception as error:
+        raise AttachError(line_of(error)) from error
     try:
-        transport = new_transport(config, groups.migration, groups.backend, device)
-        transport.warm_up(time.monotonic() + config.timeout_seconds)
+        seconds = groups.setup_seconds
+        transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+        transport.warm_up(time.monotonic() + seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
         peers = [job.row_ranks.index(rank) for rank in job.ep_ranks]
-        topology = measure(topology, transport, job.ep_rank, groups.control, config.timeout_seconds, peers)
+        topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
-        dispatch = choose_together(config, groups.dispatch, topology, device)
+        dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
         copies = carrier_of_copies(config, groups, topology, device)
-    except TransportError as error:
+    except BaseException as error:
+        said = as_all_say(error, groups)
         groups.close()
-        raise AttachError(str(error)) from None
-    except BaseException:
-        groups.close()
-        raise
+        if said is None:
+            raise
+        raise said from error
     attaching = _Attaching(
         stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies
     )
@@ -111,10 +113,15 @@ def attach_stages(
         for part in (attaching.cut, attaching.balance, attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
         attaching.balancer._begin()
-    except BaseException:
+    except BaseException as error:
+        said = as_all_say(error, groups)
         before.restore()
         attaching.give_up()
-        raise
+        if said is None:
+            raise
+        raise said from error
+    groups.settle()
+    transport.wait_at_most(config.timeout_seconds)
     return attaching.balancer
 
 

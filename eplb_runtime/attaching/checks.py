@@ -20,6 +20,7 @@ from ..gradients.division import foreign_hooks
 from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
 from ..ranks import Job, gather_rows
+from ..setting_up import line_of
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
@@ -360,6 +361,15 @@ def raise_on_all(problem: str, groups: ProcessGroups) -> None:
         if theirs.any():
             said = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
             raise AttachError(problem or f"rank {rank}: {said}")
+
+
+def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
+    """Attaching has failed on this rank: tell the others, who fail too. What to raise in the place of the error; None:
+    the error itself."""
+    cause = groups.explain(error)
+    if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
+        return None
+    return AttachError(cause or line_of(error))
 
 
 def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:

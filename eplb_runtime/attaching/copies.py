@@ -60,7 +60,7 @@ def _copy_engine(
 ) -> Carrier:
     node = groups.of_nodes(topology.ranks_per_node)
     memory = NodeMemory(node, device, _host_seconds())
-    memory.meet(time.monotonic() + config.timeout_seconds)
+    memory.meet(time.monotonic() + groups.setup_seconds)
     size = topology.ranks_per_node * groups.job.row_parts
     return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
 

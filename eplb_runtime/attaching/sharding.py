@@ -13,8 +13,9 @@ from ..config import BalancerConfig
 from ..experts.optimizer_state import replace_parameter
 from ..placement import Placement
 from ..process_groups import ProcessGroups
-from ..ranks import GroupError, Ranks
-from .checks import check
+from ..ranks import Ranks
+from ..setting_up import line_of
+from .checks import as_all_say, check
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
 from .undo import Before
@@ -29,8 +30,8 @@ def shard_stage(
     host = stage.host
     try:
         groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
-    except GroupError as error:
-        raise AttachError(str(error)) from None
+    except Exception as error:
+        raise AttachError(line_of(error)) from error
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)
@@ -39,9 +40,12 @@ def shard_stage(
             for name in layer.parameters:
                 setattr(layer.experts, name, cut(layer, name, rows, device))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
-    except BaseException:
+    except BaseException as error:
+        said = as_all_say(error, groups)
         before.restore()
-        raise
+        if said is None:
+            raise
+        raise said from error
     finally:
         groups.close()
 

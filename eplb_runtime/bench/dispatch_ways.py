@@ -24,6 +24,7 @@ from ..dispatch.permute import PLAIN
 from ..kernels_in_use import kernels_for
 from ..placement import Placement
 from ..planner import plan
+from ..setting_up import SETUP_SECONDS
 from ..topology import Topology
 
 TOP_K, GROUPS, TOP_GROUPS = 8, 8, 4
@@ -83,7 +84,7 @@ def _ways(
     for name in DISPATCHES:
         if name == "auto":
             continue
-        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device)
+        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SETUP_SECONDS)
         if choice.problem:
             left_out += [
                 {"dispatch": title, "why": choice.problem} for title in dict.fromkeys(v[0] for v in _variants(name))

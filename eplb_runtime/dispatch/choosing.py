@@ -110,9 +110,9 @@ def choose(asked: str, lacking: Sequence[str]) -> Choice:
 
 
 def choose_together(
-    config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device
+    config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device, seconds: float
 ) -> Choice:
-    """`choose` for this EP group. Collective over it, if there is something to choose.
+    """`choose` for this EP group, in so many seconds. Collective over it, if there is something to choose.
 
     Raises:
         TransportError: a rank did not come in time.
@@ -120,7 +120,7 @@ def choose_together(
     if config.dispatch in OVER_TORCH:
         return choose(config.dispatch, [])
     mine = lacks(config.dispatch, device, topology.num_ranks, topology.ranks_per_node)
-    said = tell_all(group, device, mine.encode(), time.monotonic() + config.timeout_seconds)
+    said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
     return choose(config.dispatch, [word.decode() for word in said])
 
 

@@ -106,7 +106,7 @@ def rebuild_often(rank: int) -> list[tuple[int, int]]:
     groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 20.0)
     counts = []
     for attempt in range(1, 7):
-        groups.give_back(groups.take_over(groups.connect(attempt)))
+        groups.give_back(groups.take_over(groups.connect(attempt, f"given up {attempt}", 20.0)))
         dist.barrier(group=groups.control)
         counts.append((len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))))
         dist.barrier(group=groups.control)

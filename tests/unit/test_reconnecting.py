@@ -40,12 +40,12 @@ class Groups:
     def __init__(self) -> None:
         self.store = Store()
         self.job = SimpleNamespace(ranks=(0,), rank=0)
-        self.timeout_seconds = 5.0
+        self.timeout_seconds = self.setup_seconds = 5.0
         self.standing = Connections("first", "first")  # type: ignore[arg-type]
         self.hung_up: list[Any] = []
         self.given_back: list[Any] = []
 
-    def connect(self, attempt: int) -> Connections:
+    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
         return Connections(f"attempt {attempt}", f"attempt {attempt}")  # type: ignore[arg-type]
 
     def hang_up(self, connections: Connections) -> None:
@@ -67,7 +67,7 @@ class Agreeing:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, Standing]]:
     monkeypatch.setattr(reconnecting, "Agreement", Agreeing)
     groups, standing = Groups(), Standing(step_seconds=1e-3)
-    made = Reconnection(groups, standing, lambda connections: None, lambda: None)  # type: ignore[arg-type, return-value]
+    made = Reconnection(groups, standing, lambda connections, seconds: None, lambda: None)  # type: ignore[arg-type, return-value]
     yield made, groups, standing
     made.close(5.0)
 

@@ -151,6 +151,9 @@ class Automatic(Transport):
     def one_by_one(self) -> bool:  # type: ignore[override]
         return self._carrier.one_by_one
 
+    def wait_at_most(self, seconds: float) -> None:
+        self._carrier.wait_at_most(seconds)
+
     def register(self, regions: Sequence[Tensor]) -> None:
         self._carrier.register(regions)
 

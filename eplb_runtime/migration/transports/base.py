@@ -110,6 +110,12 @@ class Transport(ABC):
     """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
     what goes. Others want both in one call."""
 
+    _timeout: float
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Give what is posted from here on so long, whatever the deadline, in the place of what it was made with."""
+        self._timeout = seconds
+
     def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most carriers have nothing to do)
         """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing.
 

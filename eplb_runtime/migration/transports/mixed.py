@@ -25,6 +25,10 @@ class Mixed(Transport):
         self._across = across
         self._near = frozenset(near)
 
+    def wait_at_most(self, seconds: float) -> None:
+        self._within.wait_at_most(seconds)
+        self._across.wait_at_most(seconds)
+
     def register(self, regions: Sequence[Tensor]) -> None:
         self._within.register(regions)
         self._across.register(regions)

@@ -1,0 +1,199 @@
+"""Setting up takes as long as it must; a rank that fails, dies or runs out of descriptors in it ends it on all, soon and
+with one line."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import make_model
+from ranks import run_ranks
+from test_faults import Job
+
+import eplb_runtime as eplb
+from eplb_runtime import process_groups, setting_up
+from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceCommitted
+from eplb_runtime.hosts import AttachError
+from eplb_runtime.process_groups import ProcessGroups
+from eplb_runtime.ranks import Ranks
+from eplb_runtime.setting_up import descriptors_left, descriptors_of_gloo
+
+RANKS = 3
+SHORT = 0.5
+"""Seconds of a timeout that every rank here is held back for longer than."""
+SOON = 60.0
+"""Seconds: less than any deadline of setting up, more than a busy machine needs to end all that is left."""
+
+
+def attach(rank: int, timeout_seconds: float = 30.0, **options: Any) -> eplb.Balancer:
+    model = make_model("olmoe", experts=6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=timeout_seconds, transport="torch")
+    return eplb.attach(model, optimizer, config=config, **options)
+
+
+def at(owner: Any, name: str, action: Callable[[], object]) -> Callable[[], None]:
+    """Do something before a part of attaching; what is returned takes it back."""
+    whole = getattr(owner, name)
+
+    def first(*args: Any, **options: Any) -> Any:
+        action()
+        return whole(*args, **options)
+
+    setattr(owner, name, first)
+    return lambda: setattr(owner, name, whole)
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "describing": (eplb.hosts, "_describe"),
+    "the first group": (process_groups, "gather_job"),
+    "between groups": (process_groups, "host_timeout"),
+    "the carrier": (attaching, "new_transport"),
+    "links": (attaching, "measure"),
+    "checks": (attaching, "check"),
+    "copies": (attaching, "carrier_of_copies"),
+    "cutting": (attaching, "cut"),
+    "the balancer": (attaching, "Balancer"),
+    "the first comparison": (eplb.Balancer, "_begin"),
+}
+"""Where a rank fails: from the start of attach to its end, between all collectives."""
+
+
+def held_back(rank: int) -> None:
+    """Rank 1 is held at each place until the others have waited there for longer than the timeout."""
+    undo = []
+    for owner, name in PLACES.values():
+        undo.append(at(owner, name, lambda: time.sleep(3 * SHORT)) if rank == 1 else lambda: None)
+    balancer = attach(rank, SHORT)
+    for take_back in undo:
+        take_back()
+    balancer.close()
+
+
+def test_setting_up_may_take_longer_than_a_rebalance() -> None:
+    run_ranks(2, held_back)
+
+
+def fails_somewhere(rank: int) -> dict[str, tuple[str, bool]]:
+    """The last rank fails in each place in turn; what each says, and whether it was soon. Then all attach."""
+    said = {}
+    for place, (owner, name) in PLACES.items():
+
+        def fail() -> None:
+            raise MemoryError("made to fail")
+
+        undo = at(owner, name, fail) if rank == RANKS - 1 else lambda: None
+        began = time.monotonic()
+        with pytest.raises((AttachError, MemoryError)) as refused:
+            attach(rank)
+        undo()
+        said[place] = str(refused.value), time.monotonic() - began < SOON
+    attach(rank).close()
+    return said
+
+
+def test_a_rank_that_fails_at_attach_ends_it_on_all_with_its_own_line() -> None:
+    for rank, said in enumerate(run_ranks(RANKS, fails_somewhere)):
+        assert list(said) == list(PLACES)
+        for place, (line, soon) in said.items():
+            assert "made to fail" in line and "\n" not in line, (place, line)
+            assert rank == RANKS - 1 or f"rank {RANKS - 1}" in line, (place, line)
+            assert soon, f"{place}: the others waited for a deadline"
+
+
+# -- a rank that dies --------------------------------------------------------------------------------------------------
+
+
+def dies(rank: int, place: str) -> str:
+    owner, name = PLACES[place]
+    if rank == RANKS - 1:
+        at(owner, name, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    process_groups.SETUP_SECONDS, setting_up.ACCOUNT_SECONDS = 5.0, 3.0
+    with pytest.raises(AttachError) as refused:
+        attach(rank, 5.0)
+    return str(refused.value)
+
+
+def run_with_one_that_dies(place: str) -> list[str]:
+    """What the others say; they end by themselves, without the barrier that `run_ranks` ends with."""
+    return [said for said in run_ranks(RANKS, dies, place, expect_exit=(RANKS - 1,)) if said is not None]
+
+
+@pytest.mark.parametrize("place", ["between groups", "checks"])
+def test_a_rank_that_dies_at_attach_is_named_within_the_deadline(place: str) -> None:
+    """Others wait for it in the store, to connect, or in a collective."""
+    assert (
+        run_with_one_that_dies(place) == [f"rank {RANKS - 1} was lost at attach: it has died, or does not answer"] * 2
+    )
+
+
+# -- file descriptors --------------------------------------------------------------------------------------------------
+
+
+def leave(descriptors: int) -> None:
+    """Lower this process's limit, so that it can open so many more files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = descriptors_left()
+    assert left is not None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - left + descriptors, hard))
+
+
+def groups_take(rank: int) -> tuple[int, int]:
+    """Descriptors that groups of three and two ranks took, and what is foretold of them."""
+    before = descriptors_left()
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), 30.0)
+    after = descriptors_left()
+    assert before is not None and after is not None
+    foretold = sum(map(descriptors_of_gloo, [RANKS, *groups._gloo_sizes(groups.job)]))
+    dist.barrier()
+    groups.close()
+    return before - after, foretold
+
+
+def runs_out(rank: int) -> dict[str, Any]:
+    """Rank 1 has too few descriptors: at attach for the first group, then for the others, then to connect anew."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said: dict[str, Any] = {}
+    for name, left in (("first", 4), ("others", setting_up.SPARE_DESCRIPTORS + descriptors_of_gloo(RANKS) + 2)):
+        if rank == 1:
+            leave(left)
+        with pytest.raises(AttachError) as refused:
+            attach(rank)
+        said[name] = str(refused.value)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    job = Job(rank, timeout_seconds=20.0)
+    job.until_next(RebalanceCommitted)
+    job.balancer._rebalancer._pause("a test wants it")
+    if rank == 1:
+        leave(8)
+    while job.balancer._rebalancer._reconnection.tries < 3:
+        job.step()
+    said["while it lasts"] = len(job.balancer.events.of_type(BalancingResumed))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    job.until_next(BalancingResumed)
+    job.until_next(RebalanceCommitted)
+    said["paused"] = len(job.balancer.events.of_type(BalancingPaused))
+    job.balancer.close()
+    return said
+
+
+def test_groups_take_no_more_descriptors_than_are_foretold() -> None:
+    for taken, foretold in run_ranks(RANKS, groups_take):
+        assert foretold / 2 < taken <= foretold
+
+
+def test_a_rank_with_too_few_descriptors_refuses_and_connects_when_it_has_enough() -> None:
+    for said in run_ranks(RANKS, runs_out):
+        for line in (said["first"], said["others"]):
+            assert "rank 1 can open" in line and "ulimit -n" in line and "\n" not in line
+        assert said["while it lasts"] == 0
+        assert said["paused"] == 1
