@@ -85,6 +85,7 @@ def attach_stages(
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(line_of(error)) from error
+    transport: Transport | None = None
     try:
         seconds = groups.setup_seconds
         transport = new_transport(config, groups.migration, groups.backend, device, seconds)
@@ -99,6 +100,8 @@ def attach_stages(
         copies = carrier_of_copies(config, groups, topology, device)
     except BaseException as error:
         said = as_all_say(error, groups)
+        if transport is not None:
+            transport.close()
         groups.close()
         if said is None:
             raise
@@ -110,7 +113,9 @@ def attach_stages(
         [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
     )
     try:
-        for part in (attaching.cut, attaching.balance, attaching.hook, attaching.record):
+        _on_all_or_none(attaching.cut, groups)
+        attaching.balance()  # waits for others itself: a rank that fails in it must not come to another exchange
+        for part in (attaching.hook, attaching.record):
             _on_all_or_none(part, groups)
         attaching.balancer._begin()
     except BaseException as error:
@@ -261,6 +266,8 @@ class _Attaching:
         """What was made is given back."""
         if hasattr(self, "balancer"):
             self.balancer.close()
+        else:
+            self.transport.close()
         self.groups.close()
 
     @property

@@ -102,16 +102,15 @@ def attach(
         >>> dist.destroy_process_group()
     """
     config = config if config is not None else BalancerConfig()
-    models = [model] if isinstance(model, nn.Module) else list(model)
     given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
-    given_twice = ranks is not None and ep_group is not None
-    if ranks is None:
-        ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
     stages, optimizers, problem = [], [], None
     try:
-        if given_twice:
+        if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        if ranks is None:
+            ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
         numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
         stages = [
             Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
@@ -122,6 +121,7 @@ def attach(
         on = device_of(stages, device)
     except Exception as error:
         problem = error
+    ranks = ranks if ranks is not None else Ranks()
     _meet(ranks, "attach", config, problem)
     return attach_stages(stages, optimizers, config=config, ranks=ranks, device=on)
 
@@ -156,15 +156,16 @@ def shard_experts(
         AttachError: the experts cannot be spread; the model is as it was.
     """
     config = config if config is not None else BalancerConfig()
-    problem, stage = None, None
+    problem, stage, ranks = None, None, Ranks()
     try:
+        ranks = Ranks.of_group(ep_group)
         stage = Stage(0, model, _describe(model, layers))
         if any(spread_of(layer.experts) is not None for layer in stage.host.layers):
             raise AttachError("the experts are spread already: shard_experts is called once")
         on = device_of([stage], None)
     except Exception as error:
         problem = error
-    _meet(Ranks.of_group(ep_group), "shard_experts", config, problem)
+    _meet(ranks, "shard_experts", config, problem)
     assert stage is not None
     shard_stage(stage, config=config, ep_group=ep_group, device=on)
 
@@ -178,7 +179,10 @@ def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | 
     try:
         everyone = job_ranks(ranks)
     except GroupError as error:
-        raise AttachError(str(error)) from None
+        # Which ranks wait for this one is not known; most jobs are the whole world.
+        problem = problem or AttachError(str(error))
+        meet(range(dist.get_world_size()), what, config.timeout_seconds, problem)
+        raise problem from None
     meet(everyone, what, config.timeout_seconds, problem, patient=True)
 
 

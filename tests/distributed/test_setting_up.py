@@ -1,4 +1,4 @@
-"""Setting up takes as long as it must; a rank that fails, dies or runs out of descriptors in it ends it on all, soon and
+"""Setting up takes as long as it must; a rank that fails, dies or runs out of file descriptors ends it on all, soon and
 with one line."""
 
 from __future__ import annotations
@@ -96,12 +96,21 @@ def fails_somewhere(rank: int) -> dict[str, tuple[str, bool]]:
             attach(rank)
         undo()
         said[place] = str(refused.value), time.monotonic() - began < SOON
+    odd = rank == RANKS - 1
+    with pytest.raises((AttachError, TypeError)) as refused:
+        eplb.attach(None if odd else make_model("olmoe", experts=6))  # type: ignore[arg-type]
+    said["no model"] = str(refused.value), True
+    with pytest.raises(AttachError) as refused:
+        attach(rank, ranks=Ranks(job=(0, 1)) if odd else Ranks())
+    said["no rank of its job"] = str(refused.value), True
     attach(rank).close()
     return said
 
 
 def test_a_rank_that_fails_at_attach_ends_it_on_all_with_its_own_line() -> None:
     for rank, said in enumerate(run_ranks(RANKS, fails_somewhere)):
+        assert "not iterable" in said.pop("no model")[0]
+        assert f"rank {RANKS - 1} is not among the ranks of the job" in said.pop("no rank of its job")[0]
         assert list(said) == list(PLACES)
         for place, (line, soon) in said.items():
             assert "made to fail" in line and "\n" not in line, (place, line)
