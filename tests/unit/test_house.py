@@ -32,6 +32,7 @@ GROUND = {
     "private_groups",
     "process_groups",
     "ranks",
+    "setting_up",
     "telling",
     "text_table",
     "topology",
