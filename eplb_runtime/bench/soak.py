@@ -1,41 +1,84 @@
-"""Train for minutes while a rebalance after another is broken in a random way, beside a twin that nobody disturbs.
+"""Train while rebalances are broken at every point of the protocol, beside a twin that nobody disturbs.
 
-After each step the losses of both are compared bit by bit; all the while threads, descriptors and memory are watched.
-What is broken stands in `soak_faults.py`.
+A life of the job takes some bouts: faults are drawn (`soak_faults.py`), the job trains until they have happened and
+experts have moved anew, and everything is compared. In the end a rank is killed, and the others are looked at. Lives
+follow each other in `soak_lives.py`.
 """
 
 from __future__ import annotations
 
-import logging
+import faulthandler
 import os
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..balancer import Balancer
+from ..checkpoint.state import logical_state_dict
 from ..config import BalancerConfig
 from ..events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from ..hosts import attach
+from ..migration.agreement import is_one_value, two_sided
+from ..migration.engine import MigrationBroken
 from ..planner.shuffle import plan_shuffle
-from .soak_faults import FAULTS, Faults
+from ..points import Phase
+from .soak_faults import ALL_RANKS, Deck, Draw, Faults
 from .train import NEVER, MoEStack, Workload, choices
 
 INTERVAL = 2
-STEPS_BETWEEN_CLOCKS = 8
-"""Ranks agree on the time as often, and go on or end together."""
+TIMEOUT_SECONDS = 3.0
+"""Of the disturbed balancer."""
 REPORT_SECONDS = 10.0
-HEALTHY_SHARE = 0.3
-"""Of decisions that nobody disturbs."""
-RECOVERY_SECONDS = 60.0
-"""After the last fault a rebalance must have committed within."""
+MOST_STEPS = 14
+"""A fault that has not happened in so many steps needs connections that break, and has as many again."""
+RECOVERY_SECONDS = 90.0
+"""After the faults of a bout a rebalance must have committed within."""
+HANG_SECONDS = 120.0
+"""A step takes less, however busy the machine is."""
+LEAST_SAMPLES = 8
+TOLERANCE = 1e-10
+"""Relative, with copies, in float64."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one life of a job is to be.
+
+    Args:
+        settings: a name in `SETTINGS`.
+        bouts: of faults.
+        first: bouts in the lives before.
+        kill: whether a rank is killed in the end.
+        ends: by `time.monotonic`; no bout begins later.
+    """
+
+    number: int
+    seed: int
+    settings: str
+    bouts: int
+    first: int
+    kill: bool
+    ends: float
+
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "overlap": {"overlap": True},
+    "plain": {},
+    "overlap+copies": {"overlap": True, "replica_slots": 1},
+    "copies": {"replica_slots": 1},
+}
+
+
+class SoakFailed(RuntimeError):
+    """Something did not hold; the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -59,130 +102,247 @@ class Held:
 class _Job:
     """A model in training."""
 
-    def __init__(self, work: Workload, config: BalancerConfig) -> None:
+    def __init__(self, work: Workload, config: BalancerConfig, exact: bool) -> None:
         torch.manual_seed(0)
         self._work = work
-        self._model = MoEStack(work)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self.balancer: Balancer = attach(self._model, self._optimizer, config=config)
-        self._model.train()
+        self._dtype = torch.float32 if exact else torch.float64
+        self.model = MoEStack(work, "grouped_mm" if exact else "eager").to(self._dtype)
+        parameters = self.model.parameters()
+        # Adam would make large differences of those that copies make in rounding.
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(parameters, lr=1e-4) if exact else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        )
+        self.balancer: Balancer = attach(self.model, self.optimizer, config=config)
+        self.model.train()
+        self.steps = 0
 
-    def step(self, number: int) -> torch.Tensor:
+    def step(self) -> Tensor:
         """The loss of a step, on this rank."""
         work = self._work
-        generator = torch.Generator().manual_seed(number * 1009 + dist.get_rank())
-        hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator)
+        generator = torch.Generator().manual_seed(self.steps * 1009 + dist.get_rank())
+        hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator).to(self._dtype)
         ids_LTK = torch.stack([choices(work, work.skew, generator) for _ in range(work.layers)])
-        loss: torch.Tensor = self._model(hidden_TD, ids_LTK, torch.full((work.tokens, work.top_k), 1 / work.top_k))
+        weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k, dtype=self._dtype)
+        loss: Tensor = self.model(hidden_TD, ids_LTK, weights_TK)
         loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
         return loss.detach()
 
+    def state(self) -> dict[str, Tensor]:
+        return logical_state_dict(self.model, self.optimizer)
 
-def run(
-    device: torch.device,
-    minutes: float,
-    *,
-    seed: int = 0,
-    timeout_seconds: float = 3.0,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-) -> dict[str, Any]:
-    """Collective over the world.
+
+class Soak:
+    """One life of a job, on one rank. Collective over the world.
 
     Args:
-        device: the CPU; faults of a device are not made here.
-        minutes: of training.
-        seed: of the faults.
-        timeout_seconds: of the disturbed balancer; stalls are a little longer.
+        life: what it is to be.
         say: hears a line of progress, on rank 0.
-
-    Returns:
-        JSON-able: ``passed`` (on all ranks ``identical``, ``bounded``, and ``alive``: rebalances commit again once
-        nothing is broken any more), ``minutes``, ``ranks``, ``steps``, ``committed``, ``aborted``, ``paused``,
-        ``resumed``, ``faults`` (how often each was made), and of the rank that holds most ``threads``, ``descriptors``,
-        ``resident_mib``: the most of the first half, the most of the second, and the least of the last quarter.
     """
-    logging.getLogger("eplb_runtime").setLevel(logging.CRITICAL)  # each fault warns
-    work = Workload(experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
-    twin = _Job(work, BalancerConfig(policy="static", interval=NEVER, guard="off"))
-    config = BalancerConfig(interval=INTERVAL, gate="always", timeout_seconds=timeout_seconds, guard="warn")
-    job = _Job(work, config)
-    job.balancer._wait_until_compiled()
-    job.balancer._plan_with(plan_shuffle)
-    seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only
-    job.balancer.events.subscribe(lambda event: seen.update([type(event)]))
-    faults, chance = Faults(job.balancer, timeout_seconds), random.Random(seed)
-    made: Counter[str] = Counter()
-    held: list[Held] = []
-    began, reported, step, same = time.monotonic(), time.monotonic(), 0, True
-    while not _on_any(step, time.monotonic() - began > 60 * minutes):
-        if step % INTERVAL == INTERVAL - 1:
-            # The same on every rank: which fault, and whose.
-            name = "none" if chance.random() < HEALTHY_SHARE else chance.choice(sorted(FAULTS))
-            faults.make(name, chance.randrange(dist.get_world_size()))
-            made[name] += 1
-        loss, undisturbed = job.step(step), twin.step(step)
-        same = same and torch.equal(loss, undisturbed)
-        step += 1
-        if step % STEPS_BETWEEN_CLOCKS == 0:
-            held.append(Held.now())
-        if dist.get_rank() == 0 and time.monotonic() - reported > REPORT_SECONDS:
-            reported = time.monotonic()
-            say(_progress(step, time.monotonic() - began, seen, held[-1], same))
-    faults.make("none", 0)
-    ended, committed = time.monotonic(), seen[RebalanceCommitted]
-    alive = False
-    while not (alive or _on_any(step, time.monotonic() - ended > RECOVERY_SECONDS)):
-        same = torch.equal(job.step(step), twin.step(step)) and same
-        step += 1
-        alive = _on_any(step, seen[RebalanceCommitted] > committed)
-    result = {**_result(seen, held, same, alive), "steps": step, "minutes": (time.monotonic() - began) / 60}
-    job.balancer.close()
-    twin.balancer.close()
-    return {**result, "ranks": dist.get_world_size(), "faults": dict(sorted(made.items()))}
+
+    def __init__(self, life: Life, say: Callable[[str], None]) -> None:
+        self._life, self._say, self._rank = life, say, dist.get_rank()
+        self._exact = not SETTINGS[life.settings].get("replica_slots")
+        work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
+        static = BalancerConfig(policy="static", interval=NEVER, guard="off")
+        self._twin = _Job(work, static, self._exact)
+        config = BalancerConfig(
+            interval=INTERVAL,
+            gate="always",
+            timeout_seconds=TIMEOUT_SECONDS,
+            guard="raise",
+            staging_bytes=1 << 18,
+            **SETTINGS[life.settings],
+        )
+        self._job = _Job(work, config, self._exact)
+        self._job.balancer._wait_until_compiled()
+        self._job.balancer._plan_with(plan_shuffle)
+        self._seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only
+        self._job.balancer.events.subscribe(lambda event: self._seen.update([type(event)]))
+        self._faults = Faults(self._job.balancer, self._rank, TIMEOUT_SECONDS)
+        self._deck = Deck(random.Random(f"{life.seed}/{life.number}"), dist.get_world_size(), life.first)
+        self._held: list[Held] = []
+        self._drawn: list[dict[str, Any]] = []
+        self._right: dict[int, dict[str, Tensor]] = {}
+        self._keeps_states = False
+        self._longest, self._reported = 0.0, time.monotonic()
+
+    def run(self) -> dict[str, Any]:
+        """JSON-able: of this life, as `soak_lives` adds it up. ``error``: what did not hold."""
+        result: dict[str, Any] = {"error": "", "killed": False}
+        try:
+            self._until("a first rebalance", self._has_committed(), RECOVERY_SECONDS)
+            while len(self._drawn) < self._life.bouts and not self._anywhere(time.monotonic() > self._life.ends):
+                self._bout(self._deck.draw())
+                self._held.append(Held.now())
+            if self._life.kill:
+                points = [p for p in Phase if p is not Phase.AWAITED or "overlap" in self._life.settings]
+                result.update(self._outlive(self._deck.kill(points)))
+            else:
+                self._job.balancer.close()
+                self._twin.balancer.close()
+        except Exception as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+        faulthandler.cancel_dump_traceback_later()
+        return {**result, **self._result()}
+
+    def _bout(self, draws: Sequence[Draw]) -> None:
+        """Faults, what becomes of them, and whether all is as it was."""
+        drawn = [_named(draw) for draw in draws]
+        self._drawn += drawn
+        self._faults.arm(draws)
+        if not self._steps_until(lambda: self._faults.over):
+            if any(draw.is_on(self._rank) for draw in draws):
+                self._faults.cut()
+            self._faults.hurry()
+            self._steps_until(lambda: self._faults.over)
+        reached = [self._anywhere(self._faults.reached(draw)) for draw in draws]
+        self._faults.arm([])
+        self._until("a rebalance after the faults", self._has_committed(), RECOVERY_SECONDS)
+        differ = [name for name, is_right in self._compared() if not is_right]
+        if differ:
+            raise SoakFailed(f"the state differs from the twin's: {', '.join(differ[:4])}")
+        for one, was_reached in zip(drawn, reached, strict=True):
+            one.update(reached=was_reached, held=True)
+
+    def _outlive(self, draw: Draw) -> dict[str, Any]:
+        """A rank is killed. What the others hold then: whole experts, of one placement."""
+        self._drawn.append(_named(draw))
+        self._keeps_states = True
+        self._right[self._job.steps] = self._twin.state()
+        self._faults.arm([draw])
+        try:
+            for steps in range(10 * MOST_STEPS):
+                if steps == MOST_STEPS and draw.victim == self._rank:
+                    self._faults.cut()
+                    self._faults.hurry()
+                self._step()
+        except MigrationBroken:
+            raise
+        except SoakFailed:
+            raise
+        except RuntimeError as error:
+            faulthandler.cancel_dump_traceback_later()
+            self._job.balancer._rebalancer.end_beside()
+            self._drawn[-1].update(reached=True, held=True)
+            wrong = [name for name, rows, right in self._rows() if not self._equal(rows, right)]
+            return {
+                "killed": True,
+                "said": str(error)[:200],
+                "digest": self._job.balancer.placement.digest(),
+                "error": f"rows are not whole: {', '.join(wrong[:4])}" if wrong else "",
+            }
+        raise SoakFailed(f"rank {draw.victim} never came to where it was to be killed")
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _step(self, holds: bool = False) -> bool:
+        """Both train a step and are compared, on all ranks. Whether it held on all ranks before."""
+        began = time.monotonic()
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        expected = self._twin.step()
+        if self._keeps_states:
+            self._right = {self._job.steps: self._right[self._job.steps], self._twin.steps: self._twin.state()}
+        loss = self._job.step()
+        placement = self._job.balancer.placement
+        words = two_sided(bytes.fromhex(placement.digest()))
+        own = [int(not self._equal(loss, expected)), int(not holds), placement.epoch, -placement.epoch]
+        most = torch.cat([torch.tensor(own), words])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        self._longest = max(self._longest, time.monotonic() - began)
+        if most[0]:
+            raise SoakFailed(f"step {self._job.steps}: the loss differs from the twin's (here {loss}, {expected})")
+        if most[2] != -most[3] or not is_one_value(most[4:]):
+            raise SoakFailed(f"step {self._job.steps}: ranks have parted (here epoch {placement.epoch})")
+        if self._rank == 0 and time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            self._say(self._progress())
+        return not most[1]
+
+    def _steps_until(self, holds: Callable[[], bool]) -> bool:
+        """Whether it came to hold on all ranks in so many steps."""
+        return any(self._step(holds()) for _ in range(MOST_STEPS))
+
+    def _until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
+        began = time.monotonic()
+        while not self._step(holds()):
+            if self._anywhere(time.monotonic() - began > seconds):
+                raise SoakFailed(f"step {self._job.steps}: {what} did not come within {seconds:g} s")
+
+    def _has_committed(self) -> Callable[[], bool]:
+        """Whether a rebalance has since."""
+        before = self._seen[RebalanceCommitted]
+        return lambda: self._seen[RebalanceCommitted] > before
+
+    def _anywhere(self, holds: bool) -> bool:
+        """Whether it holds on any rank, as all see it."""
+        most = torch.tensor([int(holds)])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return bool(most.item())
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        return torch.equal(one, other) if self._exact else torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+    def _compared(self) -> list[tuple[str, bool]]:
+        """Each tensor, experts in logical order: whether it is the twin's."""
+        own, right = self._job.state(), self._twin.state()
+        if own.keys() != right.keys():
+            return [("names of tensors", False)]
+        return [(name, self._equal(own[name], right[name])) for name in own]
+
+    def _rows(self) -> list[tuple[str, Tensor, Tensor]]:
+        """This rank's live rows of each tensor, and those that it should have."""
+        balancer, right, found = self._job.balancer, self._right[self._job.steps], []
+        for name, parameter in self._job.model.named_parameters():
+            ids = balancer.logical_expert_ids(balancer.layer_of_parameter[name])
+            found.append((name, parameter.detach(), right[f"model.{name}"][ids]))
+            for key, state in self._job.optimizer.state[parameter].items():
+                if torch.is_tensor(state) and state.dim():
+                    found.append((f"{name}.{key}", state, right[f"optimizer.{name}.{key}"][ids]))
+        return found
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def _progress(self) -> str:
+        seen, held = self._seen, Held.now()
+        return (
+            f"life {self._life.number} ({self._life.settings})   step {self._job.steps:>5}   "
+            f"faults {len(self._drawn):>3}   committed {seen[RebalanceCommitted]:>4}   "
+            f"aborted {seen[RebalanceAborted]:>4}   threads {held.threads}   descriptors {held.descriptors}   "
+            f"{held.resident_mib:.0f} MiB   losses identical"
+        )
+
+    def _result(self) -> dict[str, Any]:
+        held, names = self._held, ("threads", "descriptors", "resident_mib")
+        half, quarter = max(1, len(held) // 2), max(1, len(held) // 4)
+        parts = (held[:half], held[half:]) if len(held) >= LEAST_SAMPLES else (held, held)
+        first, second = ([max((getattr(one, name) for one in part), default=0) for name in names] for part in parts)
+        least = [min((getattr(one, name) for one in held[-quarter:]), default=0) for name in names]
+        # New connections stand beside the old ones for a moment, so the most says little. What leaks is more at the
+        # end, even where it is least, than it ever was in the first half. Memory has caches that fill.
+        grew = [
+            f"{name}: {before} at most, then {now} at least"
+            for name, before, now, more in zip(names, first, least, (2.0, 2.0, 16 + 0.1 * first[2]), strict=True)
+            if now > before + more
+        ]
+        return {
+            "steps": self._job.steps,
+            "longest_step_seconds": round(self._longest, 1),
+            "grew": grew,
+            "drawn": self._drawn,
+            "committed": self._seen[RebalanceCommitted],
+            "aborted": self._seen[RebalanceAborted],
+            "paused": self._seen[BalancingPaused],
+            "resumed": self._seen[BalancingResumed],
+            "late": self._job.balancer._rebalancer.background.late_rounds,
+            "held": [max(pair) for pair in zip(first, second, strict=True)],
+        }
 
 
-def _on_any(step: int, holds: bool) -> bool:
-    """Whether it holds on any rank, as all see it; asked now and then only."""
-    if step % STEPS_BETWEEN_CLOCKS:
-        return False
-    anywhere = torch.tensor([holds], dtype=torch.int64)
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-    return bool(anywhere.item())
-
-
-def _progress(step: int, seconds: float, seen: Mapping[type[Event], int], held: Held, same: bool) -> str:
-    return (
-        f"{seconds / 60:5.1f} min   step {step:>6}   committed {seen[RebalanceCommitted]:>5}   "
-        f"aborted {seen[RebalanceAborted]:>5}   threads {held.threads}   descriptors {held.descriptors}   "
-        f"{held.resident_mib:.0f} MiB   losses {'identical' if same else 'DIFFER'}"
-    )
-
-
-def _result(seen: Mapping[type[Event], int], held: list[Held], same: bool, alive: bool) -> dict[str, Any]:
-    half, quarter = max(1, len(held) // 2), max(1, len(held) // 4)
-    names = ("threads", "descriptors", "resident_mib")
-    first, second = ([max(getattr(one, name) for one in part) for name in names] for part in (held[:half], held[half:]))
-    least = [min(getattr(one, name) for one in held[-quarter:]) for name in names]
-    # New connections stand beside the old ones for a moment, so the most says little. What leaks is more at the end,
-    # even where it is least, than it ever was in the first half. Memory has caches that fill, and pages that stay.
-    bounded = all(now <= before + 2 for now, before in zip(least[:2], first[:2], strict=True))
-    bounded = bounded and second[2] <= 1.1 * first[2] + 16
-    most = torch.tensor([first, second, least], dtype=torch.float64)
-    verdict = torch.tensor([int(same), int(bounded), int(alive)])
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return {
-        "passed": bool(verdict.all()),
-        "identical": bool(verdict[0]),
-        "bounded": bool(verdict[1]),
-        "alive": bool(verdict[2]),
-        "committed": seen[RebalanceCommitted],
-        "aborted": seen[RebalanceAborted],
-        "paused": seen[BalancingPaused],
-        "resumed": seen[BalancingResumed],
-        "threads": most[:, 0].long().tolist(),
-        "descriptors": most[:, 1].long().tolist(),
-        "resident_mib": [round(value, 1) for value in most[:, 2].tolist()],
-    }
+def _named(draw: Draw) -> dict[str, Any]:
+    victim = "all" if draw.victim == ALL_RANKS else draw.victim
+    return {"point": draw.point.value, "fault": draw.fault, "victim": victim, "reached": False, "held": False}

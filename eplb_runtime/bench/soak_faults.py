@@ -1,142 +1,229 @@
-"""Ways to break a rebalance on one rank: small damages to parts of a live balancer, each mended before the next."""
+"""Faults of one rank at the named points of the protocol (`points.Phase`), drawn at random.
+
+A new point joins by its name. A rank acts on a draw where it comes to the point. What it breaks mends by itself, but
+for a rank that is killed.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ..balancer import Balancer
-from ..migration.transports.base import TransportError
-from ..planner.shuffle import plan_shuffle
+from ..migration.transports.base import Message, Pending, TransportError
 from ..points import Phase, unobserved
-from ..worker import Worker
+
+KILL, RAISE = "kill", "exception"
+ALL_RANKS = -1
+SLOW_PASSES = 6
+"""A slow rank dawdles so often."""
+NOT_RAISED: Mapping[Phase, str] = {
+    Phase.STEPPED: "it is on the training thread: the error is the loop's",
+    Phase.AWAITED: "it is on the training thread: the error is the forward's",
+    Phase.RESUMED: "it is on the training thread: the error is the loop's",
+    Phase.DECIDED: "all ranks have agreed: an error ends the job, as it must",
+    Phase.COMMITTING: "all ranks have agreed: an error ends the job, as it must",
+    Phase.COMMITTED: "all ranks have agreed: an error ends the job, as it must",
+}
+"""Where no exception is made, and why."""
+_ERRORS: Sequence[type[Exception]] = (RuntimeError, OSError, MemoryError, KeyError, TransportError)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One fault.
+
+    Args:
+        point: where it happens.
+        victim: the rank on which, or `ALL_RANKS`.
+        passes: how often the victim passes the point before.
+        amount: in [0, 1): how long, or which.
+    """
+
+    fault: str
+    point: Phase
+    victim: int
+    passes: int
+    amount: float
+
+    def is_on(self, rank: int) -> bool:
+        return self.victim in (rank, ALL_RANKS)
+
+
+class Deck:
+    """All faults at all points in a random order, again and again.
+
+    Args:
+        chance: seeded alike on every rank.
+        first: how many were drawn before.
+    """
+
+    def __init__(self, chance: random.Random, ranks: int, first: int = 0) -> None:
+        self._chance = chance
+        self._ranks = ranks
+        self._pairs = [(fault, point) for fault in FAULTS for point in Phase if fault != KILL]
+        self._pairs = [pair for pair in self._pairs if not (pair[0] == RAISE and pair[1] in NOT_RAISED)]
+        random.Random(0).shuffle(self._pairs)
+        self._next = first
+
+    def draw(self) -> list[Draw]:
+        """The next one, and now and then another beside it."""
+        self._next += 1
+        drawn = [self._of(*self._pairs[self._next % len(self._pairs)])]
+        if self._chance.random() < 0.3:
+            drawn.append(self._of(*self._chance.choice(self._pairs)))
+        return drawn
+
+    def kill(self, points: Sequence[Phase]) -> Draw:
+        return self._of(KILL, points[self._next % len(points)])
+
+    def _of(self, fault: str, point: Phase) -> Draw:
+        everywhere = fault != KILL and self._chance.random() < 0.15
+        victim = ALL_RANKS if everywhere else self._chance.randrange(self._ranks)
+        return Draw(fault, point, victim, self._chance.choice((0, 0, 1, 2)), self._chance.random())
 
 
 class Faults:
-    """Makes one fault at a time; every rank calls it alike, only the victim does anything.
+    """What one rank does at the points of its balancer.
 
     Args:
         balancer: of this rank.
+        rank: this one.
         timeout_seconds: of the balancer.
     """
 
-    def __init__(self, balancer: Balancer, timeout_seconds: float) -> None:
-        self.rebalancer = balancer._rebalancer
+    def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
         self.groups = balancer._groups
-        self.stall_seconds = 1.2 * timeout_seconds
-        self._stalled_until = 0.0
+        self.timeout_seconds = timeout_seconds
+        self._rank = rank
+        self._exchanger = balancer._rebalancer._engine._exchanger
+        self._exchanger._add = self._send  # type: ignore[method-assign]
+        self._passed: dict[Draw, int] = {}
+        self._acted: set[Draw] = set()
+        self._lock = threading.Lock()
+        self.corrupting = False
+        self.deaf: object = None
+        self._engine = balancer._rebalancer._engine
+        self._engine.probe = self._at
 
-    def make(self, name: str, victim: int) -> None:
-        """Mend what was broken and break the next thing."""
-        decisions, engine = self.rebalancer.decisions, self.rebalancer._engine
-        decisions.planner = plan_shuffle
-        engine.probe = unobserved
-        if name != "none" and dist.get_rank() == victim:
-            FAULTS[name](self)
+    def arm(self, draws: Sequence[Draw]) -> None:
+        """From here on, what is drawn happens, each once; what was drawn before does not any more."""
+        with self._lock:
+            self._acted = set()
+            self._passed = {draw: 0 for draw in draws if draw.is_on(self._rank)}
 
-    def stall(self, worker: Worker) -> None:
-        """Keep a thread busy longer than the timeout; and then let it be for as long, however fast steps are."""
-        if time.monotonic() > self._stalled_until + self.stall_seconds:
-            self._stalled_until = time.monotonic() + self.stall_seconds
-            worker.submit(lambda: time.sleep(self.stall_seconds))
+    def hurry(self) -> None:
+        """What has not happened yet does at the next pass."""
+        with self._lock:
+            for draw in self._passed.keys() - self._acted:
+                self._passed[draw] = draw.passes
 
-    def at(self, phase: Phase, action: Callable[[Any], None]) -> None:
-        """Act when a migration comes to this phase for the first time."""
-        acted: list[bool] = []
+    @property
+    def over(self) -> bool:
+        """Whether all that was drawn for this rank has happened."""
+        return len(self._acted) == len(self._passed)
 
-        def probe(now: Phase, subject: Any) -> None:
-            if now is phase and subject and not acted:
-                acted.append(True)
-                action(subject)
+    def reached(self, draw: Draw) -> bool:
+        return draw in self._acted
 
-        self.rebalancer._engine.probe = probe
+    def cut(self) -> None:
+        """End the connections that rebalancing talks over."""
+        self.groups.hang_up(self.groups.standing)
 
+    def close(self) -> None:
+        self._engine.probe = unobserved
 
-def _raise(kind: type[Exception], text: str) -> Callable[..., Any]:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise kind(text)
+    def lose_what_is_sent(self) -> None:
+        """From here on nothing that this rank sends arrives, until it connects anew."""
+        self.deaf = self._exchanger._transport
 
-    return fail
+    def stall_store(self, seconds: float) -> None:
+        if not self.groups.store._worker.closed:
+            self.groups.store._worker.submit(lambda: time.sleep(seconds))
 
+    def _at(self, phase: Phase, subject: Any) -> None:
+        if self.corrupting and phase is Phase.STAGED and subject:
+            self.corrupting = False
+            subject[0].record[3] ^= 1
+        due: list[Draw] = []
+        with self._lock:
+            for draw in self._passed:
+                if draw.point is phase:
+                    self._passed[draw] += 1
+                    over = self._passed[draw] - 1 - draw.passes
+                    if over == 0 or (draw.fault == "slow" and 0 < over < SLOW_PASSES):
+                        due.append(draw)
+                        self._acted.add(draw)
+        for draw in due:
+            FAULTS[draw.fault](self, draw, subject)
 
-def _planner_raises(faults: Faults) -> None:
-    faults.rebalancer.decisions.planner = _raise(ZeroDivisionError, "a planner's bug")
-
-
-def _planner_stalls(faults: Faults) -> None:
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(faults.stall_seconds)
-        return plan_shuffle(*arguments, **options)
-
-    faults.rebalancer.decisions.planner = slow
-
-
-def _plan_is_garbled(faults: Faults) -> None:
-    def garble(message: bytearray) -> None:
-        message[-20:] = b"#" * 20
-
-    faults.at(Phase.PLANNED, garble)
-
-
-def _plan_cannot_be_taken(faults: Faults) -> None:
-    faults.at(Phase.PLANNED, _raise(KeyError, "one rank's own trouble"))
-
-
-def _decision_is_late(faults: Faults) -> None:
-    faults.stall(faults.rebalancer._worker)
-
-
-def _no_memory(faults: Faults) -> None:
-    faults.at(Phase.PREPARED, _raise(MemoryError, "no memory for staging"))
-
-
-def _migration_stalls(faults: Faults) -> None:
-    faults.at(Phase.PREPARED, lambda schedule: time.sleep(faults.stall_seconds))
+    def _send(self, exchange: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        if self.deaf is self._exchanger._transport:
+            sends = []
+        return type(self._exchanger)._add(self._exchanger, exchange, sends, receives)
 
 
-def _a_bit_flips(faults: Faults) -> None:
-    def flip(staged: Any) -> None:
-        staged[0].record[3] ^= 1
-
-    faults.at(Phase.STAGED, flip)
-
-
-def _transport_fails(faults: Faults) -> None:
-    faults.at(Phase.STAGED, _raise(TransportError, "the device went away"))
+def _stop(faults: Faults, draw: Draw, subject: Any) -> None:
+    seconds = faults.timeout_seconds * (1.1 + draw.amount / 2)
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    # To this very thread: sent to the process, another may take it, and this one goes on for a moment.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def _verification_fails(faults: Faults) -> None:
-    faults.at(Phase.VERIFIED, _raise(OSError, "the device went away"))
+def _stand(faults: Faults, draw: Draw, subject: Any) -> None:
+    time.sleep(faults.timeout_seconds * (1.1 + draw.amount / 2))
 
 
-def _connections_are_cut(faults: Faults) -> None:
-    faults.groups.hang_up(faults.groups.standing)
+def _kill(faults: Faults, draw: Draw, subject: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _connections_are_cut_in_a_migration(faults: Faults) -> None:
-    faults.at(Phase.VERIFIED, lambda staged: faults.groups.hang_up(faults.groups.standing))
+def _raise(faults: Faults, draw: Draw, subject: Any) -> None:
+    raise _ERRORS[int(draw.amount * len(_ERRORS))]("a fault that was drawn")
 
 
-def _store_is_silent(faults: Faults) -> None:
-    faults.stall(faults.groups.store._worker)
+def _silence_store(faults: Faults, draw: Draw, subject: Any) -> None:
+    faults.stall_store(faults.timeout_seconds * (1.1 + 2 * draw.amount))
 
 
-FAULTS: dict[str, Callable[[Faults], None]] = {
-    "a bit flips": _a_bit_flips,
-    "connections are cut": _connections_are_cut,
-    "connections are cut in a migration": _connections_are_cut_in_a_migration,
-    "decision is late": _decision_is_late,
-    "migration stalls": _migration_stalls,
-    "no memory": _no_memory,
-    "plan cannot be taken": _plan_cannot_be_taken,
-    "plan is garbled": _plan_is_garbled,
-    "planner raises": _planner_raises,
-    "planner stalls": _planner_stalls,
-    "store is silent": _store_is_silent,
-    "transport fails": _transport_fails,
-    "verification fails": _verification_fails,
+def _drop(faults: Faults, draw: Draw, subject: Any) -> None:
+    faults.lose_what_is_sent()
+
+
+def _corrupt(faults: Faults, draw: Draw, subject: Any) -> None:
+    if draw.point is Phase.PLANNED and len(subject) > 20:
+        subject[-20:] = b"#" * 20
+    elif draw.point is Phase.STAGED and subject:
+        subject[0].record[3] ^= 1
+    else:
+        faults.corrupting = True  # what comes next
+
+
+def _slow(faults: Faults, draw: Draw, subject: Any) -> None:
+    time.sleep(faults.timeout_seconds * (0.02 + 0.2 * draw.amount))
+
+
+def _cut(faults: Faults, draw: Draw, subject: Any) -> None:
+    faults.cut()
+
+
+FAULTS: Mapping[str, Callable[[Faults, Draw, Any], None]] = {
+    "stop": _stop,
+    "stand still": _stand,
+    KILL: _kill,
+    RAISE: _raise,
+    "silent store": _silence_store,
+    "dropped bytes": _drop,
+    "corrupt bytes": _corrupt,
+    "slow": _slow,
+    "cut": _cut,
 }
-"""By the names in the result. Planners' faults are rank 0's; on another victim such a decision goes undisturbed."""
+"""By the names in the result. "stop" is of the whole process, "stand still" of the thread that comes to the point, both
+longer than the timeout; "cut" ends the connections."""

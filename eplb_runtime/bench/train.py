@@ -52,9 +52,13 @@ class Workload:
 
 
 class MoEStack(nn.Module):
-    """Residual MoE layers of the Transformers library's experts; who gets which token is given."""
+    """Residual MoE layers of the Transformers library's experts; who gets which token is given.
 
-    def __init__(self, work: Workload) -> None:
+    Args:
+        implementation: a name of the library's, of how experts compute.
+    """
+
+    def __init__(self, work: Workload, implementation: str = "grouped_mm") -> None:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -62,7 +66,7 @@ class MoEStack(nn.Module):
         config = MixtralConfig(
             hidden_size=work.hidden, intermediate_size=work.width, num_local_experts=work.experts, hidden_act="silu"
         )
-        config._experts_implementation = "grouped_mm"
+        config._experts_implementation = implementation
         self.layers = nn.ModuleList(MixtralExperts(config) for _ in range(work.layers))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)

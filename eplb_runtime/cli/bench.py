@@ -170,17 +170,22 @@ def _add_soak(benches: Any) -> None:
         benches,
         "soak",
         _soak,
-        "training under random faults, beside a twin that nobody disturbs; exit status 1 if a bit differs or a thing "
-        "grows",
+        "training under faults at each point of the protocol, beside a twin that nobody disturbs; exit status 1 if a "
+        "bit differs, ranks part, a job ends but by a kill, or a thing hangs or grows",
         """
-  eplb-runtime bench soak --minutes 60                                  # starts two ranks on this machine
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench soak --minutes 2 --json
+  eplb-runtime bench soak --minutes 60                                  # starts three ranks on this machine
+  eplb-runtime bench soak --minutes 60 --settings overlap,overlap+copies --logs soak/
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench soak --minutes 2 --settings overlap    # nobody is killed
 """,
     )
     add = adder(command)
-    add("--minutes", "M", positive_float, "how long it trains (default: 2)", default=2.0)
+    add("--minutes", "M", positive_float, "in which faults are made (default: 2)", default=2.0)
     add("--seed", "N", not_negative, "of the faults (default: 0)", default=0)
-    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", default=2)
+    add("--ranks", "R", positive, "ranks to start when not under torchrun (default: 3)", default=3)
+    add("--bouts", "N", positive, "of faults before a rank is killed and the job begins anew (default: 20)", default=20)
+    settings = "that lives of the job take in turn: overlap, plain, overlap+copies, copies (default: all)"
+    add("--settings", "A,B,...", names, settings, default=[])
+    add("--logs", "FOLDER", Path, "keep there what each rank logs and says")
 
 
 def _add_count(benches: Any) -> None:
@@ -419,14 +424,25 @@ def _two_batches(arguments: argparse.Namespace) -> int:
 
 def _soak(arguments: argparse.Namespace) -> int:
     require_extra("transformers", "bench soak")
-    from ..bench.soak import run
-    from ..launching import is_first, launched, process_group, start_ranks
+    from ..bench.soak import SETTINGS
+    from ..bench.soak_lives import run, run_one
+    from ..launching import is_first, launched, process_group
 
-    if not launched():
-        options = ["--minutes", str(arguments.minutes), "--seed", str(arguments.seed)]
-        return start_ranks(["bench", "soak", *options, *(["--json"] if arguments.json else [])], arguments.ranks)
-    with process_group("cpu") as device:
-        result = run(device, arguments.minutes, seed=arguments.seed)
+    settings = arguments.settings or list(SETTINGS)
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise InputError(f"--settings {unknown[0]} is unknown; choose of: {', '.join(SETTINGS)}")
+    if launched():
+        with process_group("cpu"):
+            result = run_one(arguments.minutes, arguments.seed, settings[0])
+    else:
+        result = run(
+            arguments.minutes,
+            ranks=arguments.ranks,
+            seed=arguments.seed,
+            bouts=arguments.bouts,
+            settings=settings,
+            logs=arguments.logs,
+        )
     if is_first():
         _print(result, arguments.json)
     return 0 if result["passed"] else 1
