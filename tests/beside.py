@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
@@ -26,6 +27,7 @@ class Job:
         *,
         dtype: torch.dtype = torch.float32,
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        ep_group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
         self.rank, self.steps, self.losses = rank, 0, []
@@ -40,7 +42,7 @@ class Job:
             dense_gradients="allreduce",
             **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
         )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config)
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
         self.background = self.balancer._rebalancer.background
         self.engine = self.balancer._rebalancer._engine
         if overlap:

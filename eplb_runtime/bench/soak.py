@@ -8,6 +8,7 @@ follow each other in `soak_lives.py`.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import random
 import time
@@ -43,7 +44,8 @@ RECOVERY_SECONDS = 90.0
 """After the faults of a bout a rebalance must have committed within."""
 HANG_SECONDS = 120.0
 """A step takes less, however busy the machine is."""
-LEAST_SAMPLES = 8
+LEAST_SAMPLES = 12
+"""Of what a process holds; with fewer nothing is said."""
 TOLERANCE = 1e-10
 """Relative, with copies, in float64."""
 
@@ -176,6 +178,7 @@ class Soak:
             self._until("a first rebalance", self._has_committed(), RECOVERY_SECONDS)
             while len(self._drawn) < self._life.bouts and not self._anywhere(time.monotonic() > self._life.ends):
                 self._bout(self._deck.draw())
+                gc.collect()  # errors keep what they passed through, connections too
                 self._held.append(Held.now())
             if self._life.kill:
                 points = [p for p in Phase if p is not Phase.AWAITED or "overlap" in self._life.settings]
@@ -333,6 +336,7 @@ class Soak:
             "steps": self._job.steps,
             "longest_step_seconds": round(self._longest, 1),
             "grew": grew,
+            "series": [[one.threads, one.descriptors, round(one.resident_mib, 1)] for one in held],
             "drawn": self._drawn,
             "committed": self._seen[RebalanceCommitted],
             "aborted": self._seen[RebalanceAborted],

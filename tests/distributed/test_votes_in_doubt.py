@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from beside import RANKS, Job, at, same
 from ranks import run_ranks
 
@@ -16,7 +17,7 @@ from eplb_runtime.background import BackgroundMigration
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.job_store import JobStore, StoreError
 from eplb_runtime.migration.agreement import Agreement
-from eplb_runtime.migration.engine import Phase
+from eplb_runtime.migration.engine import MigrationBroken, Phase
 from eplb_runtime.migration.transports.base import TransportError
 
 SECONDS = 2.0
@@ -179,3 +180,67 @@ def test_ranks_in_doubt_ranks_interrupted_and_calls_that_meet_what_is_in_flight(
     assert all("could not compare" in result["failed in flight"] for result in results)
     assert all(result["paused"][0] and result["paused"][1] for result in results)
     assert not [cause for result in results for cause in result["causes"] if "staging" in cause]
+
+
+def broken_in_a_commit(rank: int) -> dict[str, Any]:
+    """Ctrl-C on every rank in the midst of a commit beside training; the loop catches it and goes on."""
+    job, said = Job(rank, overlap=True, staging_bytes=40_000), {"whole": True}
+
+    def break_off(subject: Any) -> None:
+        raise KeyboardInterrupt
+
+    with at(job, rank, Phase.COMMITTED, once(lambda: break_off(None))):
+        try:
+            for _ in range(60):
+                job.step()
+        except KeyboardInterrupt:
+            said["interrupted"] = job.steps
+    for name, call in (("forward", job.step), ("state_dict", job.balancer.state_dict), ("again", job.step)):
+        try:
+            call()
+        except MigrationBroken as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_commit_that_is_interrupted_ends_training_however_often_the_loop_goes_on() -> None:
+    for said in run_ranks(RANKS, broken_in_a_commit):
+        assert said["interrupted"]
+        assert all("go back to a checkpoint" in said[name] for name in ("forward", "state_dict", "again"))
+
+
+def group_in_doubt(rank: int) -> dict[str, Any]:
+    """EP 2 x EDP 2. The stores of a whole EP group fall silent as its ranks are about to vote, and it does not hear the
+    count; the other group hears all."""
+    group = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS, ep_group=group)
+    job.until(RebalanceCommitted)
+    unanswered: list[list[str]] = []
+    with ExitStack() as stack:
+
+        def fall_silent() -> None:
+            unanswered.append(stack.enter_context(silent_store(job, until_unanswered=2)))
+            lose_one_count()
+
+        with at(job, rank if rank < 2 else -1, Phase.VERIFIED, once(fall_silent)):
+            for _ in range(8):
+                job.step()
+    until_committed_anew(job)
+    still = Job(rank, overlap=False, ep_group=group)
+    while still.steps < job.steps:
+        still.step()
+    said = {
+        "unanswered": len(unanswered[0]) if unanswered else 0,
+        "same": job.losses == still.losses and same(job.state(), still.state()),
+        "digest": job.balancer.placement.digest(),
+    }
+    for each in (job, still):
+        each.balancer.close()
+    return said
+
+
+def test_an_ep_group_all_in_doubt_beside_another_that_is_not_asks_until_it_hears() -> None:
+    results = run_ranks(4, group_in_doubt)
+    assert [result["unanswered"] >= 2 for result in results] == [True, True, False, False]
+    assert all(result["same"] for result in results)
+    assert len({result["digest"] for result in results}) == 1
