@@ -230,7 +230,8 @@ class Soak:
             faulthandler.cancel_dump_traceback_later()
             self._job.balancer._rebalancer.end_beside()
             self._drawn[-1].update(reached=True, held=True)
-            wrong = [name for name, rows, right in self._rows() if not self._equal(rows, right)]
+            # The step that broke off may have broken off behind the optimizer's, where copies are refreshed.
+            wrong = min((self._wrong_rows(right) for right in self._right.values()), key=len)
             return {
                 "killed": True,
                 "said": str(error)[:200],
@@ -297,16 +298,17 @@ class Soak:
             return [("names of tensors", False)]
         return [(name, self._equal(own[name], right[name])) for name in own]
 
-    def _rows(self) -> list[tuple[str, Tensor, Tensor]]:
-        """This rank's live rows of each tensor, and those that it should have."""
-        balancer, right, found = self._job.balancer, self._right[self._job.steps], []
+    def _wrong_rows(self, right: Mapping[str, Tensor]) -> list[str]:
+        """Tensors of which this rank's live rows are others than these whole ones'."""
+        balancer, wrong = self._job.balancer, []
         for name, parameter in self._job.model.named_parameters():
             ids = balancer.logical_expert_ids(balancer.layer_of_parameter[name])
-            found.append((name, parameter.detach(), right[f"model.{name}"][ids]))
+            held = {f"model.{name}": parameter.detach()}
             for key, state in self._job.optimizer.state[parameter].items():
                 if torch.is_tensor(state) and state.dim():
-                    found.append((f"{name}.{key}", state, right[f"optimizer.{name}.{key}"][ids]))
-        return found
+                    held[f"optimizer.{name}.{key}"] = state
+            wrong += [key for key, rows in held.items() if not self._equal(rows, right[key][ids])]
+        return wrong
 
     # -- telling -------------------------------------------------------------------------------------------------------
 

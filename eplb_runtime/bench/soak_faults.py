@@ -12,12 +12,13 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..balancer import Balancer
-from ..migration.transports.base import Message, Pending, TransportError
+from ..migration.transports.base import Message, Pending, Transport, TransportError
 from ..points import Phase, unobserved
 
 KILL, RAISE = "kill", "exception"
@@ -109,7 +110,7 @@ class Faults:
         self._acted: set[Draw] = set()
         self._lock = threading.Lock()
         self.corrupting = False
-        self.deaf: object = None
+        self._deaf: weakref.ref[Transport] | None = None  # what nobody else holds goes
         self._engine = balancer._rebalancer._engine
         self._engine.probe = self._at
 
@@ -142,7 +143,7 @@ class Faults:
 
     def lose_what_is_sent(self) -> None:
         """From here on nothing that this rank sends arrives, until it connects anew."""
-        self.deaf = self._exchanger._transport
+        self._deaf = weakref.ref(self._exchanger._transport)
 
     def stall_store(self, seconds: float) -> None:
         if not self.groups.store._worker.closed:
@@ -165,7 +166,7 @@ class Faults:
             FAULTS[draw.fault](self, draw, subject)
 
     def _send(self, exchange: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        if self.deaf is self._exchanger._transport:
+        if self._deaf is not None and self._deaf() is self._exchanger._transport:
             sends = []
         return type(self._exchanger)._add(self._exchanger, exchange, sends, receives)
 

@@ -61,7 +61,7 @@ def run(
         life = Life(number, seed, settings[number % len(settings)], bouts, first, True, ended)
         with TemporaryDirectory() as folder:
             of_ranks, problem = _live(life, ranks, logs or Path(folder), say)
-        lives.append(_of_life(life, of_ranks, problem))
+        lives.append(of_life(life, of_ranks, problem))
         first += bouts
         if lives[-1]["error"]:
             say(f"life {number} ({life.settings}): {lives[-1]['error']}")
@@ -81,7 +81,7 @@ def run_one(minutes: float, seed: int, settings: str, say: Callable[[str], None]
     said[dist.get_rank(), : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     dist.all_reduce(said)
     results = [json.loads(bytes(row[:size].tolist())) for row, size in zip(said, sizes.tolist(), strict=True)]
-    return added_up([_of_life(life, results, "")], len(results), seed, minutes)
+    return added_up([of_life(life, results, "")], len(results), seed, minutes)
 
 
 def added_up(lives: Sequence[dict[str, Any]], ranks: int, seed: int, minutes: float) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def added_up(lives: Sequence[dict[str, Any]], ranks: int, seed: int, minutes: fl
     }
 
 
-def _of_life(life: Life, of_ranks: Sequence[dict[str, Any]], problem: str) -> dict[str, Any]:
+def of_life(life: Life, of_ranks: Sequence[dict[str, Any]], problem: str) -> dict[str, Any]:
     """What the ranks that lived to say so have said of a life."""
     errors = [problem] * bool(problem) + [one["error"] for one in of_ranks if one["error"]]
     errors += [grew for one in of_ranks for grew in one["grew"]]

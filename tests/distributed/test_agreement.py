@@ -74,7 +74,7 @@ def vote(rank: int) -> list[Verdict]:
 
 
 def test_one_decision_stands_also_where_a_rank_did_not_vote() -> None:
-    """Rank 2 has timed out: it writes its word into the store and does not vote. The others hear of it, and hear at once
+    """Rank 2 has timed out: it writes its word into the store and does not vote. The others hear of it, and at once
     that it does not come: they would wait for it longer than a test may take."""
     for whole, refused, broken in run_ranks(3, vote):
         assert whole == Verdict(True)
