@@ -6,79 +6,151 @@ moment, a line search over all parameters) would make training depend on which e
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .lone_step import differ, rounding_of
+from .made_anew import Made, made_anew, step_of
 from .optimizer_state import OptimizerStateError, expert_state
+from .unmoved import unmoved
 
 logger = logging.getLogger("eplb_runtime")
 
 _EXPERTS, _SHAPE, _STEPS = 3, (4, 6), 3
+_CPU = torch.device("cpu")
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
+def check_element_wise(optimizer: torch.optim.Optimizer, experts: Collection[int] | None = None) -> None:
     """Refuse an optimizer that mixes the experts of a tensor.
 
-    A twin with the same options steps a tensor of three experts, three others step one each; both must give the same.
-    An optimizer whose twin cannot be made from its options is let pass with a warning.
+    A twin with the options of a param group that has experts steps a tensor of three experts, three others step one
+    each; both must give the same. An optimizer whose twin cannot be made is let pass with a warning.
+
+    Args:
+        experts: ids of the parameters that are experts; None: any may be.
 
     Raises:
         OptimizerStateError: it mixes experts, or cannot step tensors of experts at all, or what it keeps for them could
             not move with them.
     """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator)
-    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator)
-    # Experts differ in size, so that whatever is taken over all of them shows.
-    gradients *= torch.logspace(-2, 2, _EXPERTS).view(1, -1, 1, 1)
+    checked: list[Mapping[str, Any]] = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        if experts is not None and not any(id(parameter) in experts for parameter in group["params"]):
+            continue
+        if not any(_equal(options, other) for other in checked):
+            _check_group(optimizer, options)
+            checked.append(options)
+
+
+def _equal(options: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    same = options.keys() == other.keys()
+    return same and all(type(v) in (bool, int, float, str) and v == other[key] for key, v in options.items())
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One twin for three experts, and one for each of them, after some steps.
+
+    Args:
+        tensor: that the first has stepped.
+    """
+
+    twin: torch.optim.Optimizer
+    tensor: Tensor
+    mixes: bool
+
+
+class _CannotTryError(Exception):
+    """No whole twin can be made."""
+
+
+def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
     kind = type(optimizer).__name__
-    together, apart = [start.clone()], list(start.clone().split(1))
     try:
-        twin, singles = _twin(optimizer, together), [_twin(optimizer, [tensor]) for tensor in apart]
-    except Exception as error:
+        try:
+            trial = _tried(optimizer, options, torch.float64)
+        except Exception:
+            trial = _tried(optimizer, options, torch.float32)
+    except _CannotTryError as error:
         logger.warning(
             "%s cannot be tried on small tensors (%s): make sure that it updates each expert by itself, or placement "
             "changes the result",
             kind,
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            error,
         )
         return
-    try:
-        for step in gradients:
-            _step(twin, together[0], step)
-            for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
-                _step(single, tensor, gradient)
     except Exception as error:
         raise OptimizerStateError(
-            f"{kind} cannot update tensors of experts ({type(error).__name__} on a small one): use an element-wise "
-            "optimizer (SGD, Adam, AdamW, ...)"
+            f"{kind} cannot update tensors of experts ({_first_line(error)}): use an element-wise optimizer (SGD, "
+            "Adam, AdamW, ...)"
         ) from None
-    if not torch.allclose(together[0], torch.cat(apart), rtol=1e-5, atol=1e-7):
+    if trial.mixes:
         raise OptimizerStateError(
             f"{kind} mixes the experts of a tensor in its update, so placement would change the result; use an "
             "element-wise optimizer (SGD, Adam, AdamW, ...)"
         )
-    expert_state(twin, together[0])  # what it keeps can move with experts
+    expert_state(trial.twin, trial.tensor)  # what it keeps can move with experts
+    for one in unmoved(trial.twin, {"a tensor of experts": trial.tensor}):
+        if not one.may_be_registered:
+            raise OptimizerStateError(one.said)
 
 
-def _twin(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options on other tensors; on the CPU, where fused kernels may be missing."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
-    options = {
-        name: value
-        for name, value in optimizer.defaults.items()
-        if (anything or name in accepted) and name not in ("fused", "capturable", "foreach")
-    }
-    if "lr" in options and options["lr"] is not None and not float(options["lr"]):
-        options["lr"] = 0.1  # a schedule that warms up starts from nothing, and nothing would show
-    made = type(optimizer)([tensor.requires_grad_() for tensor in tensors], **options)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} makes a {type(made).__name__}")
+def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> _Trial:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(dtype)
+    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(dtype)
+    # Experts differ in size, so that whatever is taken over all of them shows.
+    gradients *= torch.logspace(-2, 2, _EXPERTS).view(1, -1, 1, 1)
+    together, apart = start.clone(), list(start.clone().split(1))
+    made: list[Made] = []
+    try:
+        made += [_twin(optimizer, options, tensor) for tensor in (together, *apart)]
+        twin, *singles = [one.optimizer for one in made]
+        for step in gradients:
+            _step(twin, together, step)
+            for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
+                _step(single, tensor, gradient)
+    except Exception as error:
+        why = _first_line(error) if not made else made[0].why_not_whole
+        if why:
+            raise _CannotTryError(why) from None
+        raise
+    results = [(together, torch.cat(apart), start)]
+    for key, kept in twin.state.get(together, {}).items():
+        alone = [one.state.get(tensor, {}).get(key) for one, tensor in zip(singles, apart, strict=True)]
+        if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(alone, apart, strict=True)):
+            results.append((kept, torch.cat(alone), torch.zeros_like(kept)))
+    mixes = any(
+        differ(*(one.detach().double().numpy() for one in rows), rounding_of(dtype))
+        for result in results
+        for rows in zip(*result, strict=True)
+    )
+    return _Trial(twin, together, mixes)
+
+
+def _is_like(kept: Any, tensor: Tensor) -> bool:
+    return isinstance(kept, Tensor) and kept.shape == tensor.shape and kept.is_floating_point()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: Tensor) -> Made:
+    """An optimizer of the same class and options for another tensor; on the CPU, where fused kernels may be missing."""
+    made = made_anew(optimizer, [(options, [tensor.requires_grad_()])], _CPU)
+    twin = made.optimizer
+    if callable(train := getattr(twin, "train", None)):
+        train()  # it may have been left in evaluation
+    for group in twin.param_groups:
+        if group.get("lr") is not None and not float(group["lr"]):
+            group["lr"] = 0.1  # a schedule that warms up starts from nothing, and nothing would show
     return made
 
 
@@ -88,4 +160,4 @@ def _step(twin: torch.optim.Optimizer, tensor: Tensor, gradient: Tensor) -> None
         return float((tensor.detach() * gradient).sum())
 
     closure()
-    twin.step(closure)
+    step_of(twin)(closure)

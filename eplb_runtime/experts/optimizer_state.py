@@ -8,7 +8,7 @@ inside of lists and the like, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +58,13 @@ def state_of_each(
     return [(str(key), tuple(state[key] for state in of_each)) for key in keys]
 
 
-def expert_state(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> list[tuple[str, Tensor]]:
+def expert_state(
+    optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
+) -> list[tuple[str, Tensor]]:
     """The state tensors of ``parameter`` whose rows are its experts, sorted by key.
+
+    Args:
+        registered: addresses of memory that moves by itself, wherever it is kept.
 
     Raises:
         OptimizerStateError: a tensor has neither the parameter's leading dimension nor a single element.
@@ -68,19 +73,22 @@ def expert_state(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tenso
     found = []
     for key in sorted(state, key=str):
         value = state[key]
-        if is_per_expert(str(key), value, parameter):
+        if is_per_expert(str(key), value, parameter, registered):
             found.append((str(key), value))
     return found
 
 
-def is_per_expert(key: str, value: Any, parameter: Tensor) -> bool:
+def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collection[int] = ()) -> bool:
     """Whether the rows of a state tensor are the experts of ``parameter`` (else it is one number for all).
+
+    Args:
+        registered: as for `expert_state`.
 
     Raises:
         OptimizerStateError: it is neither.
     """
     if not isinstance(value, Tensor):
-        if _holds_tensors(value):
+        if _holds_tensors(value, registered):
             raise OptimizerStateError(
                 f"optimizer state {key!r} is a {type(value).__name__} that holds tensors, which would stay behind when "
                 "experts move: keep each of them under a key of its own"
@@ -96,13 +104,13 @@ def is_per_expert(key: str, value: Any, parameter: Tensor) -> bool:
     )
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether a container has a tensor of several elements somewhere inside."""
+def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
+    """Whether a container has a tensor of several elements somewhere inside that does not move by itself."""
     if isinstance(value, Tensor):
-        return value.numel() > 1
+        return value.numel() > 1 and value.data_ptr() not in registered
     if isinstance(value, Mapping):
-        return any(_holds_tensors(inner) for inner in value.values())
-    return isinstance(value, (list, tuple, deque)) and any(_holds_tensors(inner) for inner in value)
+        return any(_holds_tensors(inner, registered) for inner in value.values())
+    return isinstance(value, (list, tuple, deque)) and any(_holds_tensors(inner, registered) for inner in value)
 
 
 def replace_parameter(
