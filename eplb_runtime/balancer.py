@@ -26,6 +26,7 @@ from .dispatch import choosing
 from .dispatch.lanes import Lane, Lanes
 from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
+from .experts.lone_step import LoneSteps
 from .experts.matching import MARK, arrays_in, matched
 from .experts.outside import Outside
 from .experts.registry import RegistryError, why_not_written
@@ -141,6 +142,11 @@ class Balancer:
         self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
         if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
             self._rebalancer.held_outside = lambda patient: self._outside.found(patient=patient)
+            if parts.config.policy != "static":
+                registry, rebalancer = parts.registry, self._rebalancer
+                self._guard.lone = LoneSteps(
+                    parts.parameters, registry.moves_by_itself, lambda: rebalancer.ends_in_decision
+                )
         self._guard.run = self._rebalancer.run
         self._guard.number = lambda: self._rebalancer.step
         background = self._rebalancer.background
@@ -393,6 +399,8 @@ class Balancer:
         """
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._registry.no_longer_stepped_by(optimizer)
+        if self._guard.lone is not None:
+            self._guard.lone.forget(optimizer)
         for name in outside:
             self._dense.pop(name, None)
 

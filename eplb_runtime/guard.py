@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
 from .gradients.rescaled import DENSE, WATCHED, WHEN, Samples
 from .guard_looks import SAMPLES, Look, Seen, Watched, bit_sums
@@ -65,6 +67,7 @@ class Guard:
     Attributes:
         run: does work on the control group, one thing at a time and in the same order on every rank.
         number: of the last step that is over.
+        lone: steps single experts alone; None: nothing will ever move.
         on_finding: hears each finding once.
         seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
     """
@@ -90,6 +93,7 @@ class Guard:
         self._rescaled_by = ""
         self._rescaled_was_said = False
         self._ahead: Look | None = None
+        self.lone: LoneSteps | None = None
         self.number: Callable[[], int] = lambda: self._steps
         self.run: Callable[[Callable[[], str]], str] = lambda work: work()
         self.on_finding: Callable[[str], None] = lambda finding: None
@@ -239,8 +243,16 @@ class Guard:
         kept = None
         if dense and self._samples is not None:
             kept = self._samples.take() if decides else self._samples.now(self.number() + 1)
-        stays = self._row_hooks() if decides else ""
-        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays)
+        stays, lone = (self._row_hooks() or self._left_behind(), self._lone()) if decides else ("", None)
+        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone)
+
+    def _left_behind(self) -> str:
+        """What optimizers keep for experts and would not move."""
+        return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
+
+    def _lone(self) -> Callable[[], str] | None:
+        """Judges what single experts came to since the last decision."""
+        return None if self.lone is None else partial(self.lone.judge, self.lone.take())
 
     def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Of what other ranks have, too."""

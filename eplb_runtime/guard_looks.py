@@ -15,7 +15,7 @@ from .load.aggregate import HostCopy
 
 SAMPLES = 16
 """Tensors of each kind that one look compares."""
-_PROBLEM_BYTES, _STAYS_BYTES = 384, 384
+_PROBLEM_BYTES, _STAYS_BYTES = 384, 512
 _TEXT_BYTES = _PROBLEM_BYTES + _STAYS_BYTES
 
 
@@ -63,6 +63,7 @@ class Look:
         summed: the names of tensors outside the experts, and of experts where other ranks have the same.
         kept: of gradients in the last steps; None: nobody asks.
         stays: why experts must stay where they are; empty: they may move.
+        lone: says the same of steps of single experts, when these are on the host; waits.
     """
 
     what: str
@@ -75,10 +76,12 @@ class Look:
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     kept: Kept | None = None
     stays: str = ""
+    lone: Callable[[], str] | None = None
 
     def encode(self) -> Tensor:
         """uint8 of equal length on every rank: texts, an int64 hash of each piece and of sums, and how many steps."""
-        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays, _STAYS_BYTES)
+        stays = self.lone() if self.lone is not None else ""
+        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
         values = [_hash(piece) for piece in pieces]
         for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):

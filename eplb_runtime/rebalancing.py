@@ -31,6 +31,7 @@ from .events import (
     EventLog,
     RebalanceAborted,
 )
+from .experts.optimizer_state import OptimizerStateError
 from .experts.outside import AGAIN
 from .experts.slices import is_sliced
 from .guard import Guard
@@ -218,6 +219,11 @@ class Rebalancer:
         return self._placement is not before
 
     @property
+    def ends_in_decision(self) -> bool:
+        """Whether a decision begins at the end of the running step, as far as is known now."""
+        return (self.step + 1) % self._config.interval == 0
+
+    @property
     def progress(self) -> Progress:
         """How far training is; on any thread."""
         return self._clock.progress(self.step)
@@ -350,7 +356,7 @@ class Rebalancer:
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
-            home_bytes=self._registry.largest_home_bytes(),
+            home_bytes=self._home_bytes(),
             token_bytes=self._counter.token_bytes,
             look=self._guard.sample(),
             computed=self._guard.computed(),
@@ -361,6 +367,14 @@ class Rebalancer:
         key = self._new_key("decision")
         decide = partial(self.decisions.decide, measurement, key, self._groups.control, self._agreement)
         return _Pending(self.step + lag, key, self._worker.submit(decide))
+
+    def _home_bytes(self) -> int:
+        """0: an optimizer keeps what cannot move, and experts stay where they are."""
+        try:
+            return self._registry.largest_home_bytes()
+        except OptimizerStateError as error:
+            logger.debug("experts cannot move: %s", error)
+            return 0
 
     def _act_on_pending(self, beside: bool, *, patient: bool = True) -> None:
         assert self._pending is not None

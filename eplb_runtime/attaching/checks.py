@@ -16,6 +16,7 @@ from ..config import BalancerConfig
 from ..experts.element_wise import check_element_wise
 from ..experts.optimizer_state import OptimizerStateError
 from ..experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
+from ..experts.unmoved import unmoved
 from ..gradients.division import foreign_hooks
 from ..placement import Placement, PlacementError, uneven
 from ..process_groups import ProcessGroups
@@ -293,15 +294,20 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
 
 
 def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:
-    stepping: list[torch.optim.Optimizer] = []
+    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
+    held_here = {id(parameter) for parameter in experts.values()}
+    stepping: list[tuple[torch.optim.Optimizer, set[int] | None]] = []
     for one in optimizers:
-        stepping += [one] if isinstance(one, torch.optim.Optimizer) else one.inside
-    for optimizer in stepping:
+        # Those inside a framework's own may step masters instead.
+        stepping += [(one, held_here)] if isinstance(one, torch.optim.Optimizer) else [(o, None) for o in one.inside]
+    for optimizer, of_experts in stepping:
         refuse_shared(optimizer)
         try:
-            check_element_wise(optimizer)
+            check_element_wise(optimizer, of_experts)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
+        if seen := next(unmoved(optimizer, experts), None):
+            raise AttachError(seen.said)
         if any(
             isinstance(value, Tensor) and value.is_meta
             for state in optimizer.state.values()

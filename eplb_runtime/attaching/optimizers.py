@@ -59,6 +59,7 @@ class Optimizers:
         self._held: list[int] = []
         self._done: dict[int, bool] = {}
         self._turns: dict[int, int] = {}
+        self._last: dict[int, int] = {}
         self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepping = False
         balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
@@ -91,7 +92,7 @@ class Optimizers:
                     "is to be trained, or freeze this first (requires_grad_(False))"
                 )
         try:
-            check_element_wise(optimizer)
+            check_element_wise(optimizer, self._experts)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
         if instead_of is not None:
@@ -139,12 +140,16 @@ class Optimizers:
             self._join(number, optimizer)
             return
         after = optimizer.register_step_post_hook(partial(self._after_step, number))
+        # Hooks that a user has registered by now may write weights.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         self._balancer._end_with(after)
-        self._hooks[number] = [
-            *mark_optimizer(optimizer, self._experts, self._homes_of),
-            optimizer.register_step_pre_hook(self._before_step),
-            after,
-        ]
+        before = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks[number] = [*mark_optimizer(optimizer, self._experts, self._homes_of), before, after]
+        if self._balancer._guard.lone is not None:
+            last = optimizer.register_step_pre_hook(self._step_alone)
+            self._balancer._end_with(last)
+            self._hooks[number].append(last)
+            self._last[id(optimizer)] = last.id
 
     def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
@@ -216,11 +221,35 @@ class Optimizers:
             loss = closure()
             self._balancer._gradients.begin()
             self._balancer._before_optimizer()
+            if (lone := self._balancer._guard.lone) is not None:
+                with self._balancer._guard.clocked():
+                    lone.gradients_are_there(optimizer, loss)
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": reduced}
         return (args[0], reduced, *args[2:]), kwargs
+
+    @torch.compiler.disable
+    def _step_alone(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs last before a step: gradients are what the optimizer will see."""
+        hooks = optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self._last[id(optimizer)]:  # another may change them yet: from the next step on
+            return
+        guard = self._balancer._guard
+        if guard.lone is not None and not self._balancer._closed:
+            with guard.clocked():
+                has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+                guard.lone.before(optimizer, has_closure=has_closure)
+
+    def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Runs first after a step."""
+        guard, last = self._balancer._guard, self._last.get(id(optimizer))
+        if guard.lone is not None and last is not None:
+            with guard.clocked():
+                guard.lone.after(optimizer)
+            if last in optimizer._optimizer_step_pre_hooks:
+                optimizer._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]
 
     @contextmanager
     def turn_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -233,8 +262,10 @@ class Optimizers:
             self._end_turn(number, stepped=False)
 
     @torch.compiler.disable
-    def _after_step(self, number: int, *_: Any) -> None:
+    def _after_step(self, number: int, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
         self._stepping = False
+        if optimizer is not None:
+            self._stepped_alone(optimizer)
         self._balancer._guard.optimizer_has_stepped()
         self._end_turn(number, stepped=True)
 

@@ -11,7 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .lone_step import differ, rounding_of
@@ -123,15 +125,20 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: 
         raise
     results = [(together, torch.cat(apart), start)]
     for key, kept in twin.state.get(together, {}).items():
-        alone = [one.state.get(tensor, {}).get(key) for one, tensor in zip(singles, apart, strict=True)]
-        if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(alone, apart, strict=True)):
-            results.append((kept, torch.cat(alone), torch.zeros_like(kept)))
+        of_each = [one.state.get(tensor, {}).get(key) for one, tensor in zip(singles, apart, strict=True)]
+        if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(of_each, apart, strict=True)):
+            results.append((kept, torch.cat(of_each), torch.zeros_like(kept)))
+    rounding = rounding_of(dtype)
     mixes = any(
-        differ(*(one.detach().double().numpy() for one in rows), rounding_of(dtype))
-        for result in results
-        for rows in zip(*result, strict=True)
+        differ(_numbers(many[row]), _numbers(alone[row]), _numbers(before[row]), rounding)
+        for many, alone, before in results
+        for row in range(_EXPERTS)
     )
     return _Trial(twin, together, mixes)
+
+
+def _numbers(tensor: Tensor) -> NDArray[np.float64]:
+    return tensor.detach().double().numpy()
 
 
 def _is_like(kept: Any, tensor: Tensor) -> bool:

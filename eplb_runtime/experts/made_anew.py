@@ -127,7 +127,7 @@ def _by_attributes(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) ->
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Its step without hooks, which are of whoever trains, and without what a scheduler has put in its place."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step.__get__(optimizer)  # type: ignore[no-any-return]

@@ -199,8 +199,17 @@ class ExpertTensors:
         """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
         return [entry.tensor for entry in self._layers[layer] if entry.kind == "parameter"]
 
+    def moves_by_itself(self) -> set[int]:
+        """Addresses of what was registered besides parameters, wherever else it is kept."""
+        buffers = (entry for entries in self._layers for entry in entries if entry.kind == "buffer")
+        return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
+
     def largest_home_bytes(self) -> int:
-        """Bytes of one expert with all that moves with it, in the layer where they are most; 0 without layers."""
+        """Bytes of one expert with all that moves with it, in the layer where they are most; 0 without layers.
+
+        Raises:
+            OptimizerStateError: an optimizer keeps something that cannot move.
+        """
         return max((sum(tensor.row_bytes for tensor in self.of_home(layer)) for layer in self.layers), default=0)
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
@@ -228,7 +237,7 @@ class ExpertTensors:
             if self._move_gradients and entry.tensor.grad is not None:
                 tensors.append(ExpertTensor(f"{entry.name}/grad", local(entry.tensor.grad), "gradient"))
             for optimizer in self._optimizers:
-                for key, state in expert_state(optimizer, entry.tensor):
+                for key, state in expert_state(optimizer, entry.tensor, self.moves_by_itself()):
                     tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
         return tensors
 

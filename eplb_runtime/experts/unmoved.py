@@ -80,9 +80,9 @@ def unmoved(
                         may_be_registered=True,
                     )
             elif isinstance(inner, torch.optim.Optimizer):
-                if (name := _of_its_own(inner, optimizer, parameters)) is not None:
+                if (whose := _of_its_own(inner, optimizer, parameters)) is not None:
                     yield Unmoved(
-                        f"{kind}.{place} is a {type(inner).__name__} with a state of its own{name}, {_STAYS}: use an "
+                        f"{kind}.{place} is a {type(inner).__name__} with a state of its own{whose}, {_STAYS}: use an "
                         "optimizer that keeps all in its own state"
                     )
             elif owner is not None and _is_number_for_each(inner, owner):
