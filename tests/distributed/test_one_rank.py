@@ -275,7 +275,14 @@ def measured(rank: int) -> dict[str, float]:
 
 def test_the_bench_of_an_attached_step_gives_times_and_ratios() -> None:
     (found,) = run_ranks(1, measured)
-    assert set(found) == {"step_ms", "attached_ms", "attached_over_not", "not_over_not"}
+    assert set(found) == {
+        "step_ms",
+        "attached_ms",
+        "attached_over_not",
+        "not_over_not",
+        "lone_step_ms",
+        "lone_step_share",
+    }
     assert min(found.values()) > 0
 
 
