@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .lone_step import differ, rounding_of
-from .made_anew import Made, made_anew, step_of
+from .made_anew import Made, made_anew, step_of, unnoticed
 from .optimizer_state import OptimizerStateError, expert_state
 from .unmoved import unmoved
 
@@ -75,10 +75,11 @@ class _CannotTryError(Exception):
 def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
     kind = type(optimizer).__name__
     try:
-        try:
-            trial = _tried(optimizer, options, torch.float64)
-        except Exception:
-            trial = _tried(optimizer, options, torch.float32)
+        with unnoticed([]):
+            try:
+                trial = _tried(optimizer, options, torch.float64)
+            except Exception:
+                trial = _tried(optimizer, options, torch.float32)
     except _CannotTryError as error:
         logger.warning(
             "%s cannot be tried on small tensors (%s): make sure that it updates each expert by itself, or placement "
@@ -110,12 +111,14 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: 
     # Experts differ in size, so that whatever is taken over all of them shows.
     gradients *= torch.logspace(-2, 2, _EXPERTS).view(1, -1, 1, 1)
     together, apart = start.clone(), list(start.clone().split(1))
+    repeated = start.clone()
     made: list[Made] = []
     try:
-        made += [_twin(optimizer, options, tensor) for tensor in (together, *apart)]
-        twin, *singles = [one.optimizer for one in made]
+        made += [_twin(optimizer, options, tensor) for tensor in (together, repeated, *apart)]
+        twin, again, *singles = [one.optimizer for one in made]
         for step in gradients:
             _step(twin, together, step)
+            _step(again, repeated, step)
             for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
                 _step(single, tensor, gradient)
     except Exception as error:
@@ -129,6 +132,8 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: 
         if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(of_each, apart, strict=True)):
             results.append((kept, torch.cat(of_each), torch.zeros_like(kept)))
     rounding = rounding_of(dtype)
+    if differ(_numbers(together), _numbers(repeated), _numbers(start), rounding):
+        raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
     mixes = any(
         differ(_numbers(many[row]), _numbers(alone[row]), _numbers(before[row]), rounding)
         for many, alone, before in results

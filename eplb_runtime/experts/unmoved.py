@@ -63,7 +63,8 @@ def unmoved(
                     f"{kind} keeps {key!r} of {name} as {what}, {_STAYS}: keep it in a tensor under a key of its own, "
                     "with a row for each expert"
                 )
-    shapes = {tuple(parameter.shape): name for name, parameter in parameters.items()}
+    shapes = {tuple(parameter.shape): name for name, parameter in reversed(list(parameters.items()))}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     keys = {id(parameter): parameter for parameter in parameters.values()}
     for path, value in _attributes(optimizer):
         for place, inner, owner in _inside(path, value, keys):
@@ -71,6 +72,7 @@ def unmoved(
                 name = shapes.get(tuple(inner.shape), "")
                 if not name or id(inner) in keys:
                     continue
+                name = names.get(id(owner), name)
                 if _is_among(inner, registered):
                     yield Unmoved("")
                 else:
