@@ -11,9 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .lone_step import differ, rounding_of
@@ -132,18 +130,18 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: 
         if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(of_each, apart, strict=True)):
             results.append((kept, torch.cat(of_each), torch.zeros_like(kept)))
     rounding = rounding_of(dtype)
-    if differ(_numbers(together), _numbers(repeated), _numbers(start), rounding):
+    if _any_differs(together, repeated, start, rounding):
         raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
-    mixes = any(
-        differ(_numbers(many[row]), _numbers(alone[row]), _numbers(before[row]), rounding)
-        for many, alone, before in results
-        for row in range(_EXPERTS)
+    return _Trial(twin, together, any(_any_differs(*result, rounding) for result in results))
+
+
+def _any_differs(one: Tensor, other: Tensor, before: Tensor, rounding: tuple[float, float]) -> bool:
+    """Whether any expert does."""
+    tensors = (one, other, before)
+    return any(
+        differ(rows[0], rows[1], rows[2], rounding)
+        for rows in zip(*(tensor.detach().double().numpy() for tensor in tensors), strict=True)
     )
-    return _Trial(twin, together, mixes)
-
-
-def _numbers(tensor: Tensor) -> NDArray[np.float64]:
-    return tensor.detach().double().numpy()
 
 
 def _is_like(kept: Any, tensor: Tensor) -> bool:

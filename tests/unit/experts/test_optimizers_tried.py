@@ -94,6 +94,11 @@ class Inside(Steps):
         self.inner = torch.optim.Adam(self.param_groups)
 
 
+class Rounds(Steps):
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return parameter.grad + 1e-3 * torch.randn_like(parameter)
+
+
 def experts() -> nn.Parameter:
     return nn.Parameter(torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)))
 
@@ -120,6 +125,13 @@ def test_an_optimizer_is_tried_with_the_options_of_the_groups_that_hold_experts(
         with pytest.raises(OptimizerStateError, match="MixesIn mixes the experts"):
             check_element_wise(mixing, {id(one)})
     check_element_wise(torch.optim.Adafactor([dense]), {id(one)})
+
+
+def test_an_optimizer_that_draws_random_numbers_is_warned_of_and_not_called_mixing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check_element_wise(Rounds([experts()]))
+    assert ["it draws random numbers" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_an_optimizer_with_a_mode_of_its_own_is_tried_in_training() -> None:
