@@ -2,8 +2,9 @@
 
 They are read by index, and would be of other experts once these have moved; nothing that torch counts tells of a read.
 So before homes move the heap is searched for what has an expert parameter's shape and is neither the model's, the
-optimizer's, registered, nor ours. Values tell what is a copy (an average stays near its weights) from what has that
-shape by chance; of what is no copy (a mask, sums of squares) that it lives on from look to look.
+optimizer's, registered, nor ours. Values tell what is a copy (an average stays near its weights), in whatever shape,
+from what has that shape or length by chance; of what is no copy (a mask, sums of squares) that it lives on from look to
+look. Numbers of experts in plain lists, bytes or files are not found.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from types import CellType, FrameType
 from typing import Any
 
@@ -52,7 +54,7 @@ class Outside:
     Args:
         parameters: this rank's experts ``[E/R, ...]`` by name; sliced ones are passed over.
         models: whose parameters these are.
-        known: what moves along, or need not: more than parameters, buffers and gradients of the models.
+        known: what moves along, or need not: more than parameters and gradients of the models.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Outside:
         self._parameters = {name: p for name, p in parameters.items() if p.ndim > 1 and not is_sliced(p)}
         self._models = list(models)
         self._known = known
+        self._buffers = {id(one): weakref.ref(one) for model in models for one in nn.Module.buffers(model)}
         self._left_alone: dict[int, weakref.ref[Any]] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._said = ""
@@ -101,8 +104,8 @@ class Outside:
         strangers = self._strangers()
         copies = [one for one, _ in strangers if self._like(one)]
         # A batch may have the shape of a matrix by chance, and moments may be those of an optimizer that was let go.
-        others = [one for one, is_state in strangers if not is_state]
-        tell = [one for one in others if one.ndim != 2 and tuple(one.shape) not in self._shapes_of_rows()]
+        others = [one for one, may_be in strangers if not may_be]
+        tell = [one for one in others if self._may_be_state(tuple(one.shape))]
         asked = [weakref.ref(one) for one in {id(one): one for one in (*copies, *tell)}.values()]
         sure, stay = {id(one) for one in copies}, {id(one) for one in tell if _is_among(one, self._seen)}
         self._seen = {id(one): weakref.ref(one) for one in tell}
@@ -119,12 +122,12 @@ class Outside:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def _strangers(self) -> list[tuple[Array, bool]]:
-        """All that has the shape of experts and is not known; whether it is the state of an optimizer."""
+        """All that has the size of experts, or goes with them in products, and is not known; whether it may be there
+        for another reason: the state of an optimizer, a buffer that the model had."""
         if not self._parameters:
             return []
-        shapes = {parameter.shape for parameter in self._parameters.values()}
-        rows = self._shapes_of_rows()
-        lengths = set(self.layouts())
+        sizes = {*self.layouts(), *(p.numel() for p in self._parameters.values())}
+        shapes = {*self._shapes_of_rows(), *self._shapes_of_masks()}
         heap = gc.get_objects()
         types = set(map(type, heap))
         of_modules = {kind for kind in types if issubclass(kind, nn.Module)}
@@ -144,7 +147,7 @@ class Outside:
         wanted = [
             one
             for one in {id(one): one for one in found}.values()
-            if (shape := tuple(one.shape)) in shapes or shape in rows or (len(shape) == 1 and shape[0] in lengths)
+            if (one.size if isinstance(one, np.ndarray) else one.numel()) in sizes or tuple(one.shape) in shapes
         ]
         del found
         if not wanted:
@@ -152,8 +155,9 @@ class Outside:
         known = {place for one in ours for place in one._places()}
         moments = {id(value) for one in optimizers for value in arrays_in(one.state)}
         in_modules = {id(p) for one in modules for p in (*one._parameters.values(), *one._buffers.values())}
+        rows = self._shapes_of_rows()
         return [
-            (one, id(one) in moments)
+            (one, id(one) in moments or any(_is_among(one, other._buffers) for other in ours))
             for one in wanted
             if not (isinstance(one, Tensor) and (one.is_meta or not one.untyped_storage().size()))
             and _place(one) not in known
@@ -162,41 +166,85 @@ class Outside:
         ]
 
     def _places(self) -> Iterator[int]:
-        """Of all memory that is known."""
-        own = [tensor for model in self._models for tensor in arrays_in(model)]
+        """Of all memory that is known. A buffer of the model does not move with experts, whoever has put it there."""
+        own = [parameter for model in self._models for parameter in nn.Module.parameters(model)]
         for tensor in (*own, *(p.grad for p in own if p.grad is not None), *self._known()):
             yield _place(tensor)
 
-    def layouts(self) -> dict[int, list[Tensor]]:
-        """Vectors that parameters may be put into, one after the other: the parameters by the length."""
-        found: dict[int, list[Tensor]] = {}
+    def layouts(self) -> dict[int, list[list[Tensor]]]:
+        """Ways in which parameters may lie one after the other in one tensor, by its length: all of a model, those of
+        experts, of a layer's experts, and those of one shape."""
+        experts = self._parameters
+        groups: dict[object, list[Tensor]] = {}
+        for name, parameter in experts.items():
+            groups.setdefault(name.rpartition(".")[0], []).append(parameter)
+            groups.setdefault(parameter.shape, []).append(parameter)
+        ways = [list(experts.values()), *groups.values()]
         for model in self._models:
             every: list[Tensor] = list(model.parameters())
-            for layout in (every, [p for p in every if p.requires_grad], list(self._parameters.values())):
-                found.setdefault(sum(p.numel() for p in layout), layout)
+            ways += [every, [p for p in every if p.requires_grad]]
+        found: dict[int, list[list[Tensor]]] = {}
+        for way in ways:
+            found.setdefault(sum(p.numel() for p in way), []).append(way)
         return found
 
-    def _shapes_of_rows(self) -> set[torch.Size]:
+    def _shapes_of_rows(self) -> set[tuple[int, ...]]:
         """Shapes of one expert, where these say something."""
-        return {parameter.shape[1:] for parameter in self._parameters.values() if parameter.ndim > 2}
+        return {tuple(parameter.shape[1:]) for parameter in self._parameters.values() if parameter.ndim > 2}
+
+    def _shapes_of_masks(self) -> set[tuple[int, ...]]:
+        """Shapes of what has a number for each expert, or for its rows or columns, in products with all of them."""
+        return {
+            (len(p), *trailing)
+            for p in self._parameters.values()
+            if p.ndim > 2 and len(p) > 1
+            for trailing in product(*((1, length) for length in p.shape[1:]))
+        }
+
+    def _may_be_state(self, shape: tuple[int, ...]) -> bool:
+        """Whether what has this shape is kept for experts if it is there for long."""
+        if len(shape) == 1:
+            return shape[0] in self.layouts() or any(shape[0] == p.numel() for p in self._parameters.values())
+        as_experts = {tuple(parameter.shape) for parameter in self._parameters.values() if parameter.ndim > 2}
+        return shape not in self._shapes_of_rows() and shape in as_experts | self._shapes_of_masks()
 
     def _like(self, one: Array) -> str:
-        """The expert parameter that it is a copy of."""
+        """The expert parameter that it is a copy of, or begins with one of."""
         tensor = torch.from_numpy(one) if isinstance(one, np.ndarray) else one.detach()
         if not tensor.is_floating_point():
             return ""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        if tensor.ndim == 1:
-            layout, offset = self.layouts()[tensor.numel()], 0
-            for parameter in layout:
-                if id(parameter) in names and _alike(tensor[offset : offset + parameter.numel()], [parameter]):
-                    return names[id(parameter)]
-                offset += parameter.numel()
-            return ""
         for name, parameter in self._parameters.items():
-            if _alike(tensor, [parameter] if parameter.shape == tensor.shape else parameter.detach().unbind()):
+            if _alike(tensor, list(_views_like(tensor, parameter.detach()))):
                 return name
+        flat, names = tensor.reshape(-1), {id(parameter): name for name, parameter in self._parameters.items()}
+        for layout in self.layouts().get(len(flat), ()):
+            alike: list[str] = []
+            filled = 0
+            for parameter, part in zip(layout, flat.split([p.numel() for p in layout]), strict=True):
+                if id(parameter) in names and parameter.any():
+                    filled += 1
+                    alike += [names[id(parameter)]] if _alike(part, [parameter]) else []
+            if len(alike) * 2 > filled:  # all experts of one layer are as long as this rank's of several
+                return alike[0]
         return ""
+
+
+def _views_like(tensor: Tensor, parameter: Tensor) -> Iterator[Tensor]:
+    """Of a parameter, as the tensor would be if it was a copy of all, or of one expert."""
+    if tensor.shape == parameter.shape:
+        yield parameter
+    elif parameter.ndim > 2 and tensor.numel() == parameter.numel():
+        yield from (parameter, parameter.mT)
+    else:
+        yield from (row for row in parameter.unbind() if row.shape == tensor.shape)
+
+
+def holder_of(tensors: Sequence[Tensor]) -> str:
+    """What to call whoever holds one of these, if that is the user's; empty: nobody does. Reads the heap."""
+    for one, holder in zip(tensors, _holders(list(tensors)), strict=True):
+        if holder is not None:
+            return _name(one, holder[0], holder[1])
+    return ""
 
 
 def _may_hold_arrays(container: Any) -> bool:
