@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from .experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
 from .gradients.rescaled import DENSE, WATCHED, WHEN, Samples
-from .guard_looks import SAMPLES, Look, Seen, Watched, bit_sums
+from .guard_looks import SAMPLES, Look, Seen, Watched, bit_sums, options_of
 from .load.aggregate import HostCopy
 from .process_groups import ProcessGroups
 from .ranks import gather_rows
@@ -244,7 +244,8 @@ class Guard:
         if dense and self._samples is not None:
             kept = self._samples.take() if decides else self._samples.now(self.number() + 1)
         stays, lone = (self._row_hooks() or self._left_behind(), self._lone()) if decides else ("", None)
-        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone)
+        options = options_of(self._watched.optimizers) if dense else ("", "")
+        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone, options)
 
     def _left_behind(self) -> str:
         """What optimizers keep for experts and would not move."""
@@ -391,6 +392,7 @@ class Guard:
         hashes = {rank: one.hashes for rank, one in seen.items()}
         finding = (
             self._rescaled(look, seen, group)
+            or self._other_options(seen)
             or self._differing(look, hashes)
             or self._strayed(look, seen, group)
             or self._alike(look, hashes)
@@ -402,6 +404,20 @@ class Guard:
         mine = look.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
         return dict(zip(dist.get_process_group_ranks(group), map(Seen.decode, rows), strict=True))
+
+    def _other_options(self, seen: Mapping[int, Seen]) -> str:
+        """Optimizers of ranks with the same parameters that have other numbers; the same on every rank."""
+        for together in self._groups.job.data_sets:
+            here = [rank for rank in together if rank in seen]
+            for kind, what in enumerate(("learning rates", "options")):
+                odd = [rank for rank in here if seen[rank].options[kind] != seen[here[0]].options[kind]]
+                if odd:
+                    return (
+                        f"the {what} of the optimizer on rank {', '.join(map(str, odd[:8]))} differ from rank "
+                        f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss) "
+                        "must go by the same values on every rank"
+                    )
+        return ""
 
     def _rescaled(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
         """Gradients that ranks changed by other factors; the same on every rank."""
@@ -428,9 +444,10 @@ class Guard:
         first, second = sorted((min(here, key=lambda rank: here[rank]), max(here, key=lambda rank: here[rank])))
         watched = kept.watched[position]
         name = watched.name if data_set == mine and watched is not None else "a parameter"
+        digits = 3 if f"{here[first]:.3g}" != f"{here[second]:.3g}" else 9
         return self._rescaled_finding(
-            f"the gradients of {name} were changed by a factor of {here[first]:.3g} on rank {first} and "
-            f"{here[second]:.3g} on rank {second} in step {kept.steps[step]}, "
+            f"the gradients of {name} were changed by a factor of {here[first]:.{digits}g} on rank {first} and "
+            f"{here[second]:.{digits}g} on rank {second} in step {kept.steps[step]}, "
             + ("before they were averaged" if window == 0 and position < DENSE else WHEN[window])
         )
 

@@ -64,6 +64,7 @@ class Look:
         kept: of gradients in the last steps; None: nobody asks.
         stays: why experts must stay where they are; empty: they may move.
         lone: says the same of steps of single experts, when these are on the host; waits.
+        options: of the optimizers' groups, the learning rates and all other numbers.
     """
 
     what: str
@@ -77,6 +78,7 @@ class Look:
     kept: Kept | None = None
     stays: str = ""
     lone: Callable[[], str] | None = None
+    options: tuple[str, str] = ("", "")
 
     def encode(self) -> Tensor:
         """uint8 of equal length on every rank: texts, an int64 hash of each piece and of sums, and how many steps."""
@@ -87,11 +89,13 @@ class Look:
         for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
             # Other experts all the same have the same where everything overflows.
             values[number] = 0 if _is_one_value(piece) else values[number]
-        hashes = torch.zeros(2 * SAMPLES + 3, dtype=torch.int64)
+        hashes = torch.zeros(2 * SAMPLES + 5, dtype=torch.int64)
         hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
         dense, experts = self.sums_of_kinds()
-        hashes[-3:] = torch.tensor([_hash(dense), _hash(experts), len(self.kept.steps) if self.kept else 0])
+        options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
+        steps = len(self.kept.steps) if self.kept else 0
+        hashes[-5:] = torch.tensor([*options, _hash(dense), _hash(experts), steps])
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
 
     def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
@@ -111,6 +115,7 @@ class Seen:
         hashes: ``2 * SAMPLES``, dense first; 0 says nothing.
         sums: hashes of all bits, of tensors outside the experts and of experts; 0 says nothing.
         steps: of how many steps gradients were kept.
+        options: hashes, of learning rates and of the optimizers' other numbers.
     """
 
     problem: str
@@ -118,14 +123,34 @@ class Seen:
     hashes: Sequence[int]
     sums: Sequence[int]
     steps: int
+    options: Sequence[int]
 
     @staticmethod
     def decode(row: Tensor) -> Seen:
         """The inverse."""
         texts = bytes(row[:_TEXT_BYTES].tolist())
-        *hashes, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
+        *hashes, rates, others, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
         problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
-        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps)
+        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
+
+
+def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:
+    """The learning rates of the groups of torch's optimizers, and the other numbers in them; none that is on a device,
+    and none of a framework's own, which may have other groups on each rank."""
+    rates, others = [], []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+            rates.append(_numbers(group.get("lr")))
+            others.append([(key, _numbers(group[key])) for key in sorted(group) if key not in ("lr", "params")])
+    return repr(rates), repr(others)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return value if isinstance(value, int | float) else None
 
 
 def _padded(text: str, size: int) -> bytes:

@@ -37,6 +37,9 @@ _EQUAL, _EQUAL_HALF = 3e-6, 5e-3
 """By how much factors may, each of which is the mean of many elements."""
 _SMALLEST = 1e-3
 """Elements that are smaller by so much than the largest are too coarse for a factor."""
+_LEAST, _LEAST_CLIPPED = 3, 12
+"""So many elements must agree in a factor, and so many must have become no larger where they were clipped by value:
+fewer may by chance, as the few rows of an embedding that a batch has used."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,11 @@ def _factors(
         high_T = np.where(tells_TN, ratio_TN, -np.inf).max(axis=1)
         found_T = np.where(tells_TN, ratio_TN, 0.0).sum(axis=1) / tells_TN.sum(axis=1)
         uniform_T = high_T - low_T <= tolerance * np.maximum(np.abs(low_T), np.abs(high_T))
+        uniform_T &= tells_TN.sum(axis=1) >= _LEAST
     if rows is None:
         # Clipped by value: where gradients are equal, all have changed the largest element alike.
         largest_T = np.take_along_axis(ratio_TN, size_TN.argmax(axis=1)[:, None], axis=1)[:, 0]
-        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance)
+        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (tells_TN.sum(axis=1) >= _LEAST_CLIPPED)
         return np.where(uniform_T, found_T, np.where(clipped_T, largest_T, np.nan))
     # An expert may be scaled by itself, wherever it stands.
     row_N = np.asarray(rows)

@@ -276,6 +276,32 @@ class SummedByHand(Job):
             parameter.grad = gradient + parameter.grad
 
 
+class AveragedByHand(Job):
+    """Right, if for nothing: the loop averages as well, and what is alike has the same average."""
+
+    def before_step(self, step: int) -> None:
+        for name, parameter in self.model.named_parameters():
+            if ".experts." not in name and parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= 2
+
+
+class RatesByOwnLoss(Later):
+    """Of experts alone: nothing that ranks share shows it."""
+
+    def __init__(self, rank: int, **options: object) -> None:
+        super().__init__(rank, **options)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+
+    def change(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.9 if self.rank else 0.8
+
+
+class RatesByOwnLossAtOnce(RatesByOwnLoss):
+    first = 1
+
+
 class UnfrozenLater(Job):
     def before_attach(self) -> None:
         self.model.model.layers[0].mlp.experts.requires_grad_(False)
@@ -338,6 +364,9 @@ CASES: dict[str, Callable[[int], dict]] = {
             ClippedByTheBalancerLater,
             EachExpertByItself,
             SummedByHand,
+            AveragedByHand,
+            RatesByOwnLoss,
+            RatesByOwnLossAtOnce,
         )
     },
     "overflow": lambda rank: OverflowsEverywhere(rank).run(2),
@@ -361,7 +390,13 @@ def results() -> list[dict[str, dict]]:
     "name",
     [
         *("right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike", "overflow"),
-        *("ClampedByAHookOfTheOptimizer", "ClippedByTheBalancerLater", "EachExpertByItself", "SummedByHand"),
+        *(
+            "ClampedByAHookOfTheOptimizer",
+            "ClippedByTheBalancerLater",
+            "EachExpertByItself",
+            "SummedByHand",
+            "AveragedByHand",
+        ),
     ],
 )
 def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
@@ -385,6 +420,7 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("clipped ahead of averaging", 0, "balancer.clip_grad_norm_(value, parameters=...) for a part of them"),
         ("clipped by value ahead of averaging", 0, "on rank 1 in step 1, before they were averaged"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
+        ("RatesByOwnLossAtOnce", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
     ],
 )
 def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
@@ -418,6 +454,12 @@ def test_clipping_by_each_ranks_own_norm_is_said_whenever_it_begins(
         assert step == 9 and f"in step 5, {when}, as clipping by each rank's own norm does" in finding
         assert "factor of" in finding and "balancer.clip_grad_norm_(value, parameters=...)" in finding
         assert not [other for _, other in others if "by a factor of" in other], "said once"
+
+
+def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        ((_, finding),) = result["RatesByOwnLoss"]["findings"]
+        assert "the learning rates of the optimizer on rank 1 differ from rank 0's" in finding
 
 
 def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:
