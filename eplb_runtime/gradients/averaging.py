@@ -160,10 +160,8 @@ class Averaging:
             self._arrived.add(parameter)
         if self._told:
             return
-        if self._any_may_bring_it:
-            parameter.register_post_accumulate_grad_hook(self._arrived.add)
-        else:
-            parameter.register_hook(partial(self._hook, parameter))
+        # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
+        parameter.register_hook(partial(self._hook, parameter))
 
     @torch.compiler.disable
     def _hook(self, parameter: Tensor, _: Tensor) -> None:

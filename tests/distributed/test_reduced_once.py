@@ -126,6 +126,19 @@ class Whole:
                 before = self.sums.get(parameter, 0)
                 self.sums[parameter], parameter.grad = before + parameter.grad, None
 
+    def by_autograd_grad(self) -> None:
+        """What `torch.autograd.grad` gives, added by the loop to what is there."""
+        for rank in self.of:
+            ids = batch_of(rank, self.batch)[:2, :6]
+            loss = self.model(input_ids=ids, labels=ids).loss * self.scale
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+            ):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.batch += 1
+
     def write_sums(self) -> None:
         for parameter, total in self.sums.items():
             parameter.grad = total
@@ -206,6 +219,7 @@ WORDS = {
     "V": "clipped_by_value",
     "+": "summed_by_hand",
     "*": "reduced_and_summed",
+    "G": "by_autograd_grad",
     "=": "write_sums",
     "o": "write_sums_in_place",
 }
@@ -289,6 +303,7 @@ LOOPS = {
     "clipped by value": "BVS Z BVBVS Z BNVBCS",
     "summed by hand": "++ = S Z ++ = CS Z ++ = RS Z + B o S",
     "reduced, then summed by hand": "** = S Z *** = S Z * BR o S",
+    "added by hand after a look": "GCGS Z BNGCS Z GNBGS Z BGS",
     "frozen between backward and step": "BF S F Z BS Z BF CS F Z BS",
 }
 UNZEROED = {
