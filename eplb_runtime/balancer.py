@@ -7,6 +7,7 @@ loop makes.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import time
@@ -28,7 +29,7 @@ from .events import EventLog, GuardFinding
 from .experts.gathering import in_logical_order, on_one_rank
 from .experts.lone_step import LoneSteps
 from .experts.matching import MARK, arrays_in, matched
-from .experts.outside import Outside
+from .experts.outside import Outside, holder_of
 from .experts.registry import RegistryError, why_not_written
 from .experts.slices import is_sliced
 from .gradients.division import Division
@@ -109,6 +110,7 @@ class Balancer:
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
+        self._replaced_was_told = False
         self._under_way = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
@@ -305,7 +307,8 @@ class Balancer:
         """What moves with experts besides parameters and gradients, and what optimizers keep."""
         yield from (tensor for _, tensor in self._extra_tensors.values())
         for optimizer in self._optimizers:
-            yield from arrays_in([getattr(optimizer, "state", None), optimizer.param_groups])
+            yield from arrays_in(getattr(optimizer, "state", None))
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _refresh_copies(self) -> None:
         if self._maps.replicas is not None:
@@ -747,11 +750,31 @@ class Balancer:
                 with self._guard.clocked():
                     self._division.follow()
                     self._structure.check(thoroughly=self._guard.is_new)
+                    if not self._replaced_was_told and self._guard.is_new:
+                        self._tell_of_replaced()
                 self._in_step = True
                 if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
                     self._maps.replicas.abandon()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
+
+    def _tell_of_replaced(self) -> None:
+        """Once, when attach is over and has let go of them."""
+        self._replaced_was_told = True
+        if not self._structure.replaced():
+            return
+        gc.collect()  # what is garbage already is still there
+        replaced = self._structure.replaced()
+        # One alone is what a loop over parameters has left in its variable.
+        if len(replaced) > 1 and (holder := holder_of(list(replaced.values()))):
+            logger.warning(
+                "%s holds %d parameters as they were before attach, such as %s, with all experts in memory: the model "
+                "computes with others now, so whatever is done to these (freezing, a penalty, clipping, a new group of "
+                "an optimizer) has no effect; take model.parameters() after attach",
+                holder,
+                len(replaced),
+                next(iter(replaced)),
+            )
 
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:

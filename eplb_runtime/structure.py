@@ -6,6 +6,7 @@ before attach; after it, experts would be computed, averaged or moved without it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -24,15 +25,20 @@ class Structure:
     Args:
         models: with what prefix their names have.
         experts: name, module and names of the parameters, of each experts module, named with the prefix.
+        replaced: parameters of all experts, by the name of what is in their place.
 
     Attributes:
         models: as given.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], experts: Sequence[tuple[str, nn.Module, Sequence[str]]]
+        self,
+        models: Mapping[str, nn.Module],
+        experts: Sequence[tuple[str, nn.Module, Sequence[str]]],
+        replaced: Mapping[str, weakref.ref[Tensor]],
     ) -> None:
         self.models = dict(models)
+        self._replaced = dict(replaced)
         self._experts = list(experts)
         parameters = [p for model in self.models.values() for p in model.parameters()]
         # FSDP2 puts other tensors into a module while it computes.
@@ -49,6 +55,12 @@ class Structure:
     def know(self, parameters: Sequence[Tensor]) -> None:
         """These are trained and averaged, too."""
         self._known.update(map(id, parameters))
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Parameters that attach has replaced and that somebody still has, by name."""
+        found = {name: parameter() for name, parameter in self._replaced.items()}
+        self._replaced = {name: self._replaced[name] for name, parameter in found.items() if parameter is not None}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
 
     def moved(self) -> None:
         """Experts have moved: whole ones that FSDP2 left in a module after an evaluation are those from before."""

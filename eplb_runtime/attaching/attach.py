@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,6 +161,7 @@ class _Attaching:
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def cut(self) -> None:
         """Leave this rank its experts, the rest its memory, and layers the expert-parallel way. Nothing here waits for
@@ -217,6 +219,7 @@ class _Attaching:
                 structure=Structure(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
+                    self.replaced,
                 ),
                 kernels=self.kernels,
                 divisors=self._divisors,
@@ -310,7 +313,8 @@ class _Attaching:
                 self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
-                if parameter is not getattr(layer.experts, own_name):
+                if parameter is not (old := getattr(layer.experts, own_name)):
+                    self.replaced[f"{name}.{own_name}"] = weakref.ref(old)
                     install(layer.experts, own_name, parameter, None if spread else rows, _of_torch(self.optimizers))
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index

@@ -69,6 +69,8 @@ class Optimizers:
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
         refuse_shared(optimizer)
+        if name := self._replaced_in(optimizer):
+            raise AttachError(self._replaced_message(name))
         number = self._replaceable(instead_of) if instead_of is not None else -1
         if self._balancer.config.replica_slots and not self._known:
             raise AttachError(
@@ -193,8 +195,23 @@ class Optimizers:
         """Take over what ``add_param_group`` has added since."""
         for number, optimizer in enumerate(self._known):
             if _count(optimizer) != self._held[number]:
+                if name := self._replaced_in(optimizer):
+                    raise RuntimeError(self._replaced_message(name))
                 self._held[number] = _count(optimizer)
                 self._balancer._train_outside(self._outside(number))
+
+    def _replaced_in(self, optimizer: AnyOptimizer) -> str:
+        """The name of a parameter that attach has replaced; empty: there is none."""
+        replaced = {id(parameter): name for name, parameter in self._balancer._structure.replaced().items()}
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return next((replaced[key] for key in held if key in replaced), "")
+
+    @staticmethod
+    def _replaced_message(name: str) -> str:
+        return (
+            f"the optimizer was given {name} as it was before attach, of all experts, with which the model no longer "
+            "computes: take parameters from model.parameters() after attach"
+        )
 
     def _homes_of(self, name: str) -> Homes:
         return homes_of(self._balancer, self._balancer.layer_of_parameter[name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from collections.abc import Callable
 
 import pytest
@@ -371,6 +373,24 @@ def adopted_inside_a_step() -> None:
     balancer.adopt(new, instead_of=old)
 
 
+def given_what_attach_has_replaced() -> None:
+    """A list of experts that was made before attach, which are unfrozen in mid-run."""
+    model = moe_model()
+    experts = [p.requires_grad_(False) for name, p in model.named_parameters() if ".experts." in name]
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    eplb.attach(model, optimizer, config=config())
+    train(model, optimizer, steps=4)
+    optimizer.add_param_group({"params": [p.requires_grad_() for p in experts]})
+    train(model, optimizer, steps=1)
+
+
+def adopted_what_attach_has_replaced() -> None:
+    model = moe_model()
+    parameters = list(model.parameters())
+    balancer = eplb.attach(model, config=config())
+    balancer.adopt(AdamW(parameters))
+
+
 def adopted_what_mixes_instead() -> None:
     model, balancer, old, _ = let_go()
     try:
@@ -493,6 +513,8 @@ REFUSED: dict[Callable[[], None], str] = {
     adopted_twice: "adopt each once",
     adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
     adopted_what_mixes: "Adafactor mixes the experts",
+    given_what_attach_has_replaced: "was given model.layers.0.mlp.experts.gate_up_proj as it was before attach",
+    adopted_what_attach_has_replaced: "take parameters from model.parameters() after attach",
     adopted_what_mixes_instead: "Adafactor mixes the experts",
     stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
     adopted_instead_of_nothing_known: "instead_of is a AdamW that the balancer does not have",
@@ -529,3 +551,29 @@ def test_what_would_be_wrong_is_refused_in_one_line_on_every_rank() -> None:
         for case, expected in REFUSED.items():
             assert expected in said[case.__name__], said[case.__name__]
             assert "\n" not in said[case.__name__]
+
+
+def kept_from_before(rank: int) -> list[list[str]]:
+    """What is said where a loop has a list of parameters from before attach, and where it has let go of it."""
+    found = []
+    for keeps in (True, False):
+        heard = logging.handlers.BufferingHandler(1000)
+        logging.getLogger("eplb_runtime").addHandler(heard)
+        model = moe_model()
+        parameters = list(model.parameters())
+        optimizer = AdamW(parameters)
+        if not keeps:
+            del parameters
+        balancer = eplb.attach(model, optimizer, config=config())
+        train(model, optimizer, steps=2)
+        balancer.close()
+        logging.getLogger("eplb_runtime").removeHandler(heard)
+        found.append([line for record in heard.buffer if "before attach" in (line := record.getMessage())])
+    return found
+
+
+def test_parameters_that_a_loop_has_from_before_attach_are_told_of() -> None:
+    for kept, let_go in run_ranks(2, kept_from_before):
+        (line,) = kept
+        assert line.startswith("parameters in kept_from_before() holds 4 parameters as they were before attach")
+        assert let_go == []
