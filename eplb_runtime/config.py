@@ -24,8 +24,7 @@ TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
 COPIES_BY = ("torch", "copy_engine", "deepep")
-DISPATCHES = ("all_to_all", "hierarchical", "deepep", "deepep_elastic", "nccl_ep", "auto")
-CARRY_FLOAT8 = ("deepep", "nccl_ep")
+DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")
 DISPATCH_DTYPES = ("model", "float8")
 MOST_LOW_LATENCY_TOKENS = 508
@@ -80,16 +79,15 @@ class BalancerConfig:
             ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer) or
             ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
-            crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer), ``"deepep_elastic"``
-            (its second interface), ``"nccl_ep"`` (extra ``nccl-ep-cu12`` or ``nccl-ep-cu13``, on the same GPUs) or
-            ``"auto"`` (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
+            crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer) or ``"auto"``
+            (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
         combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
-            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, the way of DeepEP and
-            ``nccl.ep``; equal to rounding.
+            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, the way of DeepEP; equal to
+            rounding.
             ``"all_to_all"`` has the first only.
         dispatch_dtype: how hidden states travel to the experts: ``"model"``, as they are, or ``"float8"``, rounded
-            with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` or ``"nccl_ep"`` and
-            bfloat16 only. Results and gradients travel as they are.
+            with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` and bfloat16
+            only. Results and gradients travel as they are.
         low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
             low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
             508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
@@ -97,7 +95,7 @@ class BalancerConfig:
             ``dispatch="deepep"`` on one node: a layer then never waits for the device, so that CUDA graphs can hold it,
             and its rows lie in memory for as many from every rank (in ``"logical"`` order for each choice): for small
             batches. A larger batch is refused. 0: not known; the number of rows comes to the host first.
-        dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP or ``nccl.ep`` take; even.
+        dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP take; even.
         kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
             ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
             attach: one that does not give what plain torch gives there is not used, and the log says so.
@@ -203,9 +201,8 @@ class BalancerConfig:
         if self.combine_order == "by_rank" and self.dispatch == "all_to_all":
             raise ConfigError("combine_order='by_rank' with dispatch='all_to_all', which sums in logical order")
         self._one_of("dispatch_dtype", DISPATCH_DTYPES)
-        if self.dispatch_dtype == "float8" and self.dispatch not in CARRY_FLOAT8:
-            carry = " and ".join(map(repr, CARRY_FLOAT8))
-            raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only {carry} carry it")
+        if self.dispatch_dtype == "float8" and self.dispatch != "deepep":
+            raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only 'deepep' carries it")
         self._check_low_latency()
         self._check_most_tokens()
         self._at_least("dispatch_sms", 2)

@@ -9,7 +9,6 @@ asserts, this asserts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -357,105 +356,6 @@ def _unwritten(rows: Tensor, length: int) -> Tensor:
     filled = in_bytes.view(rows.dtype).squeeze(-1)
     filled[: len(rows)] = rows
     return filled
-
-
-topk_idx_t = torch.int64
-
-
-class ElasticBuffer:
-    """The second interface. Unless it is made deterministic, rows arrive in any order."""
-
-    def __init__(
-        self,
-        group: Any,
-        num_bytes: int | None = None,
-        num_cpu_bytes: int = 0,
-        num_max_tokens_per_rank: int = 0,
-        hidden: int = 0,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        deterministic: bool = False,
-    ) -> None:
-        assert num_max_tokens_per_rank > 0 and hidden > 0 and num_topk > 0
-        self.sizes = num_max_tokens_per_rank, hidden, num_topk
-        self.sorts = deterministic
-        self.wire = Buffer(group, num_nvl_bytes=1 << 40)
-        dist.barrier(group=group)
-
-    def dispatch(
-        self,
-        x: Any,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None,
-        expert_alignment: int | None = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: Any = None,
-        previous_event_before_epilogue: Any = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-        handle: Any = None,
-        do_handle_copy: bool = True,
-        do_cpu_sync: bool | None = None,
-        do_expand: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, Any, None]:
-        assert x.shape[1] * x.element_size() % 16 == 0 and x.is_contiguous() and num_sms > 0
-        config = Config(num_sms)
-        if handle is not None:
-            assert topk_idx is None
-            self._fits(x, handle.num_max_tokens_per_rank, handle.topk_idx)
-            rows = self.wire.dispatch(x, handle=handle.of_the_wire, config=config)[0]
-            return rows[handle.order], None, None, handle, None
-        assert topk_idx is not None and topk_idx.dtype == topk_idx_t and num_experts is not None
-        self._fits(x, num_max_tokens_per_rank, topk_idx)
-        for token in topk_idx.tolist():
-            assert len(set(token)) == len(token), "no expert twice"
-        _assert_equal(self.wire.group, num_max_tokens_per_rank)
-        to_ranks, _, to_experts, in_rank, _ = self.wire.get_dispatch_layout(topk_idx, num_experts)
-        rows, ids, _, counts, of_the_wire, _ = self.wire.dispatch(
-            x,
-            num_tokens_per_rank=to_ranks,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=to_experts,
-            topk_idx=topk_idx,
-            topk_weights=torch.zeros(topk_idx.shape),
-            config=config,
-        )
-        order = torch.arange(len(rows)) if self.sorts else torch.randperm(len(rows))
-        handle = SimpleNamespace(
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            topk_idx=topk_idx.clone(),
-            num_recv_tokens_per_expert_list=counts,
-            of_the_wire=of_the_wire,
-            order=order,
-        )
-        return rows[order], ids[order], None, handle, None
-
-    def combine(
-        self,
-        x: Tensor,
-        handle: Any,
-        topk_weights: Tensor | None = None,
-        bias: Any = None,
-        num_sms: int = 0,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        assert x.shape[1] <= self.sizes[1] and handle.num_max_tokens_per_rank <= self.sizes[0]
-        back = torch.empty_like(x)
-        back[handle.order] = x
-        return self.wire.combine(back, handle.of_the_wire, config=Config(num_sms))
-
-    def _fits(self, x: Tensor, most: int | None, topk_idx: Tensor) -> None:
-        assert most is not None and len(x) == len(topk_idx) <= most <= self.sizes[0]
-        assert x.shape[1] <= self.sizes[1] and topk_idx.shape[1] <= self.sizes[2]
-
-
-def _assert_equal(group: Any, number: Any) -> None:
-    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(numbers, torch.tensor([number]), group=group)
-    assert all(int(other) == number for other in numbers), "equal on all ranks"
 
 
 class ForAnyNumber(Buffer):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import CARRY_FLOAT8, DISPATCHES, BalancerConfig, ConfigError
+from ..config import DISPATCHES, BalancerConfig, ConfigError
 from ..dispatch import OVER_TORCH, choose_together, maker
 from ..dispatch.base import Dispatched, Dispatcher
 from ..dispatch.permute import PLAIN
@@ -93,7 +93,7 @@ def _ways(
         for title, order, more in _variants(name):
             if "kernels" in more and not ours:
                 continue
-            if more and name in CARRY_FLOAT8 and hidden not in OF_THEIR_OWN_KERNELS:
+            if more and name == "deepep" and hidden not in OF_THEIR_OWN_KERNELS:
                 left_out.append({"dispatch": title, "why": f"not for rows of {hidden}: --hidden 7168"})
                 continue
             try:
@@ -112,9 +112,8 @@ def _variants(name: str) -> list[tuple[str, Literal["logical", "by_rank"], dict[
     variants: list[tuple[str, Literal["logical", "by_rank"], dict[str, Any]]] = [(name, order, {}) for order in orders]
     if name in OVER_TORCH:
         variants += [(f"{name}, kernels", order, {"kernels": True}) for order in orders]
-    if name in CARRY_FLOAT8:
-        variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
     if name == "deepep":
+        variants += [(f"{name}, float8", order, {"dispatch_dtype": "float8"}) for order in ("logical", "by_rank")]
         variants += [(f"{name}, low latency", "by_rank", {"low_latency_tokens": FEW_TOKENS})]
     return variants
 

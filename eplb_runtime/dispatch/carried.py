@@ -1,4 +1,4 @@
-"""Dispatch over kernels that carry rows from GPU to GPU without the host: DeepEP's, or those of `nccl.ep`.
+"""Dispatch over kernels that carry rows from GPU to GPU without the host: DeepEP's.
 
 Two orders of a token's sum. `Carried` is exact as `all_to_all` is: each choice is a token of its own with one expert,
 so that results come back one for each choice, and are weighed and summed here in the router's order. `CarriedByRank`
@@ -171,10 +171,9 @@ class Carried(Dispatcher):
     def homeward(self, rows_MD: Tensor, exact_M: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         """Rows by slot, and a value of each, back to where their choices were made: ``[N, D]`` and ``[N]``."""
         exact_M1 = None if exact_M is None else exact_M.unsqueeze(1)
-        if not route.by_slot:
-            place_U = route.place_UK.reshape(-1).clamp(min=0)  # what is -1 came from nowhere, and goes nowhere
-            rows_MD = rows_MD.index_select(0, place_U)
-            exact_M1 = None if exact_M1 is None else exact_M1.index_select(0, place_U)
+        place_U = route.place_UK.reshape(-1).clamp(min=0)  # what is -1 came from nowhere, and goes nowhere
+        rows_MD = rows_MD.index_select(0, place_U)
+        exact_M1 = None if exact_M1 is None else exact_M1.index_select(0, place_U)
         arrived = row_bytes.pack_sums(rows_MD, exact_M1)
         with self.waiting():
             back = self.carrier.back(arrived, route.ticket)

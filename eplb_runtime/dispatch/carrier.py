@@ -6,15 +6,11 @@ Shape suffixes: N rows of this rank, U rows that arrive here, C columns, K slots
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from .lanes import Lane
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,18 +23,16 @@ class Arrival:
         counts: choices for each local slot; None: only the device knows. Then there may be rows past those that came,
             with no slot (-1) and memory that nobody has written.
         ticket: for `Carrier.again` and `Carrier.back`.
-        by_slot: they are ordered by slot before that; each is for one slot.
     """
 
     rows_UC: Any
     slots_UK: Tensor
     counts: list[int] | None
     ticket: Any
-    by_slot: bool = False
 
 
 class Carrier(Protocol):
-    """Takes rows to slots and back; `BufferCarrier`, `ElasticCarrier`, `NcclEPCarrier`. Collective, every method."""
+    """Takes rows to slots and back, as `BufferCarrier` does. Collective, every method."""
 
     def carry(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
         """Send each row once to every rank where it has a slot.
@@ -47,7 +41,7 @@ class Carrier(Protocol):
             rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
             slots_NK: int64, physical slots.
             most_rows: no rank sends more: as many times R arrive, those that are not sent unwritten, and the host does
-                not wait. 0: as many arrive as are sent. Of `BufferCarrier` only.
+                not wait. 0: as many arrive as are sent.
         """
 
     def again(self, rows_NC: Any, ticket: Any) -> Any:
@@ -81,18 +75,3 @@ def parts(rows_NC: Any, most_bytes: int) -> list[Any]:
 def whole(parts: list[Any]) -> Any:
     """What `parts` has taken apart."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def agreed(sizes: Sequence[int], device: torch.device, lane: Lane) -> list[int]:
-    """Of each size the largest that any rank has. Collective; one host sync."""
-    largest = torch.tensor(sizes, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=lane.counts)
-    numbers: list[int] = largest.tolist()
-    return numbers
-
-
-def grown(had: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Sizes that hold what was had and what is wanted. The first is a number of rows, which changes from batch to
-    batch: where it has to grow, it grows by an eighth more."""
-    rows = wanted[0] + wanted[0] // 8 if wanted[0] > had[0] else had[0]
-    return (rows, *map(max, had[1:], wanted[1:]))

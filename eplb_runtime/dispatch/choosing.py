@@ -14,24 +14,17 @@ from ..config import BalancerConfig, ConfigError
 from ..migration.transports import deepep_package
 from ..migration.transports.meeting import tell_all
 from ..topology import Topology
-from . import nccl_ep_package
 from .all_to_all import AllToAll
 from .base import Dispatcher
 from .carried import Carried, CarriedByRank
 from .carrier import Carrier
 from .deepep_buffer import BufferCarrier
-from .deepep_elastic import ElasticCarrier
 from .deepep_low_latency import LowLatency
 from .hierarchical import Hierarchical, HierarchicalByRank
-from .nccl_ep import NcclEPCarrier
 from .one_rank import OneRank
 from .permute import PLAIN, Moves
 
-CARRIERS: Mapping[str, Callable[..., Carrier]] = {
-    "deepep": BufferCarrier,
-    "deepep_elastic": ElasticCarrier,
-    "nccl_ep": NcclEPCarrier,
-}
+CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier}
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
 SUMS_BY_RANK = (
@@ -53,7 +46,7 @@ class Choice:
     """The dispatcher of one EP group, equal on all its ranks.
 
     Args:
-        name: ``"all_to_all"``, ``"hierarchical"``, ``"deepep"``, ``"deepep_elastic"`` or ``"nccl_ep"``.
+        name: ``"all_to_all"``, ``"hierarchical"`` or ``"deepep"``.
         why: in a line.
         problem: what was asked for cannot be had; empty: it can.
     """
@@ -63,32 +56,12 @@ class Choice:
     problem: str = ""
 
 
-def lacks(asked: str, device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
-    """Why this rank cannot dispatch over DeepEP or `nccl.ep`, in a line; empty: it can.
-
-    Args:
-        asked: ``BalancerConfig.dispatch``; ``"auto"`` asks for DeepEP.
-    """
-    if asked == "nccl_ep":
-        return _lacks_nccl_ep(device, num_ranks, ranks_per_node)
-    elastic = asked == "deepep_elastic"
-    why = "" if elastic else deepep_package.unfit(num_ranks, ranks_per_node)
-    why = why or deepep_package.missing(device)
+def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
+    """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
+    why = deepep_package.unfit(num_ranks, ranks_per_node) or deepep_package.missing(device)
     if not why:
         try:
-            package = deepep_package.imported("ElasticBuffer" if elastic else "Buffer")
-            if not elastic:
-                deepep_package.settings(package, num_ranks)
-        except ConfigError as error:
-            return str(error)
-    return why
-
-
-def _lacks_nccl_ep(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
-    why = nccl_ep_package.unfit(num_ranks, ranks_per_node) or nccl_ep_package.missing(device)
-    if not why:
-        try:
-            nccl_ep_package.imported()
+            deepep_package.settings(deepep_package.imported(), num_ranks)
         except ConfigError as error:
             return str(error)
     return why
@@ -119,7 +92,7 @@ def choose_together(
     """
     if config.dispatch in OVER_TORCH:
         return choose(config.dispatch, [])
-    mine = lacks(config.dispatch, device, topology.num_ranks, topology.ranks_per_node)
+    mine = lacks(device, topology.num_ranks, topology.ranks_per_node)
     said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
     return choose(config.dispatch, [word.decode() for word in said])
 

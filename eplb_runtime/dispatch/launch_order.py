@@ -2,9 +2,9 @@
 
 A kernel that waits for its peers keeps what it has on the GPU until they come. With two threads a rank, one rank may
 launch A and then B, and another B and then A; where anything on a GPU or in its driver takes them in the order of their
-launches (a stream that both share, as that of DeepEP's `ElasticBuffer`; a hardware queue; a thread that waits for
-counts and holds the interpreter, as in DeepEP's `Buffer`), both wait for ever. In one order nothing waits for what
-comes later: the earliest exchange that is not over has been launched everywhere, and its peers need nothing but it.
+launches (a hardware queue; a thread that waits for counts and holds the interpreter, as in DeepEP's `Buffer`), both
+wait for ever. In one order nothing waits for what comes later: the earliest exchange that is not over has been launched
+everywhere, and its peers need nothing but it.
 """
 
 from __future__ import annotations

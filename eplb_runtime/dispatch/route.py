@@ -24,7 +24,6 @@ class Route:
         choice_M: int64, and which of its choices, counted over all that arrived.
         place_UK: int64, for each choice that arrived the place of its row by slot; -1 where it has none here.
         choices: K of this rank's tokens.
-        by_slot: rows arrive in their order by slot.
     """
 
     ticket: Any
@@ -33,7 +32,6 @@ class Route:
     choice_M: Tensor
     place_UK: Tensor
     choices: int
-    by_slot: bool
 
     @classmethod
     def of(cls, arrival: Arrival, choices: int, slots: int) -> Route:
@@ -48,11 +46,7 @@ class Route:
         """
         slots_N = arrival.slots_UK.reshape(-1)
         here_N = slots_N >= 0
-        order_N = (
-            torch.arange(slots_N.shape[0], device=slots_N.device)
-            if arrival.by_slot
-            else torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
-        )
+        order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
         if arrival.counts is not None:
             choice_M, counts_S = order_N[: sum(arrival.counts)], SlotCounts.of(arrival.counts, slots_N.device)
         else:
@@ -66,5 +60,4 @@ class Route:
             choice_M,
             place_N.view(arrival.slots_UK.shape),
             choices,
-            arrival.by_slot,
         )

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from ..compiling import cache_folder, is_compiled
-from ..dispatch import nccl_ep_package
 from ..migration.transports import deepep_package
 from ..replicas import node_memory
 
@@ -68,7 +67,6 @@ def backends() -> tuple[Backend, ...]:
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         _nccl(),
         _deepep(),
-        _nccl_ep(),
         _symmetric_memory(),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
         _extra("transformers", "Hugging Face models"),
@@ -93,12 +91,6 @@ def _deepep() -> Backend:
     return Backend(
         "deep_ep", not missing, missing or "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
     )
-
-
-def _nccl_ep() -> Backend:
-    missing = nccl_ep_package.missing()
-    why = "'auto' does not take it, since it has not been run on GPUs yet"
-    return Backend("nccl.ep", not missing, f"{missing or 'tokens between GPUs, if asked for'}: {why}")
 
 
 def _symmetric_memory() -> Backend:

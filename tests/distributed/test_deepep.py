@@ -1,6 +1,6 @@
-"""Dispatch over DeepEP and `nccl.ep`, with doubles of both: what every dispatcher promises, in one job of four ranks.
+"""Dispatch over DeepEP's double: what every dispatcher promises, in one job of four ranks.
 
-The packages themselves need a GPU: `tests/gpu/test_deepep_on_cuda.py`. What only `nccl.ep` has: `test_nccl_ep.py`.
+The package itself needs a GPU: `tests/gpu/test_deepep_on_cuda.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import deepep_double
-import nccl_ep_double
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import CARRY_FLOAT8
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.carried import Carried, CarriedByRank
@@ -43,8 +41,6 @@ ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
 IN_BFLOAT16 = Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4)
 KINDS = list(product(CARRIERS, ORDERS))
-DOUBLES: dict[str, Any] = {"deepep": deepep_double, "deepep_elastic": deepep_double, "nccl_ep": nccl_ep_double}
-IN_FLOAT8 = list(product(CARRY_FLOAT8, ORDERS))
 Kind = tuple[str, str]
 WIDE = 9000
 """Columns of bfloat16 that one call of DeepEP does not take."""
@@ -52,7 +48,7 @@ WIDE = 9000
 
 def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS, in_float8: bool = False) -> Carried:
     carrier, order = kind
-    make = partial(CARRIERS[carrier], package=DOUBLES[carrier])
+    make = partial(CARRIERS[carrier], package=deepep_double)
     return ORDERS[order](group, slots, make_carrier=make, in_float8=in_float8)
 
 
@@ -71,18 +67,18 @@ def all_of_it(rank: int) -> dict[str, Any]:
             group, mine = (whole, rank) if len(batch.tokens) == 4 else (pair, place)
             found[kind, name] = without_manifest(there_and_back(over(group, kind), batch, mine))
         dispatcher, batch = over(whole, kind), IN_BFLOAT16
-        DOUBLES[kind[0]].CALLS.clear()
+        deepep_double.CALLS.clear()
         first = there_and_back(dispatcher, batch, rank)
         with_counts = there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank))
         again = there_and_back(dispatcher, batch, rank, manifest=first["manifest"])
         found[kind, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
-        found[kind, "calls"] = [call for call in DOUBLES[kind[0]].CALLS if call != "handle"]
+        found[kind, "calls"] = [call for call in deepep_double.CALLS if call != "handle"]
         found[kind, "placed"] = [placed(place, over(pair, kind, 6), one, torch.bfloat16) for one in PLACEMENTS]
     for carrier in CARRIERS:
         kind = carrier, "logical"
         found[kind, "placed in float32"] = [placed(place, over(pair, kind, 6), one) for one in PLACEMENTS]
         found[kind, "wide"] = wide(pair, place, kind)
-    for kind in IN_FLOAT8:
+    for kind in KINDS:
         found[kind, "float8"] = rounded(place, pair, kind)
     found["low latency"] = {
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
@@ -96,7 +92,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
 def attached(rank: int) -> dict[str, Any]:
     """The loss of a step of an attached model, and what attach has said."""
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {name: partial(make, package=DOUBLES[name]) for name, make in CARRIERS.items()}
+    choosing.CARRIERS = {name: partial(make, package=deepep_double) for name, make in CARRIERS.items()}
 
     def new_batch(step: int) -> dict[str, torch.Tensor]:
         ids = batch_of(rank, step)
@@ -122,14 +118,11 @@ def attached(rank: int) -> dict[str, Any]:
 
 
 def cases_of(kind: Kind) -> dict[str, Batch]:
-    """By rank, only bfloat16 is summed; only DeepEP's first interface takes an expert twice for a token."""
-    carrier, order = kind
+    """By rank, only bfloat16 is summed."""
+    _, order = kind
     if order == "logical":
         return CASES
-    cases = {name: replace(batch, dtype=torch.bfloat16, weights_dtype=torch.float32) for name, batch in CASES.items()}
-    if carrier != "deepep":
-        del cases["everything to one slot"]
-    return cases
+    return {name: replace(batch, dtype=torch.bfloat16, weights_dtype=torch.float32) for name, batch in CASES.items()}
 
 
 def rounded(rank: int, group: dist.ProcessGroup, kind: Kind) -> dict[str, Any]:
@@ -146,10 +139,10 @@ def rounded(rank: int, group: dist.ProcessGroup, kind: Kind) -> dict[str, Any]:
         "not": (False, lambda hidden: hidden),
     }
     for name, (in_float8, change) in ways.items():
-        DOUBLES[kind[0]].DTYPES.clear()
+        deepep_double.DTYPES.clear()
         dispatcher = over(group, kind, 6, in_float8)
         found[name] = [placed(rank, dispatcher, one, torch.bfloat16, change) for one in PLACEMENTS]
-        found[name, "dtypes"] = DOUBLES[kind[0]].DTYPES[:4]
+        found[name, "dtypes"] = deepep_double.DTYPES[:4]
     hidden, weights = torch.randn(4, 128).bfloat16(), torch.rand(4, 3)
     dispatcher = over(group, kind, 6, True)
     first = dispatcher.dispatch(hidden, torch.tensor([[0, 7, 3]] * 4), weights)
@@ -255,7 +248,7 @@ def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, kind: 
             assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize("carrier", ["deepep", "nccl_ep"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_control_by_rank_it_does(ranks: list, carrier: str) -> None:
     found = [result[(carrier, "by_rank"), "placed"] for result in ranks]
     assert any(not torch.equal(first[0], third[0]) for first, _, third in found)
@@ -268,7 +261,7 @@ def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, kind: Kind)
         assert torch.equal(sent, came_back)
 
 
-@pytest.mark.parametrize("kind", IN_FLOAT8)
+@pytest.mark.parametrize("kind", KINDS)
 def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(ranks: list, kind: Kind) -> None:
     for result in ranks:
         found = result[kind, "float8"]
@@ -277,14 +270,14 @@ def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(ranks:
         assert found["again"]
 
 
-@pytest.mark.parametrize("kind", IN_FLOAT8)
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_the_way_to_the_experts_is_in_float8(ranks: list, kind: Kind) -> None:
     for result in ranks:
         there, *others = result[kind, "float8"]["travel", "dtypes"]
         assert there == float8.FLOAT8 and others == [torch.bfloat16] * 3
 
 
-@pytest.mark.parametrize("carrier", CARRY_FLOAT8)
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_in_float8_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, carrier: str) -> None:
     for result in ranks:
         first, *others = result[(carrier, "logical"), "float8"]["travel"]

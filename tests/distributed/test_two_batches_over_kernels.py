@@ -1,4 +1,4 @@
-"""Two batches at once over the doubles of DeepEP and `nccl.ep`: in evaluation, in training, and a forward beside a
+"""Two batches at once over DeepEP's double: in evaluation, in training, and a forward beside a
 backward pass. The same bits as one after the other. On GPUs: `tests/gpu/test_two_batches_on_cuda.py`.
 """
 
@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import deepep_double
-import nccl_ep_double
 import pytest
 import torch
 from moe_models import batch_of, make_model
@@ -22,7 +21,6 @@ from eplb_runtime.dispatch import choosing
 from eplb_runtime.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-DOUBLES: dict[str, Any] = {"deepep": deepep_double, "deepep_elastic": deepep_double, "nccl_ep": nccl_ep_double}
 CARRIERS = choosing.CARRIERS
 KINDS = list(product(CARRIERS, ("logical", "by_rank")))
 MICRO_BATCHES = 3
@@ -32,7 +30,7 @@ def attached(
     kind: tuple[str, str], replica_slots: int, recompute: bool
 ) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {name: partial(make, package=DOUBLES[name]) for name, make in CARRIERS.items()}
+    choosing.CARRIERS = {name: partial(make, package=deepep_double) for name, make in CARRIERS.items()}
     carrier, order = kind
     model = make_model("olmoe", experts=8, top_k=2, layers=2).bfloat16()
     if recompute:
@@ -55,7 +53,7 @@ def attached(
 def train_and_evaluate(
     rank: int, kind: tuple[str, str], replica_slots: int, recompute: bool, at_once: bool, calls: list[list[str]]
 ) -> dict[str, Any]:
-    DOUBLES[kind[0]].CALLS.clear()
+    deepep_double.CALLS.clear()
     model, optimizer, balancer = attached(kind, replica_slots, recompute)
     lanes = balancer._open_second_lane()
     both = balancer.at_once if at_once else lambda first, second: (first(), second())
@@ -84,7 +82,7 @@ def train_and_evaluate(
     with torch.no_grad():
         halves = both(lambda: loss_of(step, 5), lambda: loss_of(step, 6))
         seen["evaluated"] = torch.stack(halves)
-    calls.append([call for call in DOUBLES[kind[0]].CALLS if call != "handle"])  # one that serves again saves some
+    calls.append([call for call in deepep_double.CALLS if call != "handle"])  # one that serves again saves some
     seen |= eplb.logical_state_dict(model, optimizer)
     seen["moved"] = torch.tensor(balancer.placement.epoch)
     del losses, loss, halves
@@ -127,7 +125,7 @@ def test_all_ranks_call_in_one_order_and_it_is_not_that_of_one_after_the_other(
 
 
 def test_four_ranks_with_copies_and_recompute_too() -> None:
-    kinds = [("deepep", "logical"), ("nccl_ep", "by_rank")]
+    kinds = [("deepep", "logical"), ("deepep", "by_rank")]
     for found in run_ranks(4, both_ways, kinds, 1, True):
         for kind in kinds:
             assert not found[kind]["wrong"] and found[kind]["moved"] == 2 and found[kind]["learns"]

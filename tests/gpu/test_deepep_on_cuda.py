@@ -1,4 +1,4 @@
-"""DeepEP and `nccl.ep` themselves between two ranks, beside the same dispatch over all-to-all. Function, not speed: one
+"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one
 GPU is enough.
 """
 
@@ -14,7 +14,6 @@ from device import DEVICE, NCCL, device_of, no_host_sync, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
-from eplb_runtime.config import CARRY_FLOAT8
 from eplb_runtime.dispatch import choosing, float8
 from eplb_runtime.dispatch.all_to_all import AllToAll
 from eplb_runtime.dispatch.carried import Carried, CarriedByRank
@@ -32,8 +31,8 @@ RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 
 
-def skip_without(carrier: str) -> None:
-    lacks = choosing.lacks(carrier, DEVICE, RANKS, RANKS)
+def skip_without_deepep() -> None:
+    lacks = choosing.lacks(DEVICE, RANKS, RANKS)
     if lacks:
         pytest.skip(lacks)
 
@@ -93,7 +92,7 @@ def both(rank: int, kind: tuple[str, str], tokens: tuple[int, ...], dtype: torch
 def test_in_logical_order_every_bit_is_that_of_all_to_all(
     carrier: str, tokens: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    skip_without(carrier)
+    skip_without_deepep()
     job = ((carrier, "logical"), tokens, dtype)
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
@@ -101,7 +100,7 @@ def test_in_logical_order_every_bit_is_that_of_all_to_all(
 
 @pytest.mark.parametrize("carrier", choosing.CARRIERS)
 def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
-    skip_without(carrier)
+    skip_without_deepep()
     job = ((carrier, "by_rank"), (512, 300), torch.bfloat16)
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         for one, another in zip(expected, found, strict=True):
@@ -117,9 +116,9 @@ def in_float8(rank: int, carrier: str, order: str) -> tuple[list, list]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("carrier", CARRY_FLOAT8)
+@pytest.mark.parametrize("carrier", choosing.CARRIERS)
 def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(carrier: str, order: str) -> None:
-    skip_without(carrier)
+    skip_without_deepep()
     for expected, found in run_ranks(RANKS, in_float8, carrier, order, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
 
@@ -162,7 +161,7 @@ def with_most_tokens(rank: int, order: str, most_tokens: int) -> list[torch.Tens
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_with_most_tokens_nothing_waits_and_every_bit_is_the_same(order: str) -> None:
-    skip_without("deepep")
+    skip_without_deepep()
     without, with_most = (
         run_ranks(RANKS, with_most_tokens, order, most, backend=NCCL, start_method="spawn") for most in (0, 64)
     )
@@ -197,7 +196,7 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
 
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_float8: bool) -> None:
-    skip_without("deepep")
+    skip_without_deepep()
     for of_rank in run_ranks(RANKS, small_batches, in_float8, backend=NCCL, start_method="spawn"):
         for (rows, out), (fast_rows, fast_out) in of_rank:
             torch.testing.assert_close(rows.float(), fast_rows.float(), rtol=0.07 if in_float8 else 0, atol=0)
@@ -231,6 +230,6 @@ def experts_beside_tokens(rank: int) -> list[bool]:
 
 
 def test_experts_go_by_the_buffer_of_tokens() -> None:
-    skip_without("deepep")
+    skip_without_deepep()
     for right in run_ranks(RANKS, experts_beside_tokens, backend=NCCL, start_method="spawn"):
         assert all(right)

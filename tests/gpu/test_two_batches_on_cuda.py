@@ -1,4 +1,4 @@
-"""Two batches at once on GPUs: over NCCL, DeepEP and `nccl.ep` the same bits as one after the other, on streams of
+"""Two batches at once on GPUs: over NCCL and DeepEP the same bits as one after the other, on streams of
 their own and without a host sync. Two ranks; one GPU is enough.
 """
 
@@ -26,7 +26,7 @@ WAYS += [(carrier, order, 0) for carrier in choosing.CARRIERS for order in ("log
 
 
 def skip_without(dispatch: str) -> None:
-    lacks = "" if dispatch == "all_to_all" else choosing.lacks(dispatch, DEVICE, RANKS, RANKS)
+    lacks = "" if dispatch == "all_to_all" else choosing.lacks(DEVICE, RANKS, RANKS)
     if lacks:
         pytest.skip(lacks)
 

@@ -57,18 +57,18 @@ def unfit(num_ranks: int, ranks_per_node: int) -> str:
     return ""
 
 
-def imported(interface: str = "Buffer", asked: str = "dispatch='deepep'") -> Any:
+def imported(asked: str = "dispatch='deepep'") -> Any:
     """The package `deep_ep`.
 
     Args:
         asked: the setting that wants it, for messages.
 
     Raises:
-        ConfigError: it cannot be imported, or does not have this interface.
+        ConfigError: it cannot be imported, or has no `Buffer`.
     """
     package = packages.imported("deep_ep", asked, INSTALL)
-    if not hasattr(package, interface):
-        raise ConfigError(f"this version of the package deep_ep has no {interface}: {INSTALL}")
+    if not hasattr(package, "Buffer"):
+        raise ConfigError(f"this version of the package deep_ep has no Buffer: {INSTALL}")
     return package
 
 

@@ -15,7 +15,7 @@ COMPUTE = "compute"
 DISPATCH, COMBINE, NOTIFY = "dispatch", "combine", "notify and layout"
 COLLECTIVE, POINT_TO_POINT, ONE_SIDED = "collective", "send and receive", "one-sided"
 
-_EP = re.compile(r"\b(?:deep_ep|dpsk::ep|nccl_ep)::|\b(?:internode_ll|internode|intranode)::\w")
+_EP = re.compile(r"\b(?:deep_ep|dpsk::ep)::|\b(?:internode_ll|internode|intranode)::\w")
 _NOTIFY = re.compile(r"notify|layout|barrier|clean|mask_buffer|sync", re.IGNORECASE)
 _NCCL = re.compile(r"^(?:void )?nccl(?:Dev|Sym|Symk)*Kernel|^nccl:|^ncclKernel|^RCCL|^rccl", re.IGNORECASE)
 _NVSHMEM = re.compile(r"nvshmem|\bnvshmemi?_|^void nvshmemi", re.IGNORECASE)

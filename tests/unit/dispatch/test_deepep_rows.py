@@ -27,48 +27,38 @@ from eplb_runtime.verification import runs
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
-FILES = ("buffers/legacy.py", "buffer.py", "buffers/elastic.py")
+FILES = ("buffers/legacy.py", "buffer.py")
 SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config", "get_low_latency_rdma_size_hint")
 LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine")
-CALLED = {
-    "Buffer": ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *LOW_LATENCY),
-    "ElasticBuffer": ("__init__", "dispatch", "combine"),
-}
+CALLED = ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *LOW_LATENCY)
 KINDS = {
     "all_to_all": (AllToAll, AllToAll),
     "hierarchical": (Hierarchical, HierarchicalByRank),
     "deepep": (Carried, CarriedByRank),
 }
 """Dispatchers in logical order and by rank."""
-HANDLE = ("num_max_tokens_per_rank", "topk_idx", "num_recv_tokens_per_expert_list")
-"""What is read of the second interface's handles."""
 
 
-def real(name: str) -> ast.ClassDef:
+def real_buffer() -> ast.ClassDef:
     """The class as it is written; nothing is imported, for that needs a GPU."""
     found = util.find_spec("deep_ep")
     folders = list(found.submodule_search_locations or []) if found is not None else []
     folders += [os.environ[SOURCE]] if SOURCE in os.environ else []
     for path in (Path(folder) / file for folder in folders for file in FILES):
         for node in ast.parse(path.read_text()).body if path.exists() else ():
-            if isinstance(node, ast.ClassDef) and node.name == name:
+            if isinstance(node, ast.ClassDef) and node.name == "Buffer":
                 return node
-    pytest.skip(f"no sources of DeepEP here that have {name}: install it or set {SOURCE}")
+    pytest.skip(f"no sources of DeepEP here: install it or set {SOURCE}")
 
 
-@pytest.mark.parametrize(("name", "method"), [(name, method) for name in CALLED for method in CALLED[name]])
-def test_the_double_has_the_signatures_of_the_real_buffers(name: str, method: str) -> None:
-    written = next(node for node in real(name).body if isinstance(node, ast.FunctionDef) and node.name == method)
+@pytest.mark.parametrize("method", CALLED)
+def test_the_double_has_the_signatures_of_the_real_buffer(method: str) -> None:
+    written = next(node for node in real_buffer().body if isinstance(node, ast.FunctionDef) and node.name == method)
     parameters = [argument.arg for argument in written.args.args]
-    given = list(inspect.signature(getattr(getattr(deepep_double, name), method)).parameters)
+    given = list(inspect.signature(getattr(deepep_double.Buffer, method)).parameters)
     assert [parameter for parameter in parameters if parameter in given] == given, "the same names, in the same order"
     needed = parameters[: len(parameters) - len(written.args.defaults)]
     assert set(needed) <= set(given), "what the double leaves out may be left out"
-
-
-def test_a_real_handle_has_what_is_read_of_it() -> None:
-    written = {node.attr for node in ast.walk(real("EPHandle")) if isinstance(node, ast.Attribute)}
-    assert set(HANDLE) <= written
 
 
 # -- what is in a row --------------------------------------------------------------------------------------------------
@@ -237,7 +227,7 @@ def test_the_order_of_sums_picks_the_kind() -> None:
     [
         ({"most_tokens": -1}, "most_tokens=-1: give at least 0"),
         ({"most_tokens": 64}, "most_tokens=64 with dispatch='all_to_all': only 'deepep'"),
-        ({"most_tokens": 64, "dispatch": "nccl_ep"}, "only 'deepep' has use for it"),
+        ({"most_tokens": 64, "dispatch": "hierarchical"}, "only 'deepep' has use for it"),
         (
             {"most_tokens": 64, "dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 64},
             "give one of them",
@@ -258,8 +248,8 @@ def test_most_tokens_are_for_one_node() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="logical order"):
         BalancerConfig(combine_order="by_rank")
-    for dispatch in ("all_to_all", "deepep_elastic", "auto"):
-        with pytest.raises(ConfigError, match="only 'deepep' and 'nccl_ep' carry it"):
+    for dispatch in ("all_to_all", "hierarchical", "auto"):
+        with pytest.raises(ConfigError, match="only 'deepep' carries it"):
             BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
     for tokens in (-4, 6, 512):
         with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
@@ -276,15 +266,14 @@ def test_settings_that_cannot_work_are_refused() -> None:
 def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep_package, "missing", lambda device: "")
     monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so")))
-    assert "libx.so" in choosing.lacks("deepep", torch.device("cuda"), 8, 8)
+    assert "libx.so" in choosing.lacks(torch.device("cuda"), 8, 8)
 
 
 def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep_package, "missing", lambda device: "")
     monkeypatch.setattr(packages.importlib, "import_module", lambda name: deepep_double)
-    assert choosing.lacks("deepep", torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
-    assert choosing.lacks("deepep", torch.device("cuda"), 16, 8) == ""
-    assert choosing.lacks("deepep_elastic", torch.device("cuda"), 40, 8) == ""
+    assert choosing.lacks(torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
+    assert choosing.lacks(torch.device("cuda"), 16, 8) == ""
 
 
 def test_a_verification_notes_that_sums_are_by_rank() -> None:
