@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..balancer import Removable
 from ..config import BalancerConfig
@@ -132,7 +131,7 @@ class HostModel:
 
     layers: tuple[MoELayer, ...]
     real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], RemovableHandle]
+    watch_batches: Callable[[], Removable]
     remake_buffers: Callable[[nn.Module], None]
     save_together: Callable[[Callable[[str], None]], None] = lambda come: None
     folders: PretrainedFolders | None = None
@@ -165,7 +164,7 @@ class WatchedModel:
 
     layers: tuple[WatchedLayer, ...]
     real_tokens: Callable[[int], Tensor | None]
-    watch_batches: Callable[[], RemovableHandle]
+    watch_batches: Callable[[], Removable]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from ...balancer import Removable
 from ...layer import ExpertParallelLayer
 from ...operators import OutsideGraphs
 from .compute import RowCompute
@@ -166,6 +167,17 @@ class _Folders:
         weights.read(view, folder)
 
 
+class _Hooks:
+    """Several hooks that go together."""
+
+    def __init__(self, *handles: RemovableHandle) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 class _Mask(threading.local):
     now: Tensor | None = None
 
@@ -182,14 +194,17 @@ class _Padding:
         """The mask of the batch that this thread runs now."""
         self._mask.now = mask
 
-    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> RemovableHandle:
-        """Look at what each forward of the model is given, from now on."""
+    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> Removable:
+        """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
             see(mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
-        return model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        return _Hooks(
+            model.register_forward_pre_hook(before_forward, with_kwargs=True),
+            model.register_forward_hook(lambda *_: see(None), always_call=True),
+        )
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
