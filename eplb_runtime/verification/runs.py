@@ -111,7 +111,7 @@ def verify(
         policy="static",
         dense_gradients="allreduce",
     )
-    plain = replace(config, replica_slots=0, shared_between_layers=False, initial_placement=_without_copies(config))
+    plain = without_replicas(config)
     group = dist.new_group(backend="gloo", group_desc="eplb_runtime verify")
     reader, ep_sets = _reader(group, ep_group)
     loss = loss if loss is not None else (lambda output, batch: output.loss)
@@ -123,9 +123,12 @@ def verify(
         dist.destroy_process_group(group)
 
 
-def _without_copies(config: BalancerConfig) -> Any:
-    """An initial placement is for one number of replica slots: runs without them start from logical order."""
-    return None if config.replica_slots else config.initial_placement
+def without_replicas(config: BalancerConfig) -> BalancerConfig:
+    """Return the same settings without replica slots, and without what is of use to replicas alone. An initial
+    placement is for one number of replica slots: runs without them start from logical order."""
+    if not config.replica_slots:
+        return config
+    return replace(config, replica_slots=0, shared_between_layers=False, copies_by="torch", initial_placement=None)
 
 
 def _reader(group: dist.ProcessGroup, ep_group: dist.ProcessGroup | None) -> tuple[StateReader, list[list[int]]]:
