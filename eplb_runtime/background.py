@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .errors import one_line
 from .experts.registry import ExpertTensors
 from .maps import Maps
-from .migration.agreement import Agreement, one_line
+from .migration.agreement import Agreement
 from .migration.ballot import Ballot, Verdict
 from .migration.engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
 from .migration.pacing import Pace, Starts, next_batch

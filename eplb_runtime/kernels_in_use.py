@@ -18,6 +18,7 @@ from .checksum import HASH_BLOCK_BYTES, block_hashes
 from .dispatch import permute
 from .dispatch.memory import RowMemory
 from .dispatch.permute import Moves
+from .errors import one_line
 from .experts import aligned
 from .experts.compute import SlotCounts
 from .placement import Placement
@@ -130,7 +131,7 @@ def if_equal(
             if not _equal(seen(kernel, *example), seen(reference, *example)):
                 raise ValueError("it gives something else")
     except Exception as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = one_line(error)
         logger.warning("kernel for %s: %s; plain torch is used", name, said)
         return reference
     return kernel

@@ -24,6 +24,7 @@ from . import announcing
 from .background import REPLACED, WRITTEN, BackgroundMigration, Brought
 from .config import BalancerConfig
 from .decision import Decision, DecisionMaker, Measurement, staying
+from .errors import one_line
 from .events import (
     BalancingEnded,
     BalancingPaused,
@@ -37,7 +38,7 @@ from .experts.slices import is_sliced
 from .guard import Guard
 from .load.aggregate import HostCopy
 from .load.clock import Progress, StepClock
-from .migration.agreement import Agreement, one_line
+from .migration.agreement import Agreement
 from .migration.ballot import Verdict
 from .migration.engine import MigrationBroken, MigrationEngine, Outcome
 from .migration.transports import TRANSPORTS

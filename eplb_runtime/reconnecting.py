@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .errors import one_line
 from .job_store import StoreError
-from .migration.agreement import Agreement, is_one_value, one_line, two_sided
+from .migration.agreement import Agreement, is_one_value, two_sided
 from .migration.transports.base import Transport
 from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from .errors import one_line
+
 logger = logging.getLogger("eplb_runtime")
 
 _MEND = (
@@ -90,9 +92,9 @@ class Watch:
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            line = str(error).strip().splitlines()[0]
             raise RuntimeError(
-                f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({line}): {self.said or _MEND}"
+                f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({one_line(error)}): "
+                f"{self.said or _MEND}"
             ) from error
         finally:
             if around is None:

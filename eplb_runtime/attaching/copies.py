@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import BalancerConfig, ConfigError
+from ..errors import one_line
 from ..migration.transports import deepep_package
 from ..process_groups import ProcessGroups
 from ..replicas.carrier import Carrier
@@ -38,7 +39,7 @@ def carrier_of_copies(
     try:
         carrier = make(config, groups, topology, device, by_torch)
     except (RuntimeError, AssertionError, ConfigError) as error:
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = one_line(error)
     raise_on_all(_refused(config, problem), groups)
     return carrier
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import launcher_environment
+from ..errors import one_line
 from ..migration.bandwidth import measure
 from ..migration.transports import TRANSPORTS
 from ..migration.transports.base import Transport, TransportError
@@ -98,8 +99,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     try:
         return work(), ""
     except (TransportError, RuntimeError, ImportError, OSError, ValueError) as error:
-        text = str(error).strip().splitlines()
-        return None, text[0] if text else type(error).__name__
+        return None, one_line(error)
 
 
 def _anyones(problem: str, control: dist.ProcessGroup) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import one_line
 from .lone_step import differ, rounding_of
 from .made_anew import Made, made_anew, step_of, unnoticed
 from .optimizer_state import OptimizerStateError, expert_state
@@ -88,7 +89,7 @@ def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -
         return
     except Exception as error:
         raise OptimizerStateError(
-            f"{kind} cannot update tensors of experts ({_first_line(error)}): use an element-wise optimizer (SGD, "
+            f"{kind} cannot update tensors of experts ({one_line(error)}): use an element-wise optimizer (SGD, "
             "Adam, AdamW, ...)"
         ) from None
     if trial.mixes:
@@ -120,7 +121,7 @@ def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: 
             for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
                 _step(single, tensor, gradient)
     except Exception as error:
-        why = _first_line(error) if not made else made[0].why_not_whole
+        why = one_line(error) if not made else made[0].why_not_whole
         if why:
             raise _CannotTryError(why) from None
         raise
@@ -146,10 +147,6 @@ def _any_differs(one: Tensor, other: Tensor, before: Tensor, rounding: tuple[flo
 
 def _is_like(kept: Any, tensor: Tensor) -> bool:
     return isinstance(kept, Tensor) and kept.shape == tensor.shape and kept.is_floating_point()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: Tensor) -> Made:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import one_line
 from ..load.aggregate import HostCopy
 from .made_anew import copied, is_plain, made_anew, step_of, unnoticed
 from .optimizer_state import is_per_expert
@@ -236,7 +237,7 @@ class LoneSteps:
                 "%s cannot step one expert alone (%s): make sure that it updates each expert by itself, or placement "
                 "changes the result",
                 type(optimizer).__name__,
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                one_line(error),
             )
 
 

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import one_line
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type, np.generic)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _HOOKS = (
@@ -94,7 +96,7 @@ def _by_constructor(
         try:
             made = kind(given, **options)
         except Exception as error:
-            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            why = one_line(error)
             continue
         if isinstance(made, torch.optim.Optimizer) and _ids(made.param_groups) == _ids(bare):
             return made, ""

@@ -1,5 +1,6 @@
 """What goes wrong with files of others; each message is one line that says what and how to mend it."""
 
+from ..errors import one_line
 from ..files import FileError
 
 
@@ -17,4 +18,4 @@ class ConvertError(FormatError):
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, short enough to stand in ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+    return one_line(error)[:160]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import one_line
 from ..job_store import JobStore, StoreError
 from ..points import Phase, Probe, unobserved
 from ..private_groups import hang_up
@@ -239,8 +240,3 @@ def is_one_value(highest: Tensor) -> Tensor:
     from none."""
     word, lacks = highest[..., 0::2], highest[..., 1::2]
     return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)
-
-
-def one_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from ..errors import one_line
 from ..topology import Topology
 from .transports.base import Message, Transport, TransportError
 
@@ -62,7 +63,7 @@ def measure(
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
-        raise TransportError(f"the links could not be measured: {str(error).strip().splitlines()[0]}") from error
+        raise TransportError(f"the links could not be measured: {one_line(error)}") from error
     return replace(
         topology,
         intra_node_bandwidth=measured.get("intra_node_bandwidth", topology.intra_node_bandwidth),

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import one_line
 from ..experts.record import RecordFormat
 from ..experts.registry import ExpertTensors, RegistryError, why_not_written
-from .agreement import Agreement, is_one_value, one_line, two_sided
+from .agreement import Agreement, is_one_value, two_sided
 from .ballot import Verdict
 from .staging import runs_of
 

@@ -17,6 +17,7 @@ GROUND = {
     "checksum",
     "checksum_kernel",
     "config",
+    "errors",
     "events",
     "files",
     "host_bytes",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import one_line
+
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 
 _COMMON = {
@@ -81,8 +83,7 @@ def read_config(path: str | Path) -> Any:
     try:
         return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its parsers meet
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{file}: not a configuration that Transformers knows: {reason[0]}") from None
+        raise ModelError(f"{file}: not a configuration that Transformers knows: {one_line(error)}") from None
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -99,8 +100,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     except MemoryError:
         raise
     except Exception as error:  # sizes that no model has end in whatever they meet on the way
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"no causal language model can be made of it: {reason[0]}") from None
+        raise ModelError(f"no causal language model can be made of it: {one_line(error)}") from None
     return model
 
 
@@ -121,7 +121,7 @@ def make_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Modu
         with device:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
-        raise ModelError(f"no causal language model can be made of it: {str(error).splitlines()[0]}") from None
+        raise ModelError(f"no causal language model can be made of it: {one_line(error)}") from None
     model.to(dtype)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # type: ignore[operator]

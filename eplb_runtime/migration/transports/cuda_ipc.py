@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import one_line
 from .base import Message, TransportError
 from .counted import Counted
 from .cuda_memory import DeviceMemory, Export, missing, open_offered
 from .neighbours import Kind, Note
 from .side_stream import wait_until
-from .within_node import Traffic, WithinNode, first_line
+from .within_node import Traffic, WithinNode
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -128,7 +129,7 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
                     try:
                         self._exports.append(Export.of(region, self._memory))
                     except RuntimeError as error:
-                        logger.info("transport: memory is packed before it is sent, not shared: %s", first_line(error))
+                        logger.info("transport: memory is packed before it is sent, not shared: %s", one_line(error))
 
     def empty(self, nbytes: int) -> Tensor:
         return self._memory.empty(nbytes)
@@ -165,8 +166,8 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
             shared = self._shared(out, pending)
             pending.ready = self._stream.mark()
         except RuntimeError as error:
-            self._give_up(first_line(error))
-            raise TransportError(f"what is sent cannot be shared: {first_line(error)}") from error
+            self._give_up(one_line(error))
+            raise TransportError(f"what is sent cannot be shared: {one_line(error)}") from error
         for message, send in zip(out, shared, strict=True):
             self._traffic[message.peer].sends.append(send)
         for number, message in zip(numbers, into, strict=True):
@@ -230,7 +231,7 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
             self._copy_what_is_offered()
             self._end_what_is_copied()
         except (OSError, RuntimeError) as error:  # memory that cannot be opened, CUDA
-            self._give_up(first_line(error))
+            self._give_up(one_line(error))
 
     def _next(self) -> Callable[[], None] | None:
         """A short sleep, where it waits for its stream: nothing else would wake it."""
@@ -279,6 +280,6 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
             try:
                 wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "what was being copied")
             except (RuntimeError, TransportError) as error:
-                problem = f"{problem}; {first_line(error)}"
+                problem = f"{problem}; {one_line(error)}"
         self._under_way.clear()
         return problem

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ConfigError
+from ...errors import one_line
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError
 from .common_log import CommonLog
@@ -117,7 +118,7 @@ class DeepEP(Transport):
             deepep_package.refuse_filled_memory()
             self._buffer = self._shared.buffer(self._group, deepep_package.NUM_SMS, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
-            raise TransportError(f"transport 'deepep': {_first_line(error)}") from error
+            raise TransportError(f"transport 'deepep': {one_line(error)}") from error
         store = self._group.get_group_store()
         self._log = CommonLog(store, f"transport {said[0][2]}", self._rank, self._num_ranks)
         self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
@@ -177,8 +178,8 @@ class DeepEP(Transport):
                 else:
                     self._say_gone("messages were not through in time")
         except Exception as error:  # CUDA, DeepEP, the store
-            self._say_gone(_first_line(error))
-            self._end(_first_line(error))
+            self._say_gone(one_line(error))
+            self._end(one_line(error))
         finally:
             self._shared.turns.release(self)
 
@@ -289,7 +290,3 @@ class DeepEP(Transport):
                 post.pending.fail(self._problem)
             self._posts.clear()
         self._gone.set()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from ...errors import one_line
 from ...process_groups import wait_on_host
 from .base import TransportError
 
@@ -43,5 +44,4 @@ def _gather(group: dist.ProcessGroup, into: torch.Tensor, mine: torch.Tensor, de
         seconds = max(0.001, deadline - time.monotonic())
         wait_on_host([work], group, seconds, on_device=into.device.type != "cpu")
     except RuntimeError as error:
-        text = str(error).strip().splitlines()
-        raise TransportError(f"the ranks could not meet: {text[0] if text else 'no reason given'}") from error
+        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error

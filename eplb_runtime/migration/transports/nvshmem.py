@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import one_line
 from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
 from .meeting import tell_all
@@ -167,7 +168,7 @@ class Nvshmem(Transport):
                 try:
                     went_on = not self._problem and self._go_on()
                 except RuntimeError as error:  # CUDA or NVSHMEM
-                    self._give_up(str(error).strip().splitlines()[0])
+                    self._give_up(one_line(error))
                     went_on = False
                 self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
                 if not self._pending:

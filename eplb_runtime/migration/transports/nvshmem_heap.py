@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import one_line
 from .base import TransportError
 from .meeting import tell_all
 
@@ -51,7 +52,7 @@ def load() -> Library:
             import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem"), import_module("cuda.core").Device
         )
     except (ImportError, OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line(error)
         raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
 
 

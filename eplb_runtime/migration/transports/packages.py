@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...config import ConfigError
+from ...errors import one_line
 
 
 def no_gpu(device: torch.device | None = None) -> str:
@@ -40,5 +41,5 @@ def imported(name: str, asked: str, install: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{asked} needs the package {name} (no module {error.name}): {install}") from None
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line(error)
         raise ConfigError(f"{asked}: the package {name} cannot be imported ({reason}): {install}") from None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import one_line
 from .base import Message, Pending, Transport, TransportError
 
 _POLL_SECONDS = 0.0002
@@ -205,5 +206,4 @@ class _OnDevice(Pending):
 
 
 def _failed(error: RuntimeError) -> TransportError:
-    text = str(error).strip().splitlines()
-    return TransportError(f"point-to-point messages failed: {text[0] if text else type(error).__name__}")
+    return TransportError(f"point-to-point messages failed: {one_line(error)}")

@@ -20,6 +20,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...errors import one_line
 from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
 from .neighbours import Card, Inbox, Kind, Neighbour, Note, meet_all, wait_for
@@ -232,7 +233,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
             logger.exception("the thread that carries experts by %s has failed", self.by)
             with self._state:
                 self._thread = None
-                self._give_up(f"{type(error).__name__}: {first_line(error)}")
+                self._give_up(f"{type(error).__name__}: {one_line(error)}")
                 self._state.notify_all()
 
     def _step(self) -> bool:
@@ -321,7 +322,3 @@ class WithinNode(Transport, Generic[Posted, Way]):
             traffic.drop()
         for pending in self._pending:
             pending.fail(problem)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
