@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 from ..experts.slices import columns, local
 from .expert_rows import ExpertRows
 from .meeting import Meeting
+from .optimizers import Given
 from .restoring import options_of, restore_placement, set_options
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
 
@@ -40,10 +41,10 @@ class LogicalState:
 
     Args:
         model: attached or not.
-        optimizer: None: without it.
+        optimizer: one, or the list of them; None: without.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
         self._view = LogicalView(model, optimizer)
 
     def state_dict(self) -> dict[str, Any]:

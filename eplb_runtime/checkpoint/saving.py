@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
@@ -15,6 +14,7 @@ from . import dcp
 from . import folder as own
 from .catalogue import INDEX
 from .meeting import Meeting
+from .optimizers import Given
 from .state import CheckpointError, LogicalView
 
 Format = Literal["safetensors", "dcp"]
@@ -23,7 +23,7 @@ Format = Literal["safetensors", "dcp"]
 def save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Given = None,
     *,
     format: Format = "safetensors",
     storage_writer: torch_dcp.StorageWriter | None = None,
@@ -56,7 +56,7 @@ def save(
 def async_save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Given = None,
     *,
     format: Format = "safetensors",
     storage_writer: torch_dcp.StorageWriter | None = None,
@@ -80,7 +80,7 @@ def async_save(
 def load(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Given = None,
     *,
     key: str = "",
     warm_start: bool = True,
@@ -97,7 +97,7 @@ def load(
     Args:
         folder: what ``save``, ``async_save`` or plain DCP wrote.
         model: attached or not.
-        optimizer: None: its entries are not read.
+        optimizer: one, or the list of them; None: their entries are not read.
         key: under which the state was saved with DCP, when it was one of several (``{"app": LogicalState(...)}``).
         warm_start: migrate to the saved placement when EP size and slots are the same, else to one that is made for the
             load that was saved with it; where there is none, say so in the log.

@@ -15,6 +15,7 @@ from ..attaching.state_hooks import KEY
 from ..balancer import Balancer
 from ..experts.optimizer_state import is_per_expert
 from ..experts.slices import let_slices_stand, local
+from .optimizers import Given, as_one
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -52,20 +53,20 @@ class LogicalView:
 
     Args:
         model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
-        optimizer: None: without optimizer state.
+        optimizer: one, or all of them; None: without optimizer state.
 
     Raises:
         CheckpointError: the optimizer holds a tensor that is no parameter of the model.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
         self.model, self.balancer = _unwrapped(model)
         if self.balancer is not None and self.balancer.host_dispatches:
             raise CheckpointError(
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
             )
-        self.optimizer = optimizer
+        self.optimizer = as_one(optimizer)
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
@@ -73,7 +74,7 @@ class LogicalView:
         let_slices_stand(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
-        for group in optimizer.param_groups if optimizer is not None else []:
+        for group in self.optimizer.param_groups if self.optimizer is not None else []:
             self.names_of(group)
 
     def layer_of(self, parameter: str) -> int | None:
@@ -165,7 +166,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
 
 
 @torch.no_grad()
-def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, Tensor]:
     """Every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank. Collective when attached.
 
     Expert tensors are whole, ``[E, ...]`` in logical order, so runs with different placements (or with no balancer at
@@ -174,7 +175,7 @@ def logical_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
     Args:
         model: attached or not.
-        optimizer: the one that was attached; None: without its state.
+        optimizer: the one that was attached, or the list of them; None: without their state.
 
     Returns:
         ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
@@ -205,9 +206,7 @@ def _announce(view: LogicalView, entries: Sequence[Entry]) -> None:
 
 
 @torch.no_grad()
-def load_logical_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Tensor]
-) -> None:
+def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[str, Tensor]) -> None:
     """Take what ``logical_state_dict`` gave: each rank its own experts' rows. Between steps; collective when attached.
 
     Optimizer state that does not exist yet is made, with the saved dtype; what exists for a parameter without an entry
@@ -215,7 +214,7 @@ def load_logical_state_dict(
 
     Args:
         model: attached or not.
-        optimizer: None: its entries are ignored.
+        optimizer: one, or the list of them; None: their entries are ignored.
         state: the same on every rank.
 
     Raises:
@@ -241,7 +240,7 @@ def load_logical_state_dict(
             states[name][state_key] = state[key]
     if unused:
         raise CheckpointError(f"{min(unused)} has no place in this model")
-    new_states = {} if optimizer is None else {name: _local_states(view, name, states[name]) for name in states}
+    new_states = {} if view.optimizer is None else {name: _local_states(view, name, states[name]) for name in states}
     for live, value in copies:
         live.copy_(value)
     for name, values in new_states.items():
