@@ -68,6 +68,7 @@ class BalancerConfig:
         horizon_steps: steps over which the gate counts what a rebalance saves; None: ``10 * interval``.
         moe_share: share of a step that expert compute and dispatch take, in (0, 1]; for the gate's prediction.
         timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
+            Attaching is given two minutes for each of its steps, or this where it is longer.
         staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
             Never less than one expert with its state.
         overlap: migrate while training goes on: experts travel beside the forwards of steps, and each layer is

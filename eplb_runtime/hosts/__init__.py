@@ -75,9 +75,9 @@ def attach(
         The balancer, hooked to the optimizer's step.
 
     Raises:
-        AttachError: there is nothing to balance, or it cannot be done; on all ranks alike, and models and optimizers
-            are as they were.
-        RuntimeError: a rank did not come within ``timeout_seconds``; likewise.
+        AttachError: there is nothing to balance, it cannot be done, or a rank has failed or died on the way; on all
+            ranks, and models and optimizers are as they were.
+        RuntimeError: a rank did not come to it within the timeout of the host's process group; likewise.
 
     Example:
         One rank, to show the calls; a job that torchrun starts leaves out the store, rank and size:
