@@ -67,10 +67,10 @@ class PerExpertNorm(OwnStep):
 
 
 class Rounds(OwnStep):
-    """With noise from torch's generator."""
+    """Experts with noise from torch's generator, from a late step on."""
 
     def change(self, parameter: Tensor, late: bool) -> Tensor:
-        return parameter.grad + 1e-3 * torch.randn_like(parameter)
+        return parameter.grad + 1e-3 * torch.randn_like(parameter) if late else parameter.grad
 
 
 class HiddenInClosure(OwnStep):
