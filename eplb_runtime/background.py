@@ -343,9 +343,10 @@ class BackgroundMigration:
         with self._engine.unfailing():
             self._engine.commit(flight.posted, flight.layer)
             self._engine.finish(flight.posted)
-            if replicas is not None:
-                replicas.refresh([flight.layer])
             flight.committed = True
+        if replicas is not None:
+            with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
+                replicas.refresh([flight.layer])
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 

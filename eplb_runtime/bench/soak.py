@@ -39,13 +39,16 @@ TIMEOUT_SECONDS = 3.0
 """Of the disturbed balancer."""
 REPORT_SECONDS = 10.0
 MOST_STEPS = 14
-"""A fault that has not happened in so many steps needs connections that break, and has as many again."""
+"""A fault that has not happened in so many steps needs connections that break."""
+CONNECTING_SECONDS = 30.0
+"""Then it has as many steps again, and so long."""
 RECOVERY_SECONDS = 90.0
 """After the faults of a bout a rebalance must have committed within."""
 HANG_SECONDS = 120.0
 """A step takes less, however busy the machine is."""
 LEAST_SAMPLES = 12
 """Of what a process holds; with fewer nothing is said."""
+STALE_COPIES = "are of experts as they were"
 TOLERANCE = 1e-10
 """Relative, with copies, in float64."""
 
@@ -196,11 +199,11 @@ class Soak:
         drawn = [_named(draw) for draw in draws]
         self._drawn += drawn
         self._faults.arm(draws)
-        if not self._steps_until(lambda: self._faults.over):
+        if not self._steps_until(lambda: self._faults.over, 0.0):
             if any(draw.is_on(self._rank) for draw in draws):
                 self._faults.cut()
             self._faults.hurry()
-            self._steps_until(lambda: self._faults.over)
+            self._steps_until(lambda: self._faults.over, CONNECTING_SECONDS)
         reached = [self._anywhere(self._faults.reached(draw)) for draw in draws]
         self._faults.arm([])
         self._until("a rebalance after the faults", self._has_committed(), RECOVERY_SECONDS)
@@ -217,18 +220,24 @@ class Soak:
         self._right[self._job.steps] = self._twin.state()
         self._faults.arm([draw])
         try:
-            for steps in range(10 * MOST_STEPS):
-                if steps == MOST_STEPS and draw.victim == self._rank:
-                    self._faults.cut()
-                    self._faults.hurry()
-                self._step()
-        except MigrationBroken:
-            raise
+            if not self._steps_until(lambda: False, 0.0) and draw.victim == self._rank:
+                self._faults.cut()
+                self._faults.hurry()
+            self._steps_until(lambda: False, CONNECTING_SECONDS)
+        except MigrationBroken as error:
+            if STALE_COPIES not in str(error):
+                raise
+            return self._with_stale_copies(error)
         except SoakFailed:
             raise
         except RuntimeError as error:
             faulthandler.cancel_dump_traceback_later()
-            self._job.balancer._rebalancer.end_beside()
+            try:
+                self._job.balancer._rebalancer.end_beside()
+            except MigrationBroken as broken:
+                if STALE_COPIES not in str(broken):
+                    raise
+                return self._with_stale_copies(broken)
             self._drawn[-1].update(reached=True, held=True)
             # The step that broke off may have broken off behind the optimizer's, where copies are refreshed.
             wrong = min((self._wrong_rows(right) for right in self._right.values()), key=len)
@@ -239,6 +248,11 @@ class Soak:
                 "error": f"rows are not whole: {', '.join(wrong[:4])}" if wrong else "",
             }
         raise SoakFailed(f"rank {draw.victim} never came to where it was to be killed")
+
+    def _with_stale_copies(self, error: MigrationBroken) -> dict[str, Any]:
+        """A peer died in the midst of a refresh of copies beside training: this rank says so, and commits no more."""
+        self._drawn[-1].update(reached=True, held=True)
+        return {"killed": True, "said": str(error)[:200], "error": ""}
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -265,9 +279,14 @@ class Soak:
             self._say(self._progress())
         return not most[1]
 
-    def _steps_until(self, holds: Callable[[], bool]) -> bool:
-        """Whether it came to hold on all ranks in so many steps."""
-        return any(self._step(holds()) for _ in range(MOST_STEPS))
+    def _steps_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Whether it came to hold on all ranks within some steps, and within so many seconds."""
+        began, steps = time.monotonic(), 0
+        while not self._step(holds()):
+            steps += 1
+            if steps >= MOST_STEPS and self._anywhere(time.monotonic() - began > seconds):
+                return False
+        return True
 
     def _until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
         began = time.monotonic()

@@ -125,7 +125,7 @@ def of_life(life: Life, of_ranks: Sequence[dict[str, Any]], problem: str) -> dic
     """What the ranks that lived to say so have said of a life."""
     errors = [problem] * bool(problem) + [one["error"] for one in of_ranks if one["error"]]
     errors += [grew for one in of_ranks for grew in one["grew"]]
-    if len({one.get("digest") for one in of_ranks}) > 1:
+    if len({one["digest"] for one in of_ranks if one.get("digest")}) > 1:
         errors.append("who outlived a kill has another placement than the others")
     first: dict[str, Any] = of_ranks[0] if of_ranks else {"drawn": []}
     return {

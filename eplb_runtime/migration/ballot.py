@@ -41,9 +41,6 @@ class Verdict:
         return cls(False, cause, state == "broken", kind.removeprefix("-"))
 
 
-COMMIT = "commit"
-
-
 class State(Enum):
     """How far a rank is with a decision."""
 

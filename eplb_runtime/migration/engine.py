@@ -391,8 +391,13 @@ class MigrationEngine:
             self.probe(Phase.COMMITTED, posted.round_)
 
     @contextlib.contextmanager
-    def unfailing(self) -> Iterator[None]:
+    def unfailing(
+        self, what: str = "experts on this rank are not where the other ranks believe them to be"
+    ) -> Iterator[None]:
         """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good.
+
+        Args:
+            what: is wrong then.
 
         Raises:
             MigrationBroken: it failed. What is no `Exception`, as KeyboardInterrupt, goes on as it is.
@@ -404,8 +409,8 @@ class MigrationEngine:
             if self.broken:
                 raise  # from further inside
             self.broken = (
-                "experts on this rank are not where the other ranks believe them to be: a migration failed here after "
-                f"all had agreed to it ({type(error).__name__}: {error}); go back to a checkpoint"
+                f"{what}: a migration failed here after all had agreed to it ({type(error).__name__}: {error}); "
+                "go back to a checkpoint"
             )
             logger.critical("%s", self.broken)
             if not isinstance(error, Exception):

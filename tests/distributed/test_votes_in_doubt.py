@@ -19,6 +19,7 @@ from eplb_runtime.job_store import JobStore, StoreError
 from eplb_runtime.migration.agreement import Agreement
 from eplb_runtime.migration.engine import MigrationBroken, Phase
 from eplb_runtime.migration.transports.base import TransportError
+from eplb_runtime.planner.shuffle import plan_shuffle
 
 SECONDS = 2.0
 """A silent store is waited for so long."""
@@ -207,6 +208,30 @@ def test_a_commit_that_is_interrupted_ends_training_however_often_the_loop_goes_
     for said in run_ranks(RANKS, broken_in_a_commit):
         assert said["interrupted"]
         assert all("go back to a checkpoint" in said[name] for name in ("forward", "state_dict", "again"))
+
+
+def copies_not_refreshed(rank: int) -> str:
+    """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
+    job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
+    job.balancer._plan_with(plan_shuffle)
+    refresh = job.balancer._maps.replicas.refresh
+
+    def fail(layers: Any = None) -> None:
+        if layers is not None:
+            raise OSError("a test says: connection closed by peer")
+        refresh()
+
+    job.balancer._maps.replicas.refresh = fail
+    try:
+        job.until(RebalanceCommitted)
+    except MigrationBroken as error:
+        return str(error)
+    return ""
+
+
+def test_copies_that_cannot_follow_are_named_not_the_experts_that_are_where_they_should_be() -> None:
+    for said in run_ranks(RANKS, copies_not_refreshed):
+        assert said.startswith("copies of layer") and "connection closed by peer" in said
 
 
 def group_in_doubt(rank: int) -> dict[str, Any]:
