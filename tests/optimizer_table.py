@@ -47,6 +47,23 @@ BY_MODEL = {"LOMO", "AdaLOMO", "AdamMini"}
 ARE_NONE = {"Optimizer", "BaseOptimizer", "Optimizer8bit", "Optimizer1State", "Optimizer2State", "GlobalOptimManager"}
 
 
+class AroundAdamW(torch.optim.AdamW):
+    """Goes on, after its base's step, with rows that it has kept before: torch calls hooks for both steps."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        torch.optim.AdamW([torch.zeros(1)])  # from now on the base's step has hooks, too
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        loss = super().step(closure)
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.lerp_(old, 0.25)
+        return loss
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of one optimizer.

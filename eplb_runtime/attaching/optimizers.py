@@ -6,6 +6,7 @@ holds one of them is refused at its first step, whoever made it and whenever.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -221,6 +222,8 @@ class Optimizers:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
+        if _steps_within_itself(optimizer):
+            return None
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "optimizer.step() inside a backward pass (from a gradient hook), where gradients of other parameters "
@@ -250,6 +253,8 @@ class Optimizers:
     @torch.compiler.disable
     def _step_alone(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs last before a step: gradients are what the optimizer will see."""
+        if _steps_within_itself(optimizer):
+            return
         hooks = optimizer._optimizer_step_pre_hooks
         if next(reversed(hooks)) != self._last[id(optimizer)]:  # another may change them yet: from the next step on
             return
@@ -280,6 +285,8 @@ class Optimizers:
 
     @torch.compiler.disable
     def _after_step(self, number: int, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
+        if optimizer is not None and _steps_within_itself(optimizer):
+            return
         self._stepping = False
         if optimizer is not None:
             self._stepped_alone(optimizer)
@@ -346,3 +353,18 @@ def _refuse_foreign_scaler() -> None:
                 )
             return
         frame = frame.f_back  # type: ignore[assignment]
+
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that torch puts around every class's ``step``."""
+
+
+def _steps_within_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of ``optimizer`` runs in a step that the optimizer's own step has called: torch calls hooks for
+    both where a class's ``step`` calls that of its base, and the base has been made once by itself."""
+    steps, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps > 1

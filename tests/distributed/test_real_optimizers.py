@@ -32,3 +32,7 @@ def test_optimizers_of_torchs_move_to_the_bit_or_are_refused_in_a_line() -> None
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
 def test_schedule_free_optimizers_move_to_the_bit(name: str) -> None:
     assert found("schedulefree", SCHEDULE_FREE)[name] == Outcome("to the bit")
+
+
+def test_a_step_that_calls_the_step_of_its_base_is_one_step() -> None:
+    assert found("optimizer_table", ("AroundAdamW",)) == {"AroundAdamW": Outcome("to the bit")}
