@@ -3,22 +3,24 @@
 Each name is imported when first used, so that the command line and the planner don't wait for torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
-    from .balancer import Balancer
+    from .balancer.balancer import Balancer
+    from .balancer.gradients.scaler import GradScaler
     from .checkpoint import load_logical_state_dict, logical_state_dict
     from .config import BalancerConfig
-    from .gradients.scaler import GradScaler
     from .hosts import MoE, attach, shard_experts, stack_experts
     from .hosts.recording import record
     from .hosts.trainer import BalancedTrainer
     from .placement import Placement
     from .planner import Plan, plan, rebalance_experts
+    from .tools.verification import verify
     from .topology import Topology
-    from .verification import verify
 
 __version__ = "0.1.0"
 
@@ -44,9 +46,9 @@ __all__ = [
 
 _ROOM_OF = {
     "BalancedTrainer": "hosts.trainer",
-    "Balancer": "balancer",
+    "Balancer": "balancer.balancer",
     "BalancerConfig": "config",
-    "GradScaler": "gradients.scaler",
+    "GradScaler": "balancer.gradients.scaler",
     "MoE": "hosts",
     "Placement": "placement",
     "Plan": "planner",
@@ -59,8 +61,20 @@ _ROOM_OF = {
     "record": "hosts.recording",
     "shard_experts": "hosts",
     "stack_experts": "hosts",
-    "verify": "verification",
+    "verify": "tools.verification",
 }
+
+
+class _Simulate(ModuleType):
+    """`eplb_runtime.simulate`, whose file is ``tools/simulate.py``: imported when a name of it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.tools.simulate"), name)
+
+
+simulate = sys.modules[f"{__name__}.simulate"] = _Simulate(f"{__name__}.simulate")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
-from .text_table import text_table
+from .utils.tables import text_table
 
 logger = logging.getLogger("eplb_runtime")
 

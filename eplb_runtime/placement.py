@@ -17,8 +17,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import placement_file
-from .files import FileError
+from .utils import placement_file
+from .utils.files import FileError
 
 EMPTY = -1
 """What stands in a replica slot that holds no expert (``home`` layout only)."""
@@ -33,7 +33,7 @@ class PlacementError(ValueError):
 @dataclass(frozen=True)
 class HomeRows:
     """Which rank has the row of a home, and where: the ranks that have each row once, numbered in the order of the rows
-    (`ranks.Job.row_ranks`). Takes slots, or arrays of them, that are home slots.
+    (`distributed.ranks.Job.row_ranks`). Takes slots, or arrays of them, that are home slots.
 
     Args:
         slots_per_rank, homes_per_rank: S and E/R.
@@ -243,7 +243,7 @@ class Placement:
 
     def homes_over(self, num_ranks: int) -> IntArray:
         """int32 ``[L, num_ranks, E/num_ranks]``: as ``homes_LRH``, the same homes in the same order cut for another
-        number of ranks: where those of a rank are divided over several (`ranks.Ranks`)."""
+        number of ranks: where those of a rank are divided over several (`distributed.ranks.Ranks`)."""
         return self.homes_LRH.reshape(self.num_layers, num_ranks, -1)
 
     def home_rows(self, parts: int = 1) -> HomeRows:
@@ -321,7 +321,7 @@ class Placement:
             return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
-        """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`files.replacing`.
+        """Write ``.json`` or ``.safetensors``, by the file's ending; see :func:`utils.files.replacing`.
 
         Raises:
             PlacementError: another ending.

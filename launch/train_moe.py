@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.launching import repeat_every_bit
 from eplb_runtime.observe.profiling import Profiler
 from eplb_runtime.observe.summary import summary_text
+from eplb_runtime.tools.launch import repeat_every_bit
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from eplb_runtime.migration.transports.cuda_memory import DeviceMemory
-from eplb_runtime.migration.transports.segments import Segment, open_segment
-from eplb_runtime.migration.transports.side_stream import SideStream
+from eplb_runtime.distributed.transports.cuda_memory import DeviceMemory
+from eplb_runtime.distributed.transports.segments import Segment, open_segment
+from eplb_runtime.distributed.transports.side_stream import SideStream
 
 LOOKS = 3
 """A copy is done when somebody has looked so often whether it is."""

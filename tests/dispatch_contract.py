@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eplb_runtime.dispatch.base import Dispatcher
-from eplb_runtime.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.routing.splitter import RowCounts
+from eplb_runtime.moe.dispatch.base import Dispatcher
+from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.moe.routing.splitter import RowCounts
 
 SLOTS, WIDTH = 3, 8
 

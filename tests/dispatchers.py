@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.dispatch.base import Dispatched, Dispatcher, Handle
-from eplb_runtime.experts.compute import SlotCounts
-from eplb_runtime.routing.splitter import RowCounts
+from eplb_runtime.moe.dispatch.base import Dispatched, Dispatcher, Handle
+from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.moe.routing.splitter import RowCounts
 
 
 @dataclass(frozen=True, eq=False)

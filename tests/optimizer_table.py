@@ -27,7 +27,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching.description import AttachError
+from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 PACKAGES = ("torch.optim", "torch_optimizer", "pytorch_optimizer", "schedulefree", "bitsandbytes.optim", "timm.optim")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from moe_models import FAMILIES
 
-from eplb_runtime import compiling, rebalancing
+from eplb_runtime.balancer import compile_ahead, rebalancer
 
 PRELOAD = [
     "torch",
@@ -30,7 +30,7 @@ PRELOAD = [
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "eplb_runtime.hosts.transformers.weights",
-    "eplb_runtime.verification",
+    "eplb_runtime.tools.verification",
     "moe_models",
     "ranks",
     "compiled",
@@ -116,14 +116,14 @@ def start_server() -> None:
 def compile_once() -> None:
     """What ranks read from the disk then."""
     for policy in ("incremental", "static", ""):
-        compiling.compile_apart(policy)
+        compile_ahead.compile_apart(policy)
 
 
 def _rank_main(
     rank: int, world_size: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    rebalancing.COMPILED_SOON_SECONDS = COMPILED_SECONDS
+    rebalancer.COMPILED_SOON_SECONDS = COMPILED_SECONDS
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.migration.transports.segments import Segment, open_segment
+from eplb_runtime.distributed.transports.segments import Segment, open_segment
 
 PAD_BYTES = 2048
 """What torch had for long; newer ones have more."""

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from eplb_runtime.checksum import HASH_BLOCK_BYTES, as_bytes, block_hashes
-from eplb_runtime.migration.transports import TRANSPORTS
-from eplb_runtime.migration.transports.base import Message, Transport, TransportError
+from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
+from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, as_bytes, block_hashes
 
 RANKS = 3
 TIMEOUT = 30.0

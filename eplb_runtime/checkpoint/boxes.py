@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..experts.slices import columns, local
+from ..moe.experts.slices import columns, local
 from .state import Entry, LogicalView
 
 

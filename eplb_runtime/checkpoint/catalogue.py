@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..files import FileError, require_readable
+from ..utils.files import FileError, require_readable
 from .boxes import Box
 from .schema import FORMAT, VERSION, SchemaError, check_header, check_index, covers, from_text
 from .state import CheckpointError

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
-from ..experts.slices import columns, local
+from ..moe.experts.slices import columns, local
 from .expert_rows import ExpertRows
 from .meeting import Meeting
 from .optimizers import Given

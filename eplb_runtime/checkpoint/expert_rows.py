@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..experts.gathering import rows_at_once
+from ..moe.experts.gathering import rows_at_once
 
 _ATEN = torch.ops.aten
 _ALIKE = (

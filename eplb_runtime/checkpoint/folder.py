@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..files import PARTIALS, write_file
+from ..utils.files import PARTIALS, write_file
 from .boxes import Box, boxes_here, boxes_to_write
 from .catalogue import INDEX, Catalogue, index_checksum, names_of
 from .meeting import Meeting

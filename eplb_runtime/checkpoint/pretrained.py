@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from ..attaching.description import PretrainedFolders
 from .state import CheckpointError, LogicalView
+
+
+class PretrainedFolders(Protocol):
+    """A framework's own checkpoint folders, for an attached model. Collective."""
+
+    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
+        """Write the whole model in logical order."""
+
+    def read(self, view: LogicalView, folder: Path) -> None:
+        """Read weights into the live tensors, each rank its own experts."""
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:

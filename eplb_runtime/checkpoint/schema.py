@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..load_series import LONGEST, decode
+from ..load.series import LONGEST, decode
 from ..placement import Placement, PlacementError
 from .tensor_file import DTYPES
 

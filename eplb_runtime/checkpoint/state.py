@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..attaching.state_hooks import KEY
-from ..balancer import Balancer
-from ..experts.optimizer_state import is_per_expert
-from ..experts.slices import let_slices_stand, local
+from ..balancer.balancer import Balancer
+from ..moe.experts.matching import MARK
+from ..moe.experts.optimizer_state import is_per_expert
+from ..moe.experts.slices import let_slices_stand, local
 from .optimizers import Given, as_one
 
 logger = logging.getLogger("eplb_runtime")
@@ -99,7 +99,7 @@ class LogicalView:
     def _model_entries(self) -> Iterator[Entry]:
         """By the names of ``model.state_dict()``; tied tensors under each of their names."""
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and name.rpartition(".")[2] != KEY:
+            if isinstance(tensor, Tensor) and name.rpartition(".")[2] != MARK:
                 yield Entry("model", name, "", tensor, self.layer_of(self._name_of.get(id(tensor), name)))
 
     def _optimizer_entries(self) -> Iterator[Entry]:

@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..checksum import CHECKSUM_BYTES, as_bytes, checksum
-from ..files import replacing
+from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
+from ..utils.files import replacing
 
 DTYPE_NAMES = {
     torch.float64: "F64",

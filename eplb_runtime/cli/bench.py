@@ -1,4 +1,4 @@
-"""``eplb-runtime bench``: one command for each file of ``bench/``."""
+"""``eplb-runtime bench``: one command for each file of ``tools/bench/``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .printing import note, print_json, print_table, spinner
 
 ON_RANKS = ("dispatch", "migrate", "beside", "train")
 ON_GPUS = ("dispatch", "migrate")
-"""Files of ``bench/`` whose ``run(device, repeats)`` needs ranks."""
+"""Files of ``tools/bench/`` whose ``run(device, repeats)`` needs ranks."""
 STEADY = 1.25
 """Blocks of equal work that take more than so many times as long as others were disturbed."""
 WITH_MODELS = ("train", "beside")
@@ -254,7 +254,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def _planner(arguments: argparse.Namespace) -> None:
-    from ..bench.planner import run
+    from ..tools.bench.planner import run
 
     with spinner() as shown:
         result = run(arguments.loads, arguments.peers, arguments.repeats, on_progress=shown.update)
@@ -262,7 +262,7 @@ def _planner(arguments: argparse.Namespace) -> None:
 
 
 def _split(arguments: argparse.Namespace) -> None:
-    from ..bench.split import run
+    from ..tools.bench.split import run
 
     with spinner() as shown:
         result = run(arguments.loads, arguments.repeats, on_progress=shown.update)
@@ -270,7 +270,7 @@ def _split(arguments: argparse.Namespace) -> None:
 
 
 def _count(arguments: argparse.Namespace) -> None:
-    from ..bench.count import run
+    from ..tools.bench.count import run
 
     with spinner() as shown:
         result = run(arguments.repeats, on_progress=shown.update)
@@ -280,7 +280,7 @@ def _count(arguments: argparse.Namespace) -> None:
 def _kernels(arguments: argparse.Namespace) -> None:
     import torch
 
-    from ..on_triton import triton
+    from ..utils.triton import triton
 
     if triton is None or not torch.cuda.is_available():
         what = "a GPU" if triton is not None else "Triton (pip install triton), and a GPU"
@@ -290,7 +290,7 @@ def _kernels(arguments: argparse.Namespace) -> None:
             f"--ranks {arguments.ranks} must divide --experts {arguments.experts}, which are more than "
             f"--top-k {arguments.top_k}"
         )
-    from ..bench.kernels import run
+    from ..tools.bench.kernels import run
 
     sizes = {name: getattr(arguments, name) for name in ("tokens", "top_k", "experts", "ranks", "hidden")}
     with spinner() as shown:
@@ -299,7 +299,7 @@ def _kernels(arguments: argparse.Namespace) -> None:
 
 
 def _observe(arguments: argparse.Namespace) -> None:
-    from ..bench.observe import run
+    from ..tools.bench.observe import run
 
     if arguments.experts % arguments.ranks:
         raise InputError(f"--ranks {arguments.ranks} does not divide --experts {arguments.experts}")
@@ -313,7 +313,7 @@ def _observe(arguments: argparse.Namespace) -> None:
 
 
 def _scale(arguments: argparse.Namespace) -> None:
-    from ..bench.scale import run
+    from ..tools.bench.scale import run
 
     with spinner() as shown:
         result = run(arguments.repeats, replica_slots=arguments.replica_slots, on_progress=shown.update)
@@ -338,7 +338,7 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
         require_extra("transformers", f"bench {arguments.what}")
     from importlib import import_module
 
-    from ..launching import is_first, launched, launcher_environment, process_group, start_ranks
+    from ..tools.launch import is_first, launched, launcher_environment, process_group, start_ranks
 
     brief = "brief" in arguments and arguments.brief
     per_node = arguments.ranks_per_node if "ranks_per_node" in arguments else None
@@ -368,7 +368,7 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
     with process_group(on) as device, spinner() if is_first() else nullcontext() as shown:
         if shown is not None and arguments.what in WITH_MODELS:
             sizes["on_progress"] = shown.update
-        bench = import_module(f"..bench.{arguments.what}", __package__)
+        bench = import_module(f"..tools.bench.{arguments.what}", __package__)
         result = (bench.run_brief if brief else bench.run)(device, arguments.repeats, **sizes)
     if is_first():
         _print(result, arguments.json)
@@ -379,8 +379,8 @@ def _on_ranks(arguments: argparse.Namespace) -> int:
 
 def _attached(arguments: argparse.Namespace) -> int:
     require_extra("transformers", "bench attached")
-    from ..bench.attached import run
-    from ..launching import launched, launcher_environment, process_group, start_ranks
+    from ..tools.bench.attached import run
+    from ..tools.launch import launched, launcher_environment, process_group, start_ranks
 
     if not launched():
         options = ["--repeats", str(arguments.repeats), "--device", arguments.device]
@@ -394,8 +394,8 @@ def _attached(arguments: argparse.Namespace) -> int:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    from ..bench.overlap import run
-    from ..launching import is_first, launched, process_group, start_ranks
+    from ..tools.bench.overlap import run
+    from ..tools.launch import is_first, launched, process_group, start_ranks
 
     if not launched():
         options = ["--repeats", str(arguments.repeats), "--micro-batches", str(arguments.micro_batches)]
@@ -409,8 +409,8 @@ def _overlap(arguments: argparse.Namespace) -> int:
 
 
 def _two_batches(arguments: argparse.Namespace) -> int:
-    from ..bench.two_batches import run
-    from ..launching import is_first, launched, process_group, start_ranks
+    from ..tools.bench.two_batches import run
+    from ..tools.launch import is_first, launched, process_group, start_ranks
 
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--trace", str(arguments.trace)] if arguments.trace else [])]
@@ -424,9 +424,9 @@ def _two_batches(arguments: argparse.Namespace) -> int:
 
 def _soak(arguments: argparse.Namespace) -> int:
     require_extra("transformers", "bench soak")
-    from ..bench.soak import SETTINGS
-    from ..bench.soak_lives import run, run_one
-    from ..launching import is_first, launched, process_group
+    from ..tools.bench.soak import SETTINGS
+    from ..tools.bench.soak_lives import run, run_one
+    from ..tools.launch import is_first, launched, process_group
 
     settings = arguments.settings or list(SETTINGS)
     if unknown := [name for name in settings if name not in SETTINGS]:

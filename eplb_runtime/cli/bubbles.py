@@ -68,7 +68,7 @@ def _schedules(text: str) -> list[str]:
 
 def _run(arguments: argparse.Namespace) -> None:
     _check(arguments)
-    from ..bubbles import SCHEDULES, Times, follow, plot, read_table, stages_of, table_of
+    from ..tools.bubbles import SCHEDULES, Times, follow, plot, read_table, stages_of, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
     if arguments.table is not None:
@@ -125,7 +125,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _loads(arguments: argparse.Namespace, stages: int) -> dict[str, list[float] | None]:
     """By name: how many times as long each stage takes; None: experts are even."""
-    from ..bubbles import stage_imbalance, stretch
+    from ..tools.bubbles import stage_imbalance, stretch
 
     loads: dict[str, list[float] | None] = {"even": None}
     if arguments.load is not None:

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from ..formats.convert import convert
+    from ..tools.formats.convert import convert
 
     done = convert(
         arguments.source,

@@ -13,7 +13,7 @@ from .printing import print_json, print_table, spinner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..doctor import Carrier, Diagnosis
+    from ..tools.doctor import Carrier, Diagnosis
 
 
 def add(commands: Any) -> None:
@@ -52,8 +52,8 @@ def _run(arguments: argparse.Namespace) -> None:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
     import torch
 
-    from ..doctor import diagnose, try_transports
-    from ..launching import is_first, process_group
+    from ..tools.doctor import diagnose, try_transports
+    from ..tools.launch import is_first, process_group
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = diagnose(

@@ -29,7 +29,7 @@ def require_extra(module: str, what: str) -> None:
 
 def require_output(path: str | None, endings: Sequence[str]) -> None:
     """Refuse a file that could not be written; None: none was asked for."""
-    from ..files import FileError, require_writable
+    from ..utils.files import FileError, require_writable
 
     if path is None:
         return
@@ -72,7 +72,7 @@ def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = 
     Args:
         layers: MoE layers, where they are known: a file that has no more of them has no dense layers to leave out.
     """
-    from ..formats.loads import layers_without_tokens, read_load
+    from ..tools.formats.loads import layers_without_tokens, read_load
 
     dense = arguments.dense_layers or 0
     load = read_load(path, 0 if layers else dense)

@@ -107,7 +107,7 @@ def _available(arguments: argparse.Namespace) -> list[bool] | None:
 
 def _current(arguments: argparse.Namespace, layout: str | None = None) -> Placement:
     """The placement that stands; in this layout, or in the file's."""
-    from ..formats.convert import read_placement
+    from ..tools.formats.convert import read_placement
 
     return read_placement(arguments.current, arguments.ranks, arguments.dense_layers or 0, layout=layout)
 

@@ -50,17 +50,17 @@ def _log(verbose: int) -> None:
 
 
 def _input_errors() -> tuple[type[ValueError], ...]:
-    from ..bubbles import BubbleError
-    from ..files import FileError
     from ..placement import PlacementError
     from ..planner import PlanError
+    from ..tools.bubbles import BubbleError
+    from ..utils.files import FileError
 
     known = [BubbleError, InputError, FileError, PlacementError, PlanError]
     if "torch" in sys.modules:  # else none of these was raised
-        from ..doctor import DoctorError
         from ..hosts import AttachError
         from ..hosts.transformers.models import ModelError
-        from ..launching import LaunchError
+        from ..tools.doctor import DoctorError
+        from ..tools.launch import LaunchError
 
         known += [AttachError, DoctorError, ModelError, LaunchError]
     return tuple(known)

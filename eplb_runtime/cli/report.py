@@ -30,9 +30,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..files import write_file
     from ..observe.report import report_of, state_of_run
     from ..observe.summary import summary_of, summary_text
+    from ..utils.files import write_file
 
     require_output(arguments.output, (".html", ".htm"))
     source = Path(arguments.source)

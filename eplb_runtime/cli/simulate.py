@@ -20,7 +20,7 @@ from .inputs import policy_options, read_windows, require_extra, require_output,
 from .printing import print_json, print_table, progress
 
 if TYPE_CHECKING:
-    from ..simulate import PolicyRun
+    from ..tools.simulate import PolicyRun
 
 GATE = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
 
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..simulate import (
+    from ..tools.simulate import (
         PLOT_ENDINGS,
         WINDOW_ENDINGS,
         Asked,

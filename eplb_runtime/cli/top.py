@@ -37,9 +37,9 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..files import write_file
     from ..observe.looking import source_of
     from ..observe.terminal import picture, screen
+    from ..utils.files import write_file
 
     require_output(arguments.output, (".svg",))
     source = source_of(arguments.job, arguments.token)

@@ -42,8 +42,8 @@ exit status: 0 passed, 1 a difference or nothing proved, 2 bad input (torchrun i
 
 def _run(arguments: argparse.Namespace) -> int:
     require_extra("transformers", "verify")
-    from ..launching import is_first, launched
-    from ..verification.job import run
+    from ..tools.launch import is_first, launched
+    from ..tools.verification.job import run
 
     if not launched() and arguments.replica_slots:
         raise InputError(

@@ -1,7 +1,7 @@
 """One room per framework: what its MoE layers look like, where its experts are, how to get between the two.
 
-``attach`` asks the list of hosts in turn and hands the model's description to `attaching`. Nothing outside this room
-knows a framework.
+``attach`` asks the list of hosts in turn and hands the model's description to `hosts.attaching`. Nothing outside this
+room knows a framework.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..attaching.attach import attach_stages
-from ..attaching.checks import device_of
-from ..attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
-from ..attaching.meeting import meet
-from ..attaching.sharding import shard_stage
-from ..balancer import Balancer
+from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
-from ..ranks import GroupError, Ranks, job_ranks
+from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
+from .attaching.attach import attach_stages
+from .attaching.checks import device_of
+from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
+from .attaching.meeting import meet
+from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
@@ -66,7 +66,7 @@ def attach(
         ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
             placement, and expert gradients are averaged over them.
         ranks: where the world is not one whole model on every EP group: the job's ranks, this rank's EP group and
-            pipeline stages, and what gradients are divided by (`eplb_runtime.ranks.Ranks`); in the place of
+            pipeline stages, and what gradients are divided by (`eplb_runtime.distributed.ranks.Ranks`); in the place of
             ``ep_group``.
         device: for a model on the meta device, where to make it: this rank's experts and the rest, nothing more. Its
             weights are NaN until you load them, with ``eplb_runtime.checkpoint.load`` or ``load_pretrained``.

@@ -13,8 +13,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from ..balancer import Balancer
-from ..ranks import gather_rows
+from ..balancer.balancer import Balancer
+from ..distributed.ranks import gather_rows
 
 
 class InStep:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
-from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
-from ..experts.compute import SlotCounts
-from ..gradients.division import foreign_hooks
-from ..layer import ExpertParallelLayer
+from ..balancer.gradients.division import foreign_hooks
+from ..moe.experts.compute import SlotCounts
+from ..moe.layer import ExpertParallelLayer
+from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from .tried import short, why_not_alike
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -44,8 +44,8 @@ class MoE:
         run: name of the method that runs them: of that module itself, or, if it has none of this name (as an
             ``nn.ModuleList``), of the module that it is a part of.
         compute: ``(rows, counts, parameters) -> rows``, for experts in tensors ``[E, ...]``: rows ``[M, D]`` of the
-            experts of this rank, one after the other; how many each has (`experts.compute.SlotCounts`: ``known()`` are
-            numbers, ``offsets_S`` is what grouped GEMMs take); tensors ``[slots, ...]`` by name. Router weights are
+            experts of this rank, one after the other; how many each has (`moe.experts.compute.SlotCounts`: ``known()``
+            are numbers, ``offsets_S`` is what grouped GEMMs take); tensors ``[slots, ...]`` by name. Router weights are
             not its business, and each row's result must depend on that row alone. None: the experts are an
             ``nn.ModuleList`` that `stack_experts` has stacked.
         alignment: ``compute`` wants each expert's rows to begin at a multiple of so many, as grouped products of float8
@@ -117,7 +117,7 @@ class StackedExperts(nn.Module):
         return int(next(self.parameters()).shape[0])
 
     def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        """An `experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
+        """A `moe.experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
         template = self._template[0].train(self.training)
         of_slots = zip(*(parameter.unbind() for parameter in parameters), strict=True)
         results = [
@@ -236,7 +236,7 @@ def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:
 
 @dataclass(frozen=True)
 class _UsersCompute:
-    """An `experts.compute.Compute` around ``MoE.compute``."""
+    """A `moe.experts.compute.Compute` around ``MoE.compute``."""
 
     layer: MoE
     names: tuple[str, ...]

@@ -24,13 +24,13 @@ from torch.distributed.pipelining.schedules import (
     _PipelineContext,
 )
 
-from ..attaching.description import AttachError
-from ..balancer import Balancer
+from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
-from ..dispatch.lanes import Lanes
-from ..ranks import Ranks
+from ..distributed.ranks import Ranks
+from ..moe.dispatch.lanes import Lanes
 from . import MoE, _meet
 from . import attach as attach_models
+from .attaching.description import AttachError
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 

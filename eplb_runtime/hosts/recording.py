@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import private_groups
-from ..attaching.description import AttachError, WatchedModel
-from ..attaching.meeting import meet
-from ..files import FileError
-from ..job_store import name_of_job
+from ..distributed import private_groups
+from ..distributed.store import name_of_job
 from ..observe.recorder import Recorder
 from ..observe.recording import Recording
+from ..utils.files import FileError
 from . import module, rooms
+from .attaching.description import AttachError, WatchedModel
+from .attaching.meeting import meet
 from .module import MoE
 
 WAITING_SECONDS = 30.0
@@ -62,7 +62,7 @@ def record(
         A layer of four experts that serves 32 tokens, each by two of them, in one process:
 
         >>> import tempfile
-        >>> from eplb_runtime.formats.loads import read_load
+        >>> from eplb_runtime.tools.formats.loads import read_load
         >>> class Layer(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attaching.description import AttachError
-from ..balancer import Balancer
+from ..balancer.balancer import Balancer
+from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.catalogue import INDEX
 from ..checkpoint.meeting import Meeting
 from ..checkpoint.restoring import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
-from ..files import write_file
-from ..gradients.scaler import GradScaler
+from ..utils.files import write_file
 from . import attach
+from .attaching.description import AttachError
 
 try:
     from transformers import PreTrainedModel, Trainer

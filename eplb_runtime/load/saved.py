@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..load_series import LONGEST, decode, encode
 from .counter import LoadCounter
+from .series import LONGEST, decode, encode
 
 logger = logging.getLogger("eplb_runtime")
 

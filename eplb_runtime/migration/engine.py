@@ -1,7 +1,7 @@
 """Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
 
 The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`; `migrate` runs them in a
-row, `background.py` runs several rounds at once while training goes on. Until a round is committed, live
+row, `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
 rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
 rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
 nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checksum import block_hashes
-from ..experts.record import RecordFormat
-from ..experts.registry import ExpertTensors
-from ..phases import phase
+from ..distributed.agreement import Agreement, InDoubt
+from ..distributed.ballot import Ballot, State, Verdict
+from ..distributed.points import Phase, Probe, unobserved
+from ..distributed.transports.base import Transport, TransportError
+from ..moe.experts.record import RecordFormat
+from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
-from ..points import Phase, Probe, unobserved
-from .agreement import Agreement, InDoubt
-from .ballot import Ballot, State, Verdict
+from ..utils.checksums import block_hashes
+from ..utils.spans import phase
 from .exchange import Exchange, Exchanger
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
-from .transports.base import Transport, TransportError
 from .verifying import HashBlocks
 
 logger = logging.getLogger("eplb_runtime")
@@ -148,7 +148,7 @@ class MigrationEngine:
         row_rank: this rank among those.
         staging_bytes: bytes of received experts held at once; never less than one expert.
         timeout_seconds: for the transfers of one round.
-        hash_blocks: what hashes experts on a GPU, as `checksum.block_hashes`.
+        hash_blocks: what hashes experts on a GPU, as `utils.checksums.block_hashes`.
 
     Attributes:
         broken: why this rank cannot go on; empty: it can.

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checksum import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
-from ..experts.record import RecordFormat
+from ..distributed.transports.base import Message, Pending, Together, Transport
+from ..moe.experts.record import RecordFormat
 from ..placement import HomeRows
+from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, in_turn, packed_bytes, runs_of
-from .transports.base import Message, Pending, Together, Transport
 from .verifying import HashBlocks, checksum_of
 
 

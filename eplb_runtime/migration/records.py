@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import one_line
-from ..experts.record import RecordFormat
-from ..experts.registry import ExpertTensors, RegistryError, why_not_written
-from .agreement import Agreement, is_one_value, two_sided
-from .ballot import Verdict
+from ..distributed.agreement import Agreement, is_one_value, two_sided
+from ..distributed.ballot import Verdict
+from ..moe.experts.record import RecordFormat
+from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
+from ..utils.errors import one_line
 from .staging import runs_of
 
 

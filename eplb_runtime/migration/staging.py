@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..experts.record import RecordFormat, RowField
+from ..moe.experts.record import RecordFormat, RowField
 
 DIRECT_BYTES = 1 << 20
 """A row of at least so many bytes is sent from where it lives; smaller ones are packed (measured on gloo: packing

@@ -9,11 +9,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..checksum import HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, block_hashes
-from ..host_bytes import fast_host_hashes
+from ..utils.checksums import HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, block_hashes
+from ..utils.checksums_numba import fast_host_hashes
 
 HashBlocks = Callable[[Tensor], Tensor]
-"""As `checksum.block_hashes`."""
+"""As `utils.checksums.block_hashes`."""
 
 
 def checksum_of(

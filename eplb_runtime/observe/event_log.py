@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..files import FileError
+from ..utils.files import FileError
 from .records import FORMAT, JOB, Record, RecordError, from_json, to_json
 
 NAME = "events.jsonl"

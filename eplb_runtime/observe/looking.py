@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import FileError
+from ..utils.files import FileError
 from .event_log import EventReader, holds_events
 from .records import RecordError
 from .state import RunState

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..events import Event
 from ..placement import Placement
-from ..worker import Worker
+from ..utils.worker import Worker
 from .records import Record, record_of
 
 logger = logging.getLogger("eplb_runtime")

@@ -16,7 +16,8 @@ SKIP, WARM_UP = 2, 1
 class Profiler:
     """Records some steps of this rank and writes ``rank<N>.json.gz``. A context manager.
 
-    The threads of gloo and of the balancer are recorded, too. Spans of the balancer are named by `eplb_runtime.phases`.
+    The threads of gloo and of the balancer are recorded, too. Spans of the balancer are named by
+    `eplb_runtime.utils.spans`.
 
     Args:
         folder: made if it is not there; a trace that is there is replaced.

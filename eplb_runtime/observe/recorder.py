@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import FileError
-from ..load_series import SeriesWriter
-from ..worker import Worker
+from ..load.series import SeriesWriter
+from ..utils.files import FileError
+from ..utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")
 

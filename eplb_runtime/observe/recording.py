@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..load.aggregate import HostCopy, aggregate
 from ..load.counter import LoadCounter, in_recompute
-from ..worker import Worker
+from ..utils.worker import Worker
 from .recorder import Recorder
 
 logger = logging.getLogger("eplb_runtime")

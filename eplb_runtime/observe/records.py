@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
-from ..load_series import decode, encode
+from ..load.series import decode, encode
+from ..moe.routing.tables import SplitTables
 from ..placement import EMPTY, Placement
 from ..planner.evaluate import even_split_rank_load, filled_rank_load, imbalance, predicted_imbalance
-from ..routing.tables import SplitTables
 from ..topology import Topology
 
 Record = dict[str, Any]

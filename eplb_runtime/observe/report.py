@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..files import FileError, require_readable
+from ..utils.files import FileError, require_readable
 from .event_log import holds_events, read_events
 from .state import RunState, state_of
 from .view import view_of

@@ -13,10 +13,10 @@ from pathlib import Path
 from .. import __version__
 from ..config import BalancerConfig
 from ..events import EventLog
-from ..files import write_file
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
+from ..utils.files import write_file
 from .event_log import EventWriter
 from .metrics import Metric, metrics_of, scalars_of
 from .observer import Observer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..balancer import Balancer
+    from ..balancer.balancer import Balancer
 
 Tracker = Callable[[int, Mapping[str, float]], None]
 """Called with the step and ``{"imbalance/measured/mean": 1.2, ...}``."""

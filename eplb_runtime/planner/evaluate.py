@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..moe.routing.speeds import split_by_speed
+from ..moe.routing.tables import SplitTables
 from ..placement import EMPTY, Placement
-from ..routing.speeds import split_by_speed
-from ..routing.tables import SplitTables
 from ..topology import Topology
 from .search.bounds import lower_bound
 from .types import PlanRequest

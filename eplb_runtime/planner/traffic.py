@@ -1,8 +1,8 @@
 """How far tokens travel under a placement: to a copy on their own rank, on their own node, or on another.
 
-A batch's tokens go to copies on their own rank first, then on their node, then to the rest (``routing/sources.py``); so
-what leaves a node of an expert's tokens is what the copies there do not take. Sources are counted by node, the ranks of
-a node send alike.
+A batch's tokens go to copies on their own rank first, then on their node, then to the rest
+(``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
+are counted by node, the ranks of a node send alike.
 
 Shape suffixes besides those of ``routing``: N nodes.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..moe.routing.tables import SplitTables
+from ..moe.routing.water_filling import split_totals
 from ..placement import EMPTY, Placement
-from ..routing.tables import SplitTables
-from ..routing.water_filling import split_totals
 from ..topology import Topology
 from .evaluate import UNITS, imbalance_by_scenario, in_units
 from .types import PlanError, PlanRequest

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..moe.routing.sources import split_for_rank
+from ..moe.routing.tables import SplitTables
 from ..placement import Placement
-from ..routing.sources import split_for_rank
-from ..routing.tables import SplitTables
 from ..topology import Topology
 from .planning import plan
 from .policies import LAYOUTS

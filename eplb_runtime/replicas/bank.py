@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.slices import is_sliced, local, version
+from ..moe.experts.slices import is_sliced, local, version
 
 Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 """Makes memory of a shape, as `carrier.Carrier.zeros` does."""
@@ -66,8 +66,8 @@ class ReplicaBank:
         zeros: makes memory that copies are in, if ``rows`` does not.
         gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
             (inference).
-        parts: D, over how many ranks the homes of each are divided (`ranks.Job.row_parts`): ``homes`` have ``[H/D,
-            ...]`` then, whole ones, and copies are slices.
+        parts: D, over how many ranks the homes of each are divided (`distributed.ranks.Job.row_parts`): ``homes`` have
+            ``[H/D, ...]`` then, whole ones, and copies are slices.
         rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
             that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
             (Slices of homes stay where they are: FSDP has its own memory for whole ones.)

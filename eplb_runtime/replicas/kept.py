@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows
+from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 

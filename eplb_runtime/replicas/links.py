@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..experts.slices import local
+from ..moe.experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
 from .carrier import Carrier, Copied, Row, Stage

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..migration.transports.deepep_package import refuse_filled_memory
-from ..migration.transports.deepep_rows import (
+from ..distributed.transports.deepep_package import refuse_filled_memory
+from ..distributed.transports.deepep_rows import (
     ROW_BYTES,
     Part,
     addresses,
@@ -29,9 +29,9 @@ from ..migration.transports.deepep_rows import (
     repeated,
     rows_of,
 )
-from ..migration.transports.ledger import Stream, streams_of
-from ..migration.transports.side_stream import SideStream
-from ..migration.transports.turns import Turns
+from ..distributed.transports.ledger import Stream, streams_of
+from ..distributed.transports.side_stream import SideStream
+from ..distributed.transports.turns import Turns
 from .carrier import Carrier, Copied, Lane, Stage, Waiting
 
 CALL_ROWS = (64 << 20) // ROW_BYTES

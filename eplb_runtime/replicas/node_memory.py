@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from ..migration.transports.meeting import tell_all
-from ..migration.transports.neighbours import node_of_this_rank
+from ..distributed.transports.meeting import tell_all
+from ..distributed.transports.neighbours import node_of_this_rank
 
 BACKEND = "CUDA"
 """torch's back end whose memory is written by plain copies and whose signals wait on a stream."""

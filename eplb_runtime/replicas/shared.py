@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts.compute import Compute, LocalExperts, SlotCounts, run_rows, with_spare, without_spare
-from ..experts.slices import with_divided_gradients
+from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows, with_spare, without_spare
+from ..moe.experts.slices import with_divided_gradients
 from .bank import ReplicaBank
 from .sync import ReplicaSync
 
@@ -162,7 +162,7 @@ class _FetchAhead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, combined_TD: Tensor, layer: SharedReplicas) -> Tensor:
         ctx.layer = layer
-        ctx.mark_dirty(combined_TD)  # itself and no view of it, as `dispatch.in_flight` hands it on
+        ctx.mark_dirty(combined_TD)  # itself and no view of it, as `moe.dispatch.in_flight` hands it on
         return combined_TD
 
     @staticmethod

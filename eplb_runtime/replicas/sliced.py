@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checksum import as_bytes
-from ..experts.compute import Compute
-from ..phases import phase
-from ..ranks import gather_rows
+from ..distributed.ranks import gather_rows
+from ..moe.experts.compute import Compute
+from ..utils.checksums import as_bytes
+from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype
 from .shared import SharedReplicas
 from .sync import ReplicaSync

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from ..experts.slices import local, version
-from ..phases import phase
+from ..moe.experts.slices import local, version
 from ..placement import EMPTY, Placement
+from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
 from .carrier import Carrier, Stage, Waiting
 from .links import NONE, Below, Linking, Links
@@ -44,7 +44,8 @@ class ReplicaSync:
     Args:
         banks: of the layers that are here, by layer.
         carrier, rank, parts, ranks_per_node: as of `links.Linking`.
-        gradient_divisor: what copies' gradients are divided by, as the homes' are (`ranks.Job.gradient_divisor`).
+        gradient_divisor: what copies' gradients are divided by, as the homes' are
+            (`distributed.ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
 
     Attributes:
@@ -239,8 +240,8 @@ class ReplicaSync:
 
     @contextmanager
     def within_a_graph(self, layer: int) -> Iterator[bool]:
-        """As `experts.compute.LocalExperts.within_a_graph`. Gradients of homes are there when the pass around ends, so
-        copies' are kept back until then, in memory of the layer's own; errors as for `bank.are_accumulated`."""
+        """As `moe.experts.compute.LocalExperts.within_a_graph`. Gradients of homes are there when the pass around ends,
+        so copies' are kept back until then, in memory of the layer's own; errors as for `bank.are_accumulated`."""
         trained = [parameter for parameter in self._banks[layer].trained() if parameter.requires_grad]
         edges = [(get_gradient_edge(parameter).node, 0) for parameter in trained]
         if not self.has_copies(layer) or not trained:

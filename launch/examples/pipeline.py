@@ -17,8 +17,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.hosts import pipelining
+from eplb_runtime.moe.experts.compute import SlotCounts
 
 HIDDEN, EXPERTS, TOP_K, VOCABULARY = 64, 8, 2, 256
 STAGES, MICRO_BATCHES, TOKENS = 4, 8, 128

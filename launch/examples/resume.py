@@ -31,8 +31,8 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime import checkpoint
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.ranks import Ranks
 
 SEQUENCES = 8
 """Of a step, over all ranks that work."""

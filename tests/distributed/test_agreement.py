@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from eplb_runtime.migration.agreement import Agreement, is_one_value, two_sided
-from eplb_runtime.migration.ballot import Ballot, Verdict
+from eplb_runtime.distributed.agreement import Agreement, is_one_value, two_sided
+from eplb_runtime.distributed.ballot import Ballot, Verdict
 
 
 def digest_of(text: str) -> bytes:

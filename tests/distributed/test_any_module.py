@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.experts.compute import SlotCounts
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS = 12

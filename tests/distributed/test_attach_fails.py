@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching import attach as attaching
-from eplb_runtime.attaching.meeting import meet
-from eplb_runtime.attaching.undo import Before
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.hosts.attaching import attach as attaching
+from eplb_runtime.hosts.attaching.meeting import meet
+from eplb_runtime.hosts.attaching.undo import Before
 
 EXPERTS = 8
 CONFIG = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=30, replica_slots=1)

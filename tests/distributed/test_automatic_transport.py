@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
-from eplb_runtime.migration.transports import neighbours, nixl_agent
-from eplb_runtime.migration.transports.automatic import Automatic, Choice, choose, lacks, probe
-from eplb_runtime.migration.transports.base import TransportError
-from eplb_runtime.migration.transports.mixed import Mixed
-from eplb_runtime.migration.transports.shm import SharedMemory
-from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
+from eplb_runtime.distributed.transports import neighbours, nixl_agent
+from eplb_runtime.distributed.transports.automatic import Automatic, Choice, choose, lacks, probe
+from eplb_runtime.distributed.transports.base import TransportError
+from eplb_runtime.distributed.transports.mixed import Mixed
+from eplb_runtime.distributed.transports.shm import SharedMemory
+from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import eplb_runtime as eplb
-from eplb_runtime.experts.matching import matched
+from eplb_runtime.moe.experts.matching import matched
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS, STEPS = 8, 6

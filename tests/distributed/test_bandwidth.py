@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from eplb_runtime.migration import bandwidth
-from eplb_runtime.migration.transports.base import Message, Pending, Transport, TransportError
-from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
+from eplb_runtime.distributed import bandwidth
+from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
+from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.topology import Topology
 
 START_SECONDS = 50e-6

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer import Balancer
+from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import CheckpointError, LogicalState
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle

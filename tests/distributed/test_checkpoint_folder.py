@@ -27,8 +27,8 @@ from eplb_runtime.checkpoint import CheckpointError
 from eplb_runtime.checkpoint import folder as own
 from eplb_runtime.checkpoint.catalogue import Catalogue
 from eplb_runtime.checkpoint.tensor_file import TensorFile
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.ranks import Ranks
 
 
 def saved(rank: int, folder: str, job: Job, steps: int = 3) -> State:

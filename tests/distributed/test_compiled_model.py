@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
-from eplb_runtime import layer, operators
+from eplb_runtime.distributed.hang_watchdog import OutOfStepError
+from eplb_runtime.moe import custom_ops, layer
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.watch import OutOfStepError
 
 STEPS = 2
 HOMES = {"moved": True}
@@ -278,7 +278,7 @@ def test_a_rank_that_is_not_compiled_goes_along_and_with_copies_is_named() -> No
 
 
 def _without_operators(rank: int) -> str:
-    layer.in_graphs = operators.in_graphs = lambda: False
+    layer.in_graphs = custom_ops.in_graphs = lambda: False
     with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
         train(rank, "eager")
     return str(refused.value)

@@ -19,13 +19,13 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching import attach, copies
-from eplb_runtime.attaching.description import AttachError
 from eplb_runtime.config import ConfigError
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.deepep_buffer import BufferCarrier
+from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.transports import deepep_package
+from eplb_runtime.hosts.attaching import attach, copies
+from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.deepep_buffer import BufferCarrier
 from eplb_runtime.replicas import copy_engine, multicast, node_memory, tree
 from eplb_runtime.replicas.node_memory import NodeMemory
 

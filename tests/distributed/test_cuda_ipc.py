@@ -19,10 +19,10 @@ from ranks import run_ranks
 from torch.multiprocessing import reductions
 from transport_contract import CASES, RANKS, Case, hear, large_messages, run_cases, soon, tell
 
-from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.cuda_ipc import CudaIpc
-from eplb_runtime.migration.transports.cuda_memory import Export, Handle
+from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports.cuda_memory import Export, Handle
 
 CPU = torch.device("cpu")
 CHEAP = [case for case in CASES if case is not large_messages]

@@ -31,11 +31,11 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch import choosing, float8
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.dispatch.choosing import CARRIERS
-from eplb_runtime.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch import choosing, float8
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
+from eplb_runtime.moe.dispatch.choosing import CARRIERS
+from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}

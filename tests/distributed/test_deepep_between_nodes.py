@@ -20,14 +20,14 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching import copies
 from eplb_runtime.config import ConfigError
-from eplb_runtime.dispatch import choosing, float8
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.dispatch.choosing import CARRIERS
-from eplb_runtime.migration.transports import TRANSPORTS, deepep_package
-from eplb_runtime.migration.transports.deepep import DeepEP
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
+from eplb_runtime.distributed.transports.deepep import DeepEP
+from eplb_runtime.hosts.attaching import copies
+from eplb_runtime.moe.dispatch import choosing, float8
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
+from eplb_runtime.moe.dispatch.choosing import CARRIERS
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, hear, large_messages, many_small_messages, run_cases, soon, tell
 
-from eplb_runtime.dispatch.deepep_buffer import BufferCarrier
-from eplb_runtime.migration.transports import TRANSPORTS, deepep
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.deepep import DeepEP
-from eplb_runtime.migration.transports.deepep_rows import ROW_BYTES
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.deepep import DeepEP
+from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
+from eplb_runtime.moe.dispatch.deepep_buffer import BufferCarrier
 
 CHEAP = [case for case in CASES if case not in (large_messages, many_small_messages)]
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ from dispatch_contract import (
 from dispatchers import ByRank
 from ranks import run_ranks
 
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.base import CountExchange
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import CountExchange
 
 KINDS = {"all_to_all": AllToAll, "reduced on each rank": ByRank}
 LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]

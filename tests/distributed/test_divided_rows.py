@@ -19,13 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching.attach import attach_stages
-from eplb_runtime.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from eplb_runtime.distributed.process_groups import GroupError
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.experts.compute import SlotCounts
+from eplb_runtime.hosts.attaching.attach import attach_stages
+from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
+from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.process_groups import GroupError
-from eplb_runtime.ranks import Ranks
 from eplb_runtime.replicas.sliced import SlicedReplicas, WholeCopies
 
 EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1

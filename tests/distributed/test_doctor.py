@@ -15,9 +15,9 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
-from eplb_runtime.doctor import diagnose, try_transports
-from eplb_runtime.doctor import links as doctor_links
-from eplb_runtime.migration.transports import TRANSPORTS
+from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.tools.doctor import diagnose, try_transports
+from eplb_runtime.tools.doctor import links as doctor_links
 
 RANKS = 2
 

@@ -12,10 +12,10 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.balancer.gradients import averaging
+from eplb_runtime.distributed.agreement import Agreement
+from eplb_runtime.distributed.ballot import Verdict
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.gradients import averaging
-from eplb_runtime.migration.agreement import Agreement
-from eplb_runtime.migration.ballot import Verdict
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.shuffle import plan_shuffle

@@ -14,6 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import (
     BalancingPaused,
     BalancingResumed,
@@ -24,7 +25,6 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import MigrationBroken, Phase
-from eplb_runtime.migration.transports import nixl_agent
 
 STEPS = 24
 INTERVAL = 4

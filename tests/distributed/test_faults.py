@@ -15,6 +15,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.points import Phase, Probe, unobserved
 from eplb_runtime.events import (
     BalancingEnded,
     BalancingPaused,
@@ -24,7 +25,6 @@ from eplb_runtime.events import (
     RebalancePlanned,
 )
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.points import Phase, Probe, unobserved
 
 RANKS, INTERVAL = 3, 2
 ABORTED = 120
@@ -257,7 +257,7 @@ def test_a_hundred_aborted_rebalances_leave_nothing_behind() -> None:
 def attach_and_close(rank: int, part: bool) -> list[tuple[int, int, int]]:
     import gc
 
-    from eplb_runtime.ranks import Ranks
+    from eplb_runtime.distributed.ranks import Ranks
 
     holding = []
     if part and rank == 2:

@@ -19,10 +19,10 @@ from ranks import run_ranks
 from recording import first_calls_not_made_by_all, record
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.process_groups import ProcessGroups
-from eplb_runtime.ranks import Ranks
 
 EXPERTS, RANKS = 6, 3
 

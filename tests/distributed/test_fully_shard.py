@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.experts.registry import ExpertTensor, ExpertTensors
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors
 
 EXPERTS = 8
 

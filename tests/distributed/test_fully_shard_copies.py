@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching.description import AttachError
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
+from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.ranks import Ranks
 from eplb_runtime.replicas.sliced import SlicedReplicas, WholeCopies
 
 EXPERTS, RANKS, STEPS, CLIP = 8, 4, 5, 0.5

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
+from eplb_runtime.balancer.guard import GuardError
 from eplb_runtime.events import GuardFinding, LoadMeasured
-from eplb_runtime.guard import GuardError
 
 EXPERTS = 8
 

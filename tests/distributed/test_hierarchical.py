@@ -26,9 +26,9 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 ORDERS = {"logical": Hierarchical, "by_rank": HierarchicalByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import eplb_runtime as eplb
-from eplb_runtime.bench.train import MoEStack, Workload
+from eplb_runtime.tools.bench.train import MoEStack, Workload
 
 pytestmark = pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
 TOTAL = 45
@@ -78,14 +78,14 @@ def _operations(layer: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> tupl
     return forward.by_name + backward.by_name, out_TD.detach()
 
 
-def _interpreted(launched: Counter[str]) -> eplb.kernels_in_use.Kernels:  # type: ignore[name-defined]
+def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  # type: ignore[name-defined]
     """All kernels, in Triton's interpreter, whose own operations do not count."""
     from triton.runtime import interpreter
 
-    from eplb_runtime import checksum_kernel
-    from eplb_runtime.dispatch import kernels as moves
-    from eplb_runtime.kernels_in_use import Kernels
-    from eplb_runtime.routing import kernels as routing
+    from eplb_runtime.moe.dispatch import kernels as moves
+    from eplb_runtime.moe.kernel_selection import Kernels
+    from eplb_runtime.moe.routing import kernels as routing
+    from eplb_runtime.utils import checksums_triton
 
     launch = interpreter.GridExecutor.__call__
 
@@ -96,12 +96,12 @@ def _interpreted(launched: Counter[str]) -> eplb.kernels_in_use.Kernels:  # type
 
     interpreter.GridExecutor.__call__ = counted
     dealing = routing.count_by_blocks, routing.deal_by_kernels
-    return Kernels(*dealing, checksum_kernel.launch, moves.MOVES, routing.count_and_look_up)
+    return Kernels(*dealing, checksums_triton.launch, moves.MOVES, routing.count_and_look_up)
 
 
 def _with_kernels(rank: int, replica_slots: int) -> tuple[Counter[str], Counter[str], Counter[str], bool]:
-    from eplb_runtime.attaching import attach as attaching
-    from eplb_runtime.kernels_in_use import Kernels
+    from eplb_runtime.hosts.attaching import attach as attaching
+    from eplb_runtime.moe.kernel_selection import Kernels
 
     launched: Counter[str] = Counter()
     kernels = _interpreted(launched)

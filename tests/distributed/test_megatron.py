@@ -21,10 +21,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.formats.loads import read_load
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.layer import HostDispatchedLayer
+from eplb_runtime.moe.layer import HostDispatchedLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
+from eplb_runtime.tools.formats.loads import read_load
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"

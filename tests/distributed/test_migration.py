@@ -15,14 +15,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eplb_runtime.experts.registry import ExpertTensors
-from eplb_runtime.migration.agreement import Agreement
-from eplb_runtime.migration.ballot import Ballot
+from eplb_runtime.distributed.agreement import Agreement
+from eplb_runtime.distributed.ballot import Ballot
+from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Outcome, Phase
 from eplb_runtime.migration.schedule import make_schedule
-from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
+from eplb_runtime.moe.experts.registry import ExpertTensors
+from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.placement import Placement
-from eplb_runtime.routing.lookup import SlotTable
 
 LAYERS, EXPERTS, RANKS = 3, 12, 4
 RECORD_BYTES = 3 * 64

@@ -22,14 +22,14 @@ from moe_models import batch_of
 from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
 
-from eplb_runtime import background
-from eplb_runtime.background import BackgroundMigration
+from eplb_runtime.distributed.transports import TRANSPORTS, nixl_agent
+from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports.deepep import DeepEP
+from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration import overlapped
 from eplb_runtime.migration.engine import MigrationEngine, Phase
-from eplb_runtime.migration.transports import TRANSPORTS, nixl_agent
-from eplb_runtime.migration.transports.cuda_ipc import CudaIpc
-from eplb_runtime.migration.transports.deepep import DeepEP
-from eplb_runtime.migration.transports.nvshmem import Nvshmem
+from eplb_runtime.migration.overlapped import BackgroundMigration
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 
@@ -43,7 +43,7 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
             for flight in self._flights:
                 if flight.layer == layer:
                     self._refuse(
-                        flight, background.Verdict(False, f"layer {layer}: a test says so", kind=background.LATE)
+                        flight, overlapped.Verdict(False, f"layer {layer}: a test says so", kind=overlapped.LATE)
                     )
         open_gate(self)
 

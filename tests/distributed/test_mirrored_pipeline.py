@@ -170,7 +170,7 @@ def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
 
 
 def forget_the_mirror() -> None:
-    from eplb_runtime.gradients.averaging import Averaging
+    from eplb_runtime.balancer.gradients.averaging import Averaging
 
     own = Averaging.reduce
     Averaging.reduce = lambda self, first: None if self._in_rank_order else own(self, first=first)

@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer import Balancer
+from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.experts.registry import ExpertTensors, RegistryError
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.moe.experts.registry import ExpertTensors, RegistryError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 16

@@ -25,14 +25,14 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.config import ConfigError
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.dispatch.choosing import CARRIERS
-from eplb_runtime.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.layer import ExpertParallelLayer
+from eplb_runtime.distributed.hang_watchdog import OutOfStepError
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
+from eplb_runtime.moe.dispatch.choosing import CARRIERS
+from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.moe.layer import ExpertParallelLayer
+from eplb_runtime.moe.routing.splitter import OnDevice
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.routing.splitter import OnDevice
-from eplb_runtime.watch import OutOfStepError
 
 ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
 MODEL, IN_FLOAT8 = False, True
@@ -324,9 +324,9 @@ def test_with_copies_the_device_splits(monkeypatch: pytest.MonkeyPatch, checkpoi
 def with_copies(rank: int, checkpointing: bool) -> tuple[list[str], int, str]:
     """What differs from a job without `most_tokens`; how often the device has split; and what is said where the host
     splits and must not."""
-    from eplb_runtime.attaching import attach as attaching
-    from eplb_runtime.kernels_in_use import Kernels
-    from eplb_runtime.routing import kernels, sources_kernel
+    from eplb_runtime.hosts.attaching import attach as attaching
+    from eplb_runtime.moe.kernel_selection import Kernels
+    from eplb_runtime.moe.routing import kernels, sources_kernel
 
     splits = []
 

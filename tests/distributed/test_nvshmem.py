@@ -24,9 +24,9 @@ from transport_contract import (
     tell,
 )
 
-from eplb_runtime.migration.transports import TRANSPORTS, nvshmem_heap
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.nvshmem import Nvshmem
+from eplb_runtime.distributed.transports import TRANSPORTS, nvshmem_heap
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 
 CHEAP = [case for case in CASES if case not in (large_messages, many_small_messages)]
 

@@ -16,14 +16,14 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.bench.attached import Block, run
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.base import Dispatcher
-from eplb_runtime.dispatch.one_rank import OneRank
-from eplb_runtime.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.layer import ExpertParallelLayer
-from eplb_runtime.routing.splitter import RowCounts
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import Dispatcher
+from eplb_runtime.moe.dispatch.one_rank import OneRank
+from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.moe.layer import ExpertParallelLayer
+from eplb_runtime.moe.routing.splitter import RowCounts
+from eplb_runtime.tools.bench.attached import Block, run
 
 THREE = (0, 1, 2)
 BATCHES = {

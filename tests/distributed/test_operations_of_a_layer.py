@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eplb_runtime as eplb
-from eplb_runtime.bench.train import MoEStack, Workload
+from eplb_runtime.tools.bench.train import MoEStack, Workload
 
 FORWARD, BACKWARD = 61, 31
 """As counted with torch 2.13, the experts' own among them (4 and 14). More is a regression; less is welcome here."""

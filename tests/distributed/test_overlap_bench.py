@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from eplb_runtime.bench import overlap, two_batches
-from eplb_runtime.bench.overlap_spans import BLOCK, PIPELINE, TOKENS, Blocks, SlowLink, Span
+from eplb_runtime.tools.bench import overlap, two_batches
+from eplb_runtime.tools.bench.overlap_spans import BLOCK, PIPELINE, TOKENS, Blocks, SlowLink, Span
 
 
 def test_what_is_exposed_is_waited_for_while_no_thread_computes() -> None:

@@ -15,9 +15,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.ranks import Ranks
 
 MICRO_BATCHES, TOKENS, STEPS = 4, 24, 6
 
@@ -293,7 +293,7 @@ def test_a_plan_may_change_one_stage_alone() -> None:
 
 
 def forget_the_other_stages() -> None:
-    from eplb_runtime.gradients import reduction
+    from eplb_runtime.balancer.gradients import reduction
 
     reduction.sum_over_stages = lambda square, groups: square
 

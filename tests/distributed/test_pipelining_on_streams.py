@@ -14,9 +14,9 @@ from test_pipelining import AT_ONCE, batches, start
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
-from eplb_runtime.attaching import attach
-from eplb_runtime.dispatch.lanes import Lanes
-from eplb_runtime.dispatch.streams import TwoStreams
+from eplb_runtime.hosts.attaching import attach
+from eplb_runtime.moe.dispatch.lanes import Lanes
+from eplb_runtime.moe.dispatch.streams import TwoStreams
 
 Where = dict[tuple[str, int, int], Any]
 

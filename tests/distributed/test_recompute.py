@@ -13,8 +13,8 @@ from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.in_flight import InFlight
 from eplb_runtime.load.counter import in_recompute
+from eplb_runtime.moe.dispatch.in_flight import InFlight
 
 LAYERS = 2
 
@@ -28,7 +28,7 @@ def work_everything_out_anew() -> None:
 
 
 def route_otherwise_in_recompute() -> None:
-    from eplb_runtime.layer import ExpertParallelLayer
+    from eplb_runtime.moe.layer import ExpertParallelLayer
 
     call = ExpertParallelLayer.__call__
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching.description import AttachError
-from eplb_runtime.load_series import read_series
+from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.load.series import read_series
 
 EXPERTS, STEPS = 8, 7
 

@@ -15,9 +15,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.experts.compute import SlotCounts
-from eplb_runtime.gradients.averaging import Averaging
-from eplb_runtime.gradients.reduction import Gradients
+from eplb_runtime.balancer.gradients.averaging import Averaging
+from eplb_runtime.balancer.gradients.reduction import Gradients
+from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 EXPERTS = 6

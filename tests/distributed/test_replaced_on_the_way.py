@@ -19,7 +19,7 @@ from moe_models import batch_of
 from ranks import run_ranks
 
 from eplb_runtime.events import BalancingPaused, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.experts.registry import RegistryError
+from eplb_runtime.moe.experts.registry import RegistryError
 
 
 def until_here(job: Job) -> None:

@@ -19,9 +19,9 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.in_flight import InFlight
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.load.counter import in_recompute
+from eplb_runtime.moe.dispatch.in_flight import InFlight
 from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
 from eplb_runtime.replicas.links import GradientStage
@@ -500,7 +500,7 @@ def hand_nothing_on() -> None:
 
 
 def split_anew_in_recompute() -> None:
-    from eplb_runtime.routing.splitter import BatchSplitter
+    from eplb_runtime.moe.routing.splitter import BatchSplitter
 
     split = BatchSplitter._split
 

@@ -11,8 +11,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.load_series import encode
-from eplb_runtime.ranks import Ranks
+from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.load.series import encode
 
 INTERVAL, SAVED_AT, STEPS = 4, 10, 13
 

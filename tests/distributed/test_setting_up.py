@@ -18,13 +18,13 @@ from ranks import run_ranks
 from test_faults import Job
 
 import eplb_runtime as eplb
-from eplb_runtime import process_groups, setting_up
-from eplb_runtime.attaching import attach as attaching
+from eplb_runtime.distributed import process_groups, setting_up
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.distributed.setting_up import descriptors_left, descriptors_of_gloo
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
-from eplb_runtime.process_groups import ProcessGroups
-from eplb_runtime.ranks import Ranks
-from eplb_runtime.setting_up import descriptors_left, descriptors_of_gloo
+from eplb_runtime.hosts.attaching import attach as attaching
 
 RANKS = 3
 SHORT = 0.5

@@ -21,9 +21,9 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.experts.registry import ExpertTensors
-from eplb_runtime.migration.transports import nixl_agent
+from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 
 allpairspy = pytest.importorskip("allpairspy", reason="pip install 'eplb-runtime[test]'")

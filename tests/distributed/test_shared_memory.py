@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from transport_contract import hear, soon, tell
 
-from eplb_runtime.migration.transports import neighbours, shm
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.segments import Segment, open_segment
-from eplb_runtime.migration.transports.shm import SharedMemory
+from eplb_runtime.distributed.transports import neighbours, shm
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.segments import Segment, open_segment
+from eplb_runtime.distributed.transports.shm import SharedMemory
 
 NBYTES = 4 << 20
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from eplb_runtime.bench.soak import SETTINGS, Life, Soak
-from eplb_runtime.bench.soak_faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
-from eplb_runtime.bench.soak_lives import of_life
+from eplb_runtime.distributed.points import Phase
 from eplb_runtime.migration.exchange import Exchanger
-from eplb_runtime.points import Phase
+from eplb_runtime.tools.bench.soak import SETTINGS, Life, Soak
+from eplb_runtime.tools.bench.soak_faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
+from eplb_runtime.tools.bench.soak_lives import of_life
 
 RANKS, BOUTS, SECONDS = 3, 3, 100.0
 

@@ -16,9 +16,9 @@ import torch
 from beside import RANKS, Job, at, same
 from ranks import run_ranks
 
+from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.migration.transports import nixl_agent
 
 DEADLINE, SHORTER, LONGER = 5.0, 0.3, 6.0
 STOPPED = 2

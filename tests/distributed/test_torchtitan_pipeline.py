@@ -10,8 +10,8 @@ import pytest
 from ranks import run_ranks
 from titan import SAVED, STEPS, Run, different, get_ready, without_state
 
-from eplb_runtime.attaching.description import AttachError
 from eplb_runtime.events import Event, LoadMeasured
+from eplb_runtime.hosts.attaching.description import AttachError
 
 pytest.importorskip("torchtitan", reason="torchtitan's Trainer: pip install '.[torchtitan]'")
 

@@ -14,10 +14,10 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.base import Dispatched
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.experts.registry import ExpertTensors
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import Dispatched
+from eplb_runtime.moe.experts.registry import ExpertTensors
 
 EXPERTS = 16
 

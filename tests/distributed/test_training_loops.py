@@ -11,8 +11,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.gradients.averaging import NEW, NONE, Averaging
-from eplb_runtime.gradients.reduction import Gradients
+from eplb_runtime.balancer.gradients.averaging import NEW, NONE, Averaging
+from eplb_runtime.balancer.gradients.reduction import Gradients
 
 STEPS = 6
 

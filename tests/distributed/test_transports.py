@@ -15,9 +15,9 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, hear, run_cases, soon, tell
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory, deepep_package, nvshmem_heap
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.nixl_agent import missing
+from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory, deepep_package, nvshmem_heap
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.nixl_agent import missing
 
 
 def on_cpu(rank: int) -> torch.device:

@@ -17,8 +17,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 CARRIERS = choosing.CARRIERS

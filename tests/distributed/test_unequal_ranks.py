@@ -18,9 +18,9 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.attaching import attach as attaching
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.watch import Watch
+from eplb_runtime.distributed.hang_watchdog import Watch
+from eplb_runtime.hosts.attaching import attach as attaching
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 
 
 class Job:

@@ -11,9 +11,9 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.experts.registry import ExpertTensors
+from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.replicas.sync import ReplicaSync
-from eplb_runtime.verification.report import Report
+from eplb_runtime.tools.verification.report import Report
 
 
 def break_nothing() -> None:
@@ -27,7 +27,7 @@ def forget_second_moment() -> None:
 
 
 def move_nothing() -> None:
-    from eplb_runtime.verification import runs as room
+    from eplb_runtime.tools.verification import runs as room
 
     room.plan_shuffle = eplb.plan
 

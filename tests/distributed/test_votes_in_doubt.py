@@ -13,12 +13,12 @@ import torch.distributed as dist
 from beside import RANKS, Job, at, same
 from ranks import run_ranks
 
-from eplb_runtime.background import BackgroundMigration
+from eplb_runtime.distributed.agreement import Agreement
+from eplb_runtime.distributed.store import JobStore, StoreError
+from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.job_store import JobStore, StoreError
-from eplb_runtime.migration.agreement import Agreement
 from eplb_runtime.migration.engine import MigrationBroken, Phase
-from eplb_runtime.migration.transports.base import TransportError
+from eplb_runtime.migration.overlapped import BackgroundMigration
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 SECONDS = 2.0

@@ -14,9 +14,9 @@ import pytest
 import eplb_runtime
 from eplb_runtime.cli import main
 from eplb_runtime.cli.arguments import POLICY
-from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.policies import POLICIES
+from eplb_runtime.tools.formats.loads import read_load, write_load
 
 CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
 
@@ -58,7 +58,7 @@ def test_a_wrong_argument_is_one_line_and_status_2(load_file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("module", ["eplb_runtime", "eplb_runtime.cli"])
+@pytest.mark.parametrize("module", ["eplb_runtime.cli"])
 def test_the_version_is_the_packages_own(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"eplb-runtime {eplb_runtime.__version__}\n")
@@ -234,7 +234,7 @@ def test_planners_are_measured_on_a_load_file(load_file: Path, capsys: pytest.Ca
 
 
 def test_the_splitter_is_measured_on_a_load_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("eplb_runtime.bench.split")
+    pytest.importorskip("eplb_runtime.tools.bench.split")
     write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(1, 1000, (2, 64)))
     result = answer(capsys, "bench", "split", tmp_path / "load.npz", "--repeats", "1")
     assert all(row["water_filling"] <= row["even"] for row in result["split"])  # type: ignore[attr-defined]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from eplb_runtime import simulate as simulate_room
 from eplb_runtime.cli import main
-from eplb_runtime.formats import loads
-from eplb_runtime.formats.convert import write_placement
-from eplb_runtime.formats.loads import read_load, write_load
 from eplb_runtime.placement import Placement
+from eplb_runtime.tools import simulate as simulate_room
+from eplb_runtime.tools.formats import loads
+from eplb_runtime.tools.formats.convert import write_placement
+from eplb_runtime.tools.formats.loads import read_load, write_load
 
 CLUSTER = ["--ranks", "2", "--ranks-per-node", "2", "--slots-per-rank", "3"]
 LOAD = np.random.default_rng(0).integers(1, 100, (6, 2, 4))

@@ -12,10 +12,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from eplb_runtime.bench import train as bench_train
-from eplb_runtime.bench.train import Workload
 from eplb_runtime.cli import main
 from eplb_runtime.observe.traces import analyse, compare, traces_in
+from eplb_runtime.tools.bench import train as bench_train
+from eplb_runtime.tools.bench.train import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 SKEWED = ("skewed", "skewed, balanced")
@@ -78,7 +78,7 @@ def test_verify_refuses_bad_input_in_one_line(
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_every_family_named_can_be_verified(family: str) -> None:
-    from eplb_runtime.verification.job import run
+    from eplb_runtime.tools.verification.job import run
 
     report = run(family=family, steps=4, batch=2, length=16)
     assert report.verdict == "identical", str(report)
@@ -121,7 +121,7 @@ def test_a_bench_that_needs_ranks_starts_them() -> None:
 
 
 def migrate(rank: int) -> dict:
-    from eplb_runtime.bench.migrate import run
+    from eplb_runtime.tools.bench.migrate import run
 
     return run(torch.device("cpu"), repeats=2, shapes=((32, 64),))
 

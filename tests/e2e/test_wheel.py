@@ -37,7 +37,7 @@ def test_it_holds_page_samples_and_dashboards(wheel: Path) -> None:
     inside = {name.partition(".data/data/")[2] or name for name in zipfile.ZipFile(wheel).namelist()}
     page = {path.name for path in (ROOT / "eplb_runtime/observe/page").iterdir()}
     assert {f"eplb_runtime/observe/page/{name}" for name in page} <= inside and len(page) == 5
-    assert {"eplb_runtime/formats/sample.npz", "eplb_runtime/py.typed"} <= inside
+    assert {"eplb_runtime/tools/formats/sample.npz", "eplb_runtime/py.typed"} <= inside
     monitoring = {path.name for path in (ROOT / "launch/monitoring").iterdir()}
     assert {f"share/eplb_runtime/monitoring/{name}" for name in monitoring} <= inside
     assert not any(name.startswith(("tests/", "launch/")) or "__pycache__" in name for name in inside)

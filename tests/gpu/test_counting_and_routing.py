@@ -10,8 +10,8 @@ from device import DEVICE, no_host_sync
 from eplb_runtime import Placement
 from eplb_runtime.load.aggregate import HostCopy
 from eplb_runtime.load.counter import LoadCounter
-from eplb_runtime.routing.lookup import SlotTable
-from eplb_runtime.routing.splitter import BatchSplitter
+from eplb_runtime.moe.routing.lookup import SlotTable
+from eplb_runtime.moe.routing.splitter import BatchSplitter
 
 pytestmark = pytest.mark.gpu
 LAYERS, EXPERTS, RANKS, TOKENS, TOP_K = 3, 16, 4, 512, 4

@@ -16,7 +16,7 @@ from device import DEVICE, NCCL, no_host_sync, use
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.bench.train import MoEStack, Workload, choices
+from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
 
 pytest.importorskip("transformers", reason="no transformers: pip install transformers")
 pytestmark = pytest.mark.gpu

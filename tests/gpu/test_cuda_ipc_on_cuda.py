@@ -12,9 +12,9 @@ from device import DEVICE, device_of, use
 from ranks import run_ranks
 from transport_contract import soon
 
-from eplb_runtime.migration.transports import cuda_memory
-from eplb_runtime.migration.transports.base import Message
-from eplb_runtime.migration.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports import cuda_memory
+from eplb_runtime.distributed.transports.base import Message
+from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NBYTES = 32 << 20

@@ -14,13 +14,13 @@ from device import DEVICE, NCCL, device_of, no_host_sync, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
-from eplb_runtime.dispatch import choosing, float8
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.dispatch.deepep_low_latency import LowLatency
-from eplb_runtime.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.migration.transports import TRANSPORTS, packages
-from eplb_runtime.migration.transports.base import Message
+from eplb_runtime.distributed.transports import TRANSPORTS, packages
+from eplb_runtime.distributed.transports.base import Message
+from eplb_runtime.moe.dispatch import choosing, float8
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
+from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from device import DEVICE
 
-from eplb_runtime.experts.compute import SlotCounts, run_rows
 from eplb_runtime.hosts.transformers.describe import describe
+from eplb_runtime.moe.experts.compute import SlotCounts, run_rows
 
 pytestmark = pytest.mark.gpu
 ROWS_OF_EXPERT = (0, 1, 3, 17, 64, 129, 5, 200)

@@ -7,20 +7,20 @@ import pytest
 import torch
 from device import DEVICE, no_host_sync
 
-from eplb_runtime import checksum_kernel
-from eplb_runtime.checksum import block_hashes
-from eplb_runtime.dispatch import kernels as moves
-from eplb_runtime.dispatch import permute
-from eplb_runtime.dispatch.memory import RowMemory
-from eplb_runtime.experts import aligned, aligned_kernel
-from eplb_runtime.experts.compute import SlotCounts
-from eplb_runtime.kernels_in_use import Kernels, kernels_for
+from eplb_runtime.moe.dispatch import kernels as moves
+from eplb_runtime.moe.dispatch import permute
+from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.experts import aligned, aligned_kernel
+from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.moe.kernel_selection import Kernels, kernels_for
+from eplb_runtime.moe.routing import kernels, sources_kernel, water_filling, water_filling_kernel
+from eplb_runtime.moe.routing.sources import split_for_rank
+from eplb_runtime.moe.routing.splitter import OnDevice
+from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.water_filling_torch import assign_slots
 from eplb_runtime.placement import Placement
-from eplb_runtime.routing import kernels, sources_kernel, water_filling, water_filling_kernel
-from eplb_runtime.routing.sources import split_for_rank
-from eplb_runtime.routing.splitter import OnDevice
-from eplb_runtime.routing.tables import SplitTables
-from eplb_runtime.routing.water_filling_torch import assign_slots
+from eplb_runtime.utils import checksums_triton
+from eplb_runtime.utils.checksums import block_hashes
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
     dealing = kernels.count_by_blocks, kernels.deal_by_kernels
     expected = Kernels(
-        *dealing, checksum_kernel.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch, ON_DEVICE
+        *dealing, checksums_triton.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch, ON_DEVICE
     )
     assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 
@@ -163,4 +163,4 @@ def test_a_split_has_the_integers_of_numba(seed: int) -> None:
 
 def test_blocks_have_the_hashes_of_checksums() -> None:
     data = torch.randint(0, 256, (1024 * 1001,), dtype=torch.uint8)
-    assert torch.equal(checksum_kernel.launch(data.to(DEVICE)).cpu(), block_hashes(data))
+    assert torch.equal(checksums_triton.launch(data.to(DEVICE)).cpu(), block_hashes(data))

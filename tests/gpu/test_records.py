@@ -6,9 +6,9 @@ import pytest
 import torch
 from device import DEVICE
 
-from eplb_runtime.checksum import as_bytes, checksum
-from eplb_runtime.experts.record import RecordFormat
-from eplb_runtime.experts.registry import ExpertTensor
+from eplb_runtime.moe.experts.record import RecordFormat
+from eplb_runtime.moe.experts.registry import ExpertTensor
+from eplb_runtime.utils.checksums import as_bytes, checksum
 
 pytestmark = pytest.mark.gpu
 

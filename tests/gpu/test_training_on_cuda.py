@@ -14,16 +14,16 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.base import Dispatcher
-from eplb_runtime.dispatch.one_rank import OneRank
+from eplb_runtime.distributed.process_groups import ProcessGroups, backend_for
+from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.experts.compute import weigh_gradients
-from eplb_runtime.migration.transports.base import Message, TransportError
-from eplb_runtime.migration.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.process_groups import ProcessGroups, backend_for
-from eplb_runtime.ranks import Ranks
-from eplb_runtime.routing.splitter import RowCounts
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import Dispatcher
+from eplb_runtime.moe.dispatch.one_rank import OneRank
+from eplb_runtime.moe.experts.compute import weigh_gradients
+from eplb_runtime.moe.routing.splitter import RowCounts
 
 pytestmark = pytest.mark.gpu
 EXPERTS, LAYERS = 8, 2

@@ -9,8 +9,8 @@ from device import DEVICE, NCCL, device_of, use
 from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
-from eplb_runtime.migration.bandwidth import measure
-from eplb_runtime.migration.transports import TRANSPORTS, cuda_memory, nvshmem_heap
+from eplb_runtime.distributed.bandwidth import measure
+from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory, nvshmem_heap
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

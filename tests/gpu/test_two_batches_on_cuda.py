@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.dispatch import choosing
-from eplb_runtime.dispatch.lanes import Lane, Lanes
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

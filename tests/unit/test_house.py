@@ -1,9 +1,9 @@
-"""The order of the rooms: imports point down only, and in no circle."""
+"""The house: eighteen entries at the root, each file in a room, and one order in which rooms import each other."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,65 +13,52 @@ import pytest
 import eplb_runtime
 
 PACKAGE = Path(eplb_runtime.__file__).parent
-GROUND = {
-    "checksum",
-    "checksum_kernel",
-    "config",
-    "errors",
-    "events",
-    "files",
-    "host_bytes",
-    "job_store",
-    "launching",
-    "load_series",
-    "on_triton",
-    "operators",
-    "phases",
+MOST_ENTRIES = 18
+ORDER: tuple[str, ...] = (
+    "utils",
     "placement",
-    "placement_file",
-    "points",
-    "private_groups",
-    "process_groups",
-    "ranks",
-    "setting_up",
-    "telling",
-    "text_table",
     "topology",
-    "watch",
-    "worker",
-}
-STOREYS: tuple[set[str], ...] = (
-    GROUND,
-    {"formats"},
-    {"load"},
-    {"routing"},
-    {"planner", "experts"},
-    {"migration.transports"},
-    {"replicas"},
-    {"gradients", "dispatch", "migration"},
-    {"layer", "in_graph", "guard", "guard_looks", "structure", "parts", "maps", "kernels_in_use"}
-    | {"background", "compiling", "decision", "reconnecting", "announcing", "rebalancing", "resuming", "balancer"},
-    {"observe"},
-    {"attaching"},
-    {"checkpoint"},
-    {"hosts"},
-    {"verification", "simulate", "bubbles", "doctor", "bench"},
-    {"cli"},
-    {"__main__"},
+    "events",
+    "config",
+    "distributed",
+    "load",
+    "moe",
+    "planner",
+    "replicas",
+    "migration",
+    "balancer",
+    "observe",
+    "checkpoint",
+    "hosts",
+    "tools",
+    "cli",
 )
-"""From the ground up, as design.md has it. Rooms of one storey may use each other, but not in a circle."""
+"""Each imports only from those before it."""
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+"""(module, a module of a later room) -> the one reason why it is imported all the same."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
 
 
-def test_every_file_is_in_a_room() -> None:
-    rooms = {room for storey in STOREYS for room in storey}
-    strangers = {room_of(module) for module, _ in modules()} - rooms
-    assert not strangers
+def test_the_root_has_the_rooms_and_nothing_else() -> None:
+    assert entries(PACKAGE) == {"__init__", *ORDER}
+    assert len(entries(PACKAGE)) <= MOST_ENTRIES
 
 
-def test_imports_point_down_only() -> None:
-    assert upward(dict(modules())) == []
+def test_a_new_entry_is_noticed(tmp_path: Path) -> None:
+    for name in ("one.py", "room/__init__.py", "left/__pycache__/old.pyc", "py.typed"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert entries(tmp_path) == {"one", "room"}
+
+
+def test_imports_follow_the_order() -> None:
+    assert [line for edge, line in upward(dict(modules())) if edge not in EXCEPTIONS] == []
+
+
+def test_every_exception_is_needed_and_has_a_reason() -> None:
+    assert set(EXCEPTIONS) <= {edge for edge, _ in upward(dict(modules()))}
+    assert all(EXCEPTIONS.values())
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -79,12 +66,28 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter({module: set(imports(module, path, sources)) for module, path in sources.items()}).prepare()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..balancer.balancer import Balancer",
+        "if True:\n    from ..hosts import attach",
+        "import eplb_runtime.cli",
+        "def later():\n    from eplb_runtime import moe",
+    ],
+)
+def test_an_import_of_a_later_room_is_noticed(line: str, tmp_path: Path) -> None:
+    broken = tmp_path / "recorder.py"
+    broken.write_text(line)
+    ((edge, _),) = upward({**dict(modules()), "load.counter": broken})
+    assert edge[0] == "load.counter"
+
+
 def test_torch_compile_looks_into_no_backward_pass() -> None:
     """It would, where the function that calls ``backward()`` is compiled."""
     seen = [
         f"{module}:{line}"
         for module, path in modules()
-        if not module.startswith("bench.")
+        if not module.startswith("tools.bench.")
         for line, decorators in backward_passes(ast.parse(path.read_text()))
         if "torch.compiler.disable" not in decorators
     ]
@@ -100,13 +103,10 @@ def backward_passes(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
             yield node.lineno, [ast.unparse(decorator) for decorator in node.decorator_list]
 
 
-@pytest.mark.parametrize(
-    "line", ["from ..balancer import Balancer", "if True:\n    from ..hosts import attach", "import eplb_runtime.cli"]
-)
-def test_an_import_that_points_up_is_noticed(line: str, tmp_path: Path) -> None:
-    broken = tmp_path / "recorder.py"
-    broken.write_text(line)
-    assert upward({**dict(modules()), "load.counter": broken})
+def entries(package: Path) -> set[str]:
+    """Modules and packages at a folder's root, and no folder without a file of Python."""
+    folders = {path.name for path in package.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    return folders | {path.stem for path in package.glob("*.py")}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -118,16 +118,12 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    return "migration.transports" if parts[:2] == ["migration", "transports"] else parts[0]
+def place_of(module: str) -> int:
+    """A module's room as its place in the order."""
+    return ORDER.index(module.split(".")[0])
 
 
-def storey_of(module: str) -> int:
-    return next(index for index, storey in enumerate(STOREYS) if room_of(module) in storey)
-
-
-def imports(module: str, path: Path, sources: dict[str, Path]) -> Iterator[str]:
+def imports(module: str, path: Path, sources: Mapping[str, Path]) -> Iterator[str]:
     """Modules of ours that a file names in import statements, wherever they stand in it."""
     for node in statements(path):
         if isinstance(node, ast.Import):
@@ -164,10 +160,11 @@ def base_of(module: str, path: Path, node: ast.ImportFrom) -> list[str]:
     return [".".join([*above, *(node.module or "").split(".")]).strip(".")]
 
 
-def upward(sources: dict[str, Path]) -> list[str]:
+def upward(sources: Mapping[str, Path]) -> list[tuple[tuple[str, str], str]]:
+    """Imports against the order: (module, what it imports), and a line that says so."""
     return [
-        f"{module} imports {other}"
+        ((module, other), f"{module} imports {other}")
         for module, path in sources.items()
         for other in imports(module, path, sources)
-        if storey_of(other) > storey_of(module)
+        if place_of(other) > place_of(module)
     ]

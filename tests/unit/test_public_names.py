@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -35,6 +36,19 @@ def test_examples_in_docstrings_print_what_they_say(name: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'rebalance'"):
         _ = eplb_runtime.rebalance
+
+
+def test_the_step_model_of_simulate_has_its_public_path() -> None:
+    from eplb_runtime.simulate import StepModel
+
+    from eplb_runtime.tools import simulate
+
+    assert StepModel is simulate.StepModel is eplb_runtime.simulate.StepModel
+    with pytest.raises(ImportError, match="StepModels"):
+        from eplb_runtime.simulate import StepModels  # noqa: F401
+    work = "import sys, eplb_runtime.simulate; print('eplb_runtime.tools.simulate' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n", "it waits for numpy although nobody has used it"
 
 
 def test_without_accelerate_the_trainer_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

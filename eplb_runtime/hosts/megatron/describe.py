@@ -15,7 +15,9 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
 
-from ...attaching.description import (
+from ...config import BalancerConfig
+from ...distributed.ranks import Ranks
+from ..attaching.description import (
     AttachError,
     HostModel,
     MoELayer,
@@ -24,8 +26,6 @@ from ...attaching.description import (
     WatchedModel,
     mark_spread,
 )
-from ...config import BalancerConfig
-from ...ranks import Ranks
 from .layer import install, keeps_every_bit, watch
 from .optimizers import adapt
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layer import HostDispatchedLayer
+from ...moe.layer import HostDispatchedLayer
 from .sharded_state import save_by_logical_expert
 
 EXACT_BY_ITSELF = 2

@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from ...attaching.description import AnyOptimizer, AttachError, MoELayer
+from ..attaching.description import AnyOptimizer, AttachError, MoELayer
 from .plain_state import refuse_places, say_experts
 
 Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
@@ -55,7 +55,7 @@ def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptim
 
 
 class StepByMegatron:
-    """An `attaching.description.HostOptimizer`.
+    """A `hosts.attaching.description.HostOptimizer`.
 
     Args:
         optimizer: as the training loop has it.

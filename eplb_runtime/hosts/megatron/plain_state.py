@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from ...attaching.state_hooks import BY_THE_FRAMEWORK, KEY, refusal
+from ..attaching.state_hooks import BY_THE_FRAMEWORK, KEY, refusal
 
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
 """Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""

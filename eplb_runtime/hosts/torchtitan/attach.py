@@ -17,13 +17,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, TorchAOTokenDispatcher
 
-from ...attaching.attach import attach_stages
-from ...attaching.checks import device_of
-from ...attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ...balancer import Balancer
+from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
-from ...ranks import Ranks
+from ...distributed.ranks import Ranks
 from .. import _meet
+from ..attaching.attach import attach_stages
+from ..attaching.checks import device_of
+from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, come_together, keep_order

@@ -19,9 +19,9 @@ from torchtitan.config.override import derive
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.moe import RoutedExperts
 
-from ...attaching.description import AttachError, MoELayer
-from ...experts.compute import SlotCounts
-from ...layer import ExpertParallelLayer
+from ...moe.experts.compute import SlotCounts
+from ...moe.layer import ExpertParallelLayer
+from ..attaching.description import AttachError, MoELayer
 
 
 class BalancedRoutedExperts(RoutedExperts):

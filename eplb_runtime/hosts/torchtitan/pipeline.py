@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torchtitan.models.common.moe import MoE
 
-from ...attaching.description import AttachError
-from ...balancer import Balancer
+from ...balancer.balancer import Balancer
 from .. import pipelining
+from ..attaching.description import AttachError
 from .experts import BalancedRoutedExperts
 
 _SCHEDULE = "_eplb_runtime_schedule"

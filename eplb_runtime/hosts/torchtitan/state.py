@@ -19,11 +19,11 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.config.override import derive
 
-from ...attaching.description import MoELayer
-from ...attaching.meeting import meet
-from ...balancer import Balancer
-from ...experts.gathering import rearranged
-from ...experts.slices import local
+from ...balancer.balancer import Balancer
+from ...moe.experts.gathering import rearranged
+from ...moe.experts.slices import local
+from ..attaching.description import MoELayer
+from ..attaching.meeting import meet
 
 
 class StateError(RuntimeError):

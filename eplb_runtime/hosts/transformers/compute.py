@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ...experts.compute import SlotCounts, weigh_gradients
+from ...moe.experts.compute import SlotCounts, weigh_gradients
 
 logger = logging.getLogger("eplb_runtime")
 
 
 class RowCompute:
-    """An `experts.compute.Compute`.
+    """A `moe.experts.compute.Compute`.
 
     Args:
         experts: the module, before its forward is replaced.
@@ -38,8 +38,9 @@ class RowCompute:
         self._same_unsorted: bool | None = None
 
     def takes_spare_rows(self, rows_MD: Tensor, parameters: Sequence[Tensor]) -> bool:
-        """As `experts.compute.SparingCompute` says: grouped products pass them by, and biases are kept from them; other
-        parameters, as a norm's, would not be. Found out once, with rows that are made up: those given may be none."""
+        """As `moe.experts.compute.SparingCompute` says: grouped products pass them by, and biases are kept from them;
+        other parameters, as a norm's, would not be. Found out once, with rows that are made up: those given may be
+        none."""
         if not (_is_grouped_mm(self._experts) and _has_only_matrices(self._experts, self._names)):
             return False
         slots, width = parameters[0].shape[0], rows_MD.shape[1]
@@ -58,7 +59,7 @@ class RowCompute:
     def weighing(
         self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor
     ) -> Tensor:
-        """As `experts.compute.WeighingCompute` says; ``grouped_mm`` keeps no results for the weights' gradient."""
+        """As `moe.experts.compute.WeighingCompute` says; ``grouped_mm`` keeps no results for the weights' gradient."""
         with _reading(self._experts, self._names, parameters):
             if not self._needs_no_sorting(rows_MD, counts_S):
                 return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)

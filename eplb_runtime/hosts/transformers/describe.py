@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ...attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
-from ...balancer import Removable
-from ...layer import ExpertParallelLayer
-from ...operators import OutsideGraphs
+from ...balancer.balancer import Removable
+from ...moe.custom_ops import OutsideGraphs
+from ...moe.layer import ExpertParallelLayer
+from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from .compute import RowCompute
 
 

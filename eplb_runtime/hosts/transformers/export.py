@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.meeting import Meeting
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
-from ...experts.gathering import rows_at_once
-from ...files import write_file
-from ...ranks import Job
+from ...distributed.ranks import Job
+from ...moe.experts.gathering import rows_at_once
+from ...utils.files import write_file
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
 SHARD_SIZE = "5GB"

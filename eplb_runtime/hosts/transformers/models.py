@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import one_line
+from ...utils.errors import one_line
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from ...checkpoint.state import CheckpointError, Entry, LogicalView, part_here
-from ...experts.slices import columns, is_sliced, local
+from ...moe.experts.slices import columns, is_sliced, local
 
 
 @dataclass

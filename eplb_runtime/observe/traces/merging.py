@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ...files import replacing
+from ...utils.files import replacing
 from .columns import DEVICE_CATEGORIES, MERGED, Names
 from .reading import OnProgress, TraceError, name_of, number, read_events
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...files import write_file
+from ...utils.files import write_file
 from .analysis import Analysis, Lane
 from .intervals import Intervals, union
 from .kinds import COLLECTIVE, COMBINE, COMPUTE, DISPATCH, NOTIFY, ONE_SIDED, POINT_TO_POINT

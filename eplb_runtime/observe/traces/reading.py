@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...files import MIB, FileError, require_readable
+from ...utils.files import MIB, FileError, require_readable
 
 MOST_BYTES = 64 * 1024 * MIB
 """Of a file, and of what it unpacks to."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...moe.routing.water_filling import ballast
 from ...placement import EMPTY, Placement
-from ...routing.water_filling import ballast
 from ..cost import HYSTERESIS
 from ..evaluate import in_units, lowest_imbalance
 from ..search.align import align, placed_anew

@@ -16,8 +16,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from ...moe.routing.water_filling import sweep_once, sweep_until_optimal
 from ...placement import EMPTY
-from ...routing.water_filling import sweep_once, sweep_until_optimal
 
 FIRST_SWEEPS = 16
 SETTLING_SWEEPS = 3

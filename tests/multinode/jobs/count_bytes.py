@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.dispatch.all_to_all import AllToAll
-from eplb_runtime.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 RANKS_PER_HOST, SLOTS, TOKENS, WIDTH, TOP_K = 4, 8, 256, 1024, 8
 GROUPS, TOP_GROUPS = 8, 4

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.ballot import Ballot, Verdict
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.ballot import Ballot, Verdict
 from eplb_runtime.migration.engine import Phase, Posted
 from eplb_runtime.planner.shuffle import plan_shuffle
 

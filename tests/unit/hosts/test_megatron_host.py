@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from eplb_runtime.attaching.description import AttachError
+from eplb_runtime.hosts.attaching.description import AttachError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"

@@ -9,9 +9,9 @@ import torch
 from moe_models import FAMILIES, make_model
 from torch.overrides import TorchFunctionMode
 
-from eplb_runtime.experts.compute import SlotCounts, weigh_gradients
 from eplb_runtime.hosts.transformers import compute as room
 from eplb_runtime.hosts.transformers.describe import describe
+from eplb_runtime.moe.experts.compute import SlotCounts, weigh_gradients
 
 
 @pytest.fixture(autouse=True)

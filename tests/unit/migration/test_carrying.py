@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_runtime.background import BackgroundMigration, _Flight
-from eplb_runtime.migration.ballot import Act, Ballot, Heard, Verdict
+from eplb_runtime.distributed.ballot import Act, Ballot, Heard, Verdict
+from eplb_runtime.migration.overlapped import BackgroundMigration, _Flight
 from eplb_runtime.migration.schedule import Round
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.experts.record import RecordFormat
-from eplb_runtime.experts.registry import ExpertTensor
 from eplb_runtime.migration.staging import DIRECT_BYTES, Arena, in_turn, packed_bytes, runs_of
+from eplb_runtime.moe.experts.record import RecordFormat
+from eplb_runtime.moe.experts.registry import ExpertTensor
 
 CPU = torch.device("cpu")
 

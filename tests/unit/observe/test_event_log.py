@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from observed import LAYERS, RANKS, decisions, job, records, start, troubles
 
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
-from eplb_runtime.files import FileError
 from eplb_runtime.observe import observer as observer_module
 from eplb_runtime.observe.event_log import NAME, EventReader, EventWriter, files_aside, holds_events, read_events
 from eplb_runtime.observe.observer import Observer
 from eplb_runtime.observe.records import Record, RecordError, from_json, to_json
 from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.utils.files import FileError
 
 
 def written(run: Path, *found: Record, **limits: int) -> EventWriter:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_runtime.bench.next_windows import judge, plain_graph
-from eplb_runtime.bench.workloads import normal
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.simulate import Series, merge_windows, simulate
+from eplb_runtime.tools.bench.next_windows import judge, plain_graph
+from eplb_runtime.tools.bench.workloads import normal
+from eplb_runtime.tools.simulate import Series, merge_windows, simulate
 from eplb_runtime.topology import Topology
 
 pytest.importorskip("scipy")

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import eplb_runtime
+from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner import PlanError, plan
 from eplb_runtime.planner.evaluate import even_split_rank_load, filled_rank_load, predicted_imbalance
-from eplb_runtime.routing.tables import SplitTables
 from eplb_runtime.topology import Topology
 
 RANKS, EXPERTS, LAYERS = 8, 64, 3

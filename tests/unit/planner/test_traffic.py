@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_runtime.moe.routing import sources
+from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, PlanError, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.traffic import checked_sources, crossing_share, received
-from eplb_runtime.routing import sources
-from eplb_runtime.routing.tables import SplitTables
-from eplb_runtime.simulate import Asked, Series, StepModel, simulate
+from eplb_runtime.tools.simulate import Asked, Series, StepModel, simulate
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(8, 4)

@@ -18,7 +18,7 @@ from eplb_runtime.planner.warmup import compile_kernels
 from eplb_runtime.topology import Topology
 import eplb_runtime.planner.search.descent as descent
 import eplb_runtime.planner.search.explore as explore
-import eplb_runtime.routing.water_filling as water_filling
+import eplb_runtime.moe.routing.water_filling as water_filling
 compile_kernels()
 kernels = [descent.descend, explore.pour_anew, water_filling._split_layers]
 before = [len(kernel.signatures) for kernel in kernels]

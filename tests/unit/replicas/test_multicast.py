@@ -11,8 +11,8 @@ import torch
 from test_tree import HOMES, Bank, some_copies
 from torch import Tensor
 
-from eplb_runtime.migration.transports.deepep_rows import ROW_BYTES
-from eplb_runtime.migration.transports.turns import Turns
+from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
+from eplb_runtime.distributed.transports.turns import Turns
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import links, multicast
 from eplb_runtime.replicas.carrier import Stage

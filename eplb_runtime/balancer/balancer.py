@@ -1,0 +1,820 @@
+"""The runtime that each rank has, as its user sees it: measures, rebalances at the step boundary, reduces gradients.
+
+How a placement changes stands in `rebalancer.py`, what is saved in `restore.py`; here are the calls that a training
+loop makes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from ..distributed.ranks import Job
+from ..events import EventLog, GuardFinding
+from ..load.clock import Progress
+from ..load.counter import in_recompute
+from ..load.declared import checked_declaration
+from ..moe.dispatch import choosing
+from ..moe.dispatch.lanes import Lane, Lanes
+from ..moe.experts.gathering import in_logical_order, on_one_rank
+from ..moe.experts.lone_step import LoneSteps
+from ..moe.experts.matching import MARK, arrays_in, matched
+from ..moe.experts.outside import Outside, holder_of
+from ..moe.experts.registry import RegistryError, why_not_written
+from ..moe.experts.slices import is_sliced
+from ..moe.layer import HostDispatchedLayer
+from ..placement import Placement
+from ..planner import Plan
+from ..utils.spans import phase
+from .gradients.division import Division
+from .gradients.reduction import Gradients
+from .guard import Guard
+from .rebalancer import Rebalancer
+from .restore import Resuming
+from .runtime import Parts, watched
+from .status import RebalanceLine, balancer_table
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def _end_threads(of: weakref.ref[Balancer]) -> None:
+    """At the process's end, where nobody has called ``close``: a thread that came back from a wait into an interpreter
+    that is gone would end the process by a signal."""
+    balancer = of()
+    if balancer is not None and not balancer._closed and not balancer._in_a_child:
+        balancer._closed = True
+        balancer._watch.close()
+        balancer._rebalancer.leave()
+        balancer._close_listeners()
+        balancer._groups.store.close()
+
+
+class Removable(Protocol):
+    """As torch's handles of hooks."""
+
+    def remove(self) -> None:
+        """Take back what was done."""
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Balancer:
+    """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
+
+    Attributes:
+        config: its settings.
+        topology: ranks, nodes and measured bandwidths.
+        events: what happened (`eplb_runtime.events`).
+        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.topology = parts.topology
+        self.layer_of_parameter = dict(parts.layer_of_parameter)
+        self._groups = parts.groups
+        self._registry = parts.registry
+        self._counter = parts.counter
+        self._maps = parts.maps
+        self._forwards: list[Any] = []
+        self._layers = parts.layers
+        self._lanes = parts.lanes
+        self._watch = parts.watch
+        self._structure = parts.structure
+        self._come = parts.come
+        self._optimizers: list[Any] = []
+        self._dense = dict(parts.dense_parameters)
+        self._training = False
+        self._device = parts.device
+        self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
+        self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
+        self._marks: list[tuple[int, Tensor]] = []
+        self._adopt: Callable[[torch.optim.Optimizer, torch.optim.Optimizer | None], None]
+        self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
+        self._closed = False
+        self._process = os.getpid()
+        self._in_step = False
+        self._replaced_was_told = False
+        self._under_way = ""
+        self._one_begins = Lock()
+        self._hooks: list[Removable] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._on_all_ranks: list[Callable[[float], None]] = []
+        self._shown: Any = None
+        self._gradients = Gradients(
+            parts.registry,
+            parts.parameters,
+            parts.maps.replicas,
+            self._dense,
+            parts.groups,
+            average_dense=parts.config.dense_gradients == "allreduce",
+        )
+        self._division = Division(
+            parts.parameters,
+            parts.divisors.at_parameters,
+            parts.config.replica_slots > 0,
+            self._gradients.arrives,
+        )
+        self._guard = Guard(
+            parts.config.guard,
+            parts.groups,
+            watched(parts, self._dense, self._optimizers),
+            parts.device,
+            parts.config.interval + parts.config.lag + 2,
+        )
+        self._gradients.reduced = self._guard.gradients_are_reduced
+        self._rebalancer = Rebalancer(parts, self._guard)
+        self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
+        self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
+        if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
+            self._rebalancer.held_outside = lambda patient: self._outside.found(patient=patient)
+            if parts.config.policy != "static":
+                registry, rebalancer = parts.registry, self._rebalancer
+                self._guard.lone = LoneSteps(
+                    parts.parameters, registry.moves_by_itself, lambda: rebalancer.ends_in_decision
+                )
+        self._guard.run = self._rebalancer.run
+        self._guard.number = lambda: self._rebalancer.step
+        background = self._rebalancer.background
+        background.waiting = parts.watch.waiting
+        for layer in parts.layers:
+            layer.before = background.before_layer
+        self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
+        self.events: EventLog = self._rebalancer.events
+        if parts.groups.job.is_planner:
+            self.events.subscribe(RebalanceLine())
+        if parts.maps.replicas is not None:
+            parts.maps.replicas.adds = self._gradients.arrives
+            parts.maps.replicas.follow(parts.placement)
+
+    def _begin(self) -> None:
+        """Every rank has a balancer now. Collective."""
+        if self._maps.replicas is not None:
+            self._maps.replicas.refresh()
+        if self._training:
+            self._guard.begin()
+        self._watch.start()
+        atexit.register(_end_threads, weakref.ref(self))
+
+    def __str__(self) -> str:
+        """What is balanced and how it goes, as a table of 80 columns."""
+        return balancer_table(self.config, self.topology, self.placement, self._rebalancer.step, self.events)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an attached model cannot be copied or pickled, its experts are spread over ranks: save it with "
+            "eplb_runtime.checkpoint, copy its state with logical_state_dict, and keep averages of experts (EMA) as "
+            "tensors of your own, given to balancer.register"
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that stands now; its ``epoch`` counts commits."""
+        self._end_what_broke_off()
+        return self._rebalancer.placement
+
+    def _end_what_broke_off(self) -> None:
+        """Of forwards: ranks break off in different places, and must not differ in what they have committed."""
+        if self._rebalancer.background.under_way:
+            for forwards in self._forwards:
+                forwards.end_what_broke_off()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def step(self) -> None:
+        """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
+
+        ``attach`` hooks it to the optimizer; call it yourself only without one.
+        """
+        self._refuse_under_way("the end of a training step (optimizer.step())")
+        self._gradients.begin()
+        self._in_step = False
+        self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
+        with phase("guard"):
+            self._guard.after_step()
+        with phase("step boundary", epoch=self.placement.epoch):
+            moved = self._rebalancer.at_boundary()
+        if moved:
+            self._moved()
+        if self._training or moved:
+            self._refresh_copies()
+
+    @torch.compiler.disable
+    def rebalance(self) -> bool:
+        """Decide now, on the load since the last decision, and migrate if it pays; besides the periodic decisions.
+
+        Collective over the job, between steps; it waits for the plan.
+
+        Returns:
+            Whether experts moved.
+
+        Raises:
+            RuntimeError: inside ``quiesce``, after ``close``, while the ranks connect anew after a failure, or between
+                a backward pass and the optimizer's step.
+        """
+        self._refuse_if_closed("rebalance()")
+        self._refuse_inside_a_step("rebalance()")
+        self._rebalancer.refuse_if_broken()
+        self._come("rebalance()")  # alone, this rank's decision would meet what the others compare in their steps
+        if not self._training:
+            self._counter.advance()  # without an optimizer nobody else closes what was counted
+        moved = self._rebalancer.now()
+        if moved:
+            self._moved()
+            self._refresh_copies()
+        return moved
+
+    @torch.compiler.disable
+    def declare(self, load: ArrayLike | Tensor) -> None:
+        """Say what load will come, where it is known (replayed routing, a curriculum): the next decision plans for it
+        instead of a forecast, and only that one; `rebalance()` decides at once.
+
+        What ranks declare is added up: each its own tokens, one rank those of all, or all ranks the same - only the
+        proportions matter. Ranks that say nothing add nothing. Not collective, but all that is to count must be
+        declared before the same step. A second call before the decision replaces the first.
+
+        Args:
+            load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
+                ``[T, L, E]`` of T successive windows of equal weight; on any device, finite and not negative.
+
+        Raises:
+            DeclaredLoadError: another shape, or values that are no load.
+            RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned.
+        """
+        if self._closed or self.config.policy == "static":
+            why = "the balancer is closed" if self._closed else "policy='static' never moves experts"
+            raise RuntimeError(f"declare() has no effect: {why}")
+        self._rebalancer.declared = checked_declaration(load, self.placement.num_layers, self.placement.num_experts)
+
+    @contextmanager
+    def _uninterrupted(self, what: str) -> Iterator[None]:
+        """Inside, micro-batches are between their forward and their backward, for which the placement must stand."""
+        self._under_way = what
+        try:
+            yield
+            self._guard.gradients_are_there()
+        finally:
+            self._under_way = ""
+
+    def _refuse_under_way(self, what: str) -> None:
+        if self._under_way:
+            raise RuntimeError(
+                f"{what} inside {self._under_way}: micro-batches are between their forward and their backward, for "
+                "which experts must stay where they are; call it after optimizer.step() and before the next step"
+            )
+
+    def _refuse_inside_a_step(self, what: str) -> None:
+        """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
+        self._refuse_under_way(what)
+        gradients = self._host_steps or any(parameter.grad is not None for parameter in self._registry.parameters())
+        if self._sliced and self._maps.replicas is not None:  # FSDP may keep the homes' where nobody sees them
+            gradients = gradients or self._maps.replicas.holds_gradients()
+        if self._in_step and gradients:
+            raise RuntimeError(
+                f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
+                "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
+            )
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what} after close(): experts stay where they are")
+
+    def _moved(self) -> None:
+        """Experts have changed places."""
+        self._structure.moved()
+        self._gradients.moved()
+        for layer, mark in self._marks:
+            mark.copy_(torch.tensor([self._job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+
+    def _known_tensors(self) -> Iterator[Tensor]:
+        """What moves with experts besides parameters and gradients, and what optimizers keep."""
+        yield from (tensor for _, tensor in self._extra_tensors.values())
+        for optimizer in self._optimizers:
+            yield from arrays_in(getattr(optimizer, "state", None))
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def _refresh_copies(self) -> None:
+        if self._maps.replicas is not None:
+            self._maps.replicas.refresh()
+
+    @torch.compiler.disable
+    def weights_changed(self) -> None:
+        """Expert weights were written in place, between steps (clamped, swapped with an average for an evaluation, a
+        plain ``load_state_dict``): copies follow. `eplb_runtime.checkpoint` calls it itself; without replica slots
+        there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is refused.
+
+        Raises:
+            RuntimeError: a rank did not come.
+        """
+        if self._maps.replicas is None or self._closed:
+            return
+        self._come("weights_changed()")
+        self._refresh_copies()
+
+    def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+        """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
+        evaluation, two calls of ``generate``, two micro-batches of a training step. What each gives is the same, to the
+        bit, as by itself. Collective: every rank calls it, with as many forwards in the first as the others have in
+        theirs, and in the second likewise.
+
+        In training each result has a backward of its own, ``loss.backward()`` one after the other: in a sum of both the
+        order of their exchanges could differ between ranks. A backward pass inside is refused.
+
+        Args:
+            first: runs on this thread.
+            second: runs on a thread that is kept, in this one's modes of gradients, inference and autocast. Random
+                numbers (dropout, sampling) are drawn from one generator by both, in any order.
+
+        Returns:
+            What both return.
+
+        Raises:
+            RuntimeError: copies are shared between layers, two run at once already, one has a backward pass; or on a
+                device experts move beside training, ``fully_shard`` is there, or its multiprocessors are too few.
+        """
+        return self._open_second_lane().both(first, second, forwards_only=True)
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """Take over an optimizer that was made after ``attach``, as ``attach`` does; on every rank, between steps.
+
+        Each adopted optimizer steps once in a training step. Parameters that it holds besides the model's are taken
+        for a part of the model that is the same on every rank.
+
+        Args:
+            optimizer: element-wise; made from the attached model's parameters.
+            instead_of: one that the balancer has, and that is let go: it may not step the model any more, and what it
+                keeps no longer moves with experts. With it the call is collective.
+
+        Raises:
+            AttachError: it cannot be used, or the model was attached for inference with replica slots, which have no
+                place for gradients; or ``instead_of`` cannot be let go, or holds experts that nobody would train then.
+            RuntimeError: with ``instead_of``, after ``close``, or between a backward pass and the optimizer's step.
+        """
+        began = self._training
+        if instead_of is not None:
+            self._refuse_if_closed("adopt()")
+            self._refuse_inside_a_step("adopt()")
+            self._come("balancer.adopt(..., instead_of=...)")
+            self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
+        self._adopt(optimizer, instead_of)
+        if not began or instead_of is not None:
+            self._guard.begin()
+
+    def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
+        """An optimizer is about to be hooked.
+
+        Args:
+            outside: what it steps besides the model, by what to call it.
+        """
+        self._optimizers.append(optimizer)
+        self._registry.stepped_by(optimizer)
+        self._train_outside(outside)
+        if not self._training:
+            self._training = self._division.training = True
+            for layer in self._layers:
+                layer.counts_in_evaluation = False
+
+    def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
+        """An optimizer was let go.
+
+        Args:
+            outside: as for `_trained_by`.
+        """
+        self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
+        self._registry.no_longer_stepped_by(optimizer)
+        if self._guard.lone is not None:
+            self._guard.lone.forget(optimizer)
+        for name in outside:
+            self._dense.pop(name, None)
+
+    def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
+        """These are a part of the model, too, that is the same on every rank; by what to call them."""
+        self._dense.update(parameters)
+        self._structure.know(list(parameters.values()))
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def reduce_gradients(self) -> None:
+        """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
+
+        Gradients of copies are in their homes' by then: they travel during the backward pass, and are summed in float32
+        in the order of the slots. What ``no_sync`` kept back follows here, and gradients of experts that
+        ``fully_shard`` slices.
+
+        Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
+        `eplb_runtime.GradScaler`). Each contribution is reduced once, however often this is called: a call with nothing
+        new does nothing, and backward passes may go on adding to what is reduced.
+        Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
+        pass, already divided by the number of ranks as data parallelism does it.
+        """
+        self._guard.before_averaging()
+        with self._watch.waiting():
+            self._gradients.reduce()
+
+    @torch.compiler.disable
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes leave the gradients of copies where they are; for all micro-batches but the last.
+
+        They are added up in float32 and travel once, with the first backward outside. Copies that are shared between
+        layers have no place to keep them and send them all the same. Those of experts that ``fully_shard`` slices wait
+        for `reduce_gradients`, inside or outside.
+        """
+        if self._maps.replicas is None:
+            yield
+            return
+        with self._maps.replicas.defer():
+            yield
+
+    @torch.compiler.disable
+    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
+        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+        Collective.
+
+        Args:
+            max_norm: gradients are scaled down to it.
+            parameters: of the model, as they are since attach: clip these alone, by their own norm, over all experts of
+                those that have experts (a layer, say). The same on every rank. None: all.
+
+        Returns:
+            The norm before clipping, a scalar, equal on every rank.
+
+        Raises:
+            ValueError: one of them is no parameter of the model.
+        """
+        if self._host_steps:
+            raise RuntimeError(
+                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
+                "expert once, wherever it stands)"
+            )
+        rows_LH = self._logical_of_rows()
+        self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
+        self._guard.before_averaging()
+        with self._watch.waiting(), phase("clip"):
+            return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
+
+    def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
+        """`Gradients.square_of_experts`."""
+        rows_LH = self._logical_of_rows()
+        return self._gradients.square_of_experts(rows_LH, self.placement.num_experts, gradient_of)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
+        """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
+
+        Experts come one after another: beside what is returned, it takes the memory of two at most (three where rows
+        are sliced).
+
+        Args:
+            rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.
+            device: where the result is to be; None: where ``rows`` are.
+
+        Returns:
+            ``[E, ...]``, equal on every rank.
+        """
+        homes_LRH = self.placement.homes_over(len(self._job.row_ranks))
+        return in_logical_order(rows, homes_LRH[layer], self._groups, device)
+
+    @torch.no_grad()
+    def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
+        """Home rows ``first:last`` of one EP rank, on the rank that wants them. Collective over all EP groups.
+
+        Args:
+            rows: as for ``gather_experts``.
+            source: position in the EP group.
+            destination: rank of the job; the rows come from its own EP group.
+
+        Returns:
+            ``[last - first, ...]`` on the destination (the live memory where that is the source), elsewhere None.
+        """
+        return on_one_rank(rows, first, last, source, destination, self._groups)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def logical_expert_ids(self, layer: int) -> list[int]:
+        """The logical expert of each row of this rank's expert parameters, now: for what a loop does to some experts
+        (a learning rate, a frozen one), asked for anew after each step, since experts move. Not collective."""
+        rows_RH = self.placement.homes_over(len(self._job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self._job.row_rank]]
+
+    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
+        """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
+
+        It is moved in place, bit for bit, and saved in checkpoints; not copied to replica slots, not trained.
+        Collective in effect: the same names on every rank, in the same order.
+
+        Args:
+            parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
+            name: new for this parameter.
+            tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
+
+        Raises:
+            RegistryError: no such parameter, the name is taken, wrong rows or device, it needs gradients or cannot be
+                written in place.
+        """
+        if parameter not in self.layer_of_parameter:
+            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+        if tensor.device != self._device or tensor.requires_grad:
+            raise RegistryError(
+                f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "
+                f"{tensor.device}, requires_grad={tensor.requires_grad}"
+            )
+        if problem := why_not_written(tensor):
+            raise RegistryError(f"{name} of {parameter}: {problem}")
+        layer = self.layer_of_parameter[parameter]
+        if self._sliced and not is_sliced(tensor):
+            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
+        self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
+
+    def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
+        """Let an average of weights (EMA, SWA, Lookahead's slow ones), a snapshot, masks: what has a tensor for each
+        parameter of the model, move with the experts, as by `register`. What belongs to other parameters is passed
+        over. Called between steps, before experts have moved since it was made.
+
+        Args:
+            name: of what it is; new.
+            tensors: a module with parameters of the model's names (`AveragedModel`), a dict by these names, a list or
+                tuple in the order of ``model.parameters()`` (or of those that are trained, or of experts), or one
+                vector (`parameters_to_vector`). Tensors, or arrays on a CPU, that are written in place from now on.
+            moves: False: it does not go by row with this model's experts, whatever its shape; nothing is registered,
+                and experts may move.
+
+        Raises:
+            RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`.
+        """
+        if not moves:
+            self._outside.leave_alone(arrays_in(tensors))
+            return
+        parameters = {
+            prefix + own: parameter
+            for prefix, model in self._structure.models.items()
+            for own, parameter in model.named_parameters()
+        }
+        for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
+            self.register(parameter, name, tensor)
+        if isinstance(tensors, Mapping):
+            # A copy of a state dict says where experts stood.
+            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
+            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
+            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's experts are."""
+        return self._device
+
+    @property
+    def host_dispatches(self) -> bool:
+        """Whether the framework carries tokens itself, keeps each expert in tensors of its own, and saves them."""
+        return any(isinstance(layer, HostDispatchedLayer) for layer in self._layers)
+
+    @property
+    def _host_steps(self) -> bool:
+        """Whether gradients are where only the framework's own optimizer knows."""
+        return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
+        return self._groups.everyone
+
+    @property
+    def _job(self) -> Job:
+        """Who shares what with whom."""
+        return self._groups.job
+
+    def _home_experts(self, layer: int) -> list[int]:
+        """The logical expert of each home row of this rank."""
+        return [int(expert) for expert in self.placement.homes_LRH[layer, self._groups.job.ep_rank]]
+
+    def _logical_of_rows(self) -> Tensor:
+        """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
+        self._end_what_broke_off()
+        rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
+        return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
+
+    def _background_group(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
+        return self._groups.background()
+
+    def _open_second_lane(self) -> Lanes:
+        """Let two batches of a rank travel at once (`moe.dispatch.lanes`). Collective, between steps.
+
+        Raises:
+            RuntimeError: as `at_once` says.
+        """
+        if self.host_dispatches:
+            raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
+        if self.config.shared_between_layers:
+            raise RuntimeError(
+                "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
+                "once are in two: keep copies, or run one batch after the other"
+            )
+        if self._sliced and self._maps.replicas is not None:
+            raise RuntimeError(
+                "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
+                "at once are in two: set replica_slots=0, or run one batch after the other"
+            )
+        if not self._lanes.is_open:
+            if why := choosing.refuses_two_at_once(self.config, self._device, self._structure.is_sharded):
+                raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
+            if (replicas := self._maps.replicas) is not None:
+                replicas.launching = self._lanes.launching
+                if self._device.type != "cpu":
+                    self._lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
+            self._lanes.open(Lane(*self._groups.second_lane()))
+        return self._lanes
+
+    # -- for other rooms ------------------------------------------------------------------------------------------
+
+    def _plan_with(self, planner: Callable[..., Plan]) -> None:
+        """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
+        self._rebalancer.decisions.planner = planner
+
+    def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
+        """Let another hear the load that decisions start from."""
+        self._rebalancer.decisions.on_load = write
+
+    def _progress(self) -> Progress:
+        """How far training is; on any thread."""
+        return self._rebalancer.progress
+
+    def _close_with(self, close: Callable[[], None]) -> None:
+        """Call this when there is nothing more to hear."""
+        self._listeners.append(close)
+
+    def _close_together_with(self, close: Callable[[float], None]) -> None:
+        """Call this in ``close``, as every rank does, with a time of `time.monotonic` as its deadline."""
+        self._on_all_ranks.append(close)
+
+    def _close_listeners(self) -> None:
+        for close in self._listeners:
+            close()
+
+    @contextmanager
+    def _unsplit(self) -> Iterator[None]:
+        """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
+        splitter = self._maps.splitter
+        if splitter is None:
+            yield
+            return
+        splitter.at_home = True
+        try:
+            yield
+        finally:
+            splitter.at_home = False
+
+    def _wait_until_compiled(self, seconds: float = 300.0) -> None:
+        """For runs that are over before a planner is compiled; without it training goes on and rebalances later."""
+        self._rebalancer.wait_until_compiled(seconds)
+
+    @property
+    def _counted(self) -> Tensor:
+        """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
+        return self._counter.counts
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    @contextmanager
+    def quiesce(self) -> Iterator[None]:
+        """No migration while inside (weight reload, asynchronous save); enter and leave at the same step on all ranks.
+
+        A decision that becomes due meanwhile waits for the first step after.
+        """
+        self._rebalancer.background.withdraw()
+        self._rebalancer.quiesced += 1
+        try:
+            yield
+        finally:
+            self._rebalancer.quiesced -= 1
+
+    @torch.compiler.disable
+    def state_dict(self) -> dict[str, Any]:
+        """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
+        state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
+        if self._closed:
+            return state
+        self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
+        return {**state, "load": self._resuming.measured()}
+
+    @torch.compiler.disable
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
+
+        A placement for another EP size or other replica slots cannot be taken over: homes and copies are placed anew,
+        freely, for the load that was saved with it. Where that cannot be (``policy="static"``, or there is no load)
+        the load of past decisions is taken all the same.
+
+        Raises:
+            PlacementError: the placement is for another model; or for other sizes, and none could be made anew.
+            RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
+                anew; the old placement stands. Or the balancer is closed.
+        """
+        self._refuse_if_closed("load_state_dict()")
+        self._refuse_inside_a_step("load_state_dict()")
+        self._rebalancer.refuse_if_broken()
+        self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
+        self._moved()
+        self._refresh_copies()
+
+    def _before_forward(self) -> None:
+        """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
+        self._rebalancer.refuse_if_broken()
+        self._rebalancer.background.forward_begins()
+        if torch.is_grad_enabled() and self._training:
+            with self._one_begins:
+                with self._guard.clocked():
+                    self._division.follow()
+                    self._structure.check(thoroughly=self._guard.is_new)
+                    if not self._replaced_was_told and self._guard.is_new:
+                        self._tell_of_replaced()
+                self._in_step = True
+                if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
+                    self._maps.replicas.abandon()
+                self._gradients.forward_begins()
+                self._guard.before_forward()
+
+    def _tell_of_replaced(self) -> None:
+        """Once, when attach is over and has let go of them."""
+        self._replaced_was_told = True
+        if not self._structure.replaced():
+            return
+        gc.collect()  # what is garbage already is still there
+        replaced = self._structure.replaced()
+        # One alone is what a loop over parameters has left in its variable.
+        if len(replaced) > 1 and (holder := holder_of(list(replaced.values()))):
+            logger.warning(
+                "%s holds %d parameters as they were before attach, such as %s, with all experts in memory: the model "
+                "computes with others now, so whatever is done to these (freezing, a penalty, clipping, a new group of "
+                "an optimizer) has no effect; take model.parameters() after attach",
+                holder,
+                len(replaced),
+                next(iter(replaced)),
+            )
+
+    @torch.compiler.disable
+    def _after_forward(self, layers: Collection[int]) -> None:
+        """A forward of the model that holds these layers has ended, or failed."""
+        self._rebalancer.background.forward_ends(layers)
+
+    def _before_optimizer(self) -> None:
+        """An optimizer is about to step: gradients must be what it is to see."""
+        self._rebalancer.refuse_if_broken()
+        self._watch.at(f"optimizer.step() after {self._counter.closed_steps} steps")
+        self._rebalancer.background.withdraw()
+        self._guard.before_reduction()
+        self.reduce_gradients()
+        self._guard.before_step()
+
+    @property
+    def _in_a_child(self) -> bool:
+        """Whether this is a process that was forked from the rank: the connections are the parent's, and no thread of
+        ours is here."""
+        return os.getpid() != self._process
+
+    def _end_with(self, handle: Removable) -> None:
+        """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
+        self._hooks.append(handle)
+
+    @torch.compiler.disable
+    def close(self) -> None:
+        """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
+        more, since nobody refreshes them. In a process that was forked from a rank it does nothing.
+        """
+        if self._closed or self._in_a_child:
+            return
+        self._closed = True
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self._watch.close()
+        self._rebalancer.close()
+        self._close_listeners()
+        self._guard.end()
+        for close in self._on_all_ranks:
+            close(time.monotonic() + self.config.timeout_seconds)
+        self._groups.close_balancing()

@@ -1,0 +1,436 @@
+"""One decision, made off the critical path by a worker thread of every rank: sum the load, plan on rank 0, hand the
+plan to all, compare. Rank 0 alone plans; the others take its bytes (design rule 2).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..config import BalancerConfig
+from ..distributed.agreement import Agreement
+from ..distributed.points import Phase, Probe, unobserved
+from ..distributed.private_groups import hang_up
+from ..distributed.process_groups import ProcessGroups
+from ..load.aggregate import HostCopy, aggregate
+from ..load.declared import DeclaredLoadError, summed
+from ..migration.difference import apply, difference
+from ..placement import Placement
+from ..planner import CostModel, Plan, plan
+from ..planner.cost import crossing_seconds
+from ..planner.evaluate import predicted_imbalance
+from ..topology import Topology
+from ..utils.spans import phase
+from ..utils.worker import Worker
+from .compile_ahead import compile_apart, compile_here
+from .guard import Found, Guard
+from .guard_samples import Look
+
+logger = logging.getLogger("eplb_runtime")
+
+SOURCE_MEMORY = 0.5
+"""How much what came from where before a decision's own steps still counts, by each decision since."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks were told. ``target`` is None when nothing is to move or the decision failed.
+
+    Args:
+        failure: why there is no plan; empty when there is one.
+        connections_broken: a collective failed on the way: the ranks have to find together again.
+        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
+        load: int64 ``[T, L, E]``, what was measured, over all ranks.
+        placements: that rows of it stood under, each with the row that it ends before.
+        step_seconds: of a training step.
+        finding: what the guard found; empty: nothing.
+        stays: why a plan is not carried out; empty: it is, or there is none.
+        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
+    """
+
+    target: Placement | None = None
+    failure: str = ""
+    connections_broken: bool = False
+    imbalance: NDArray[np.float64] | None = None
+    summary: dict[str, Any] | None = None
+    finding: str = ""
+    stays: str = ""
+    load: NDArray[np.int64] | None = None
+    placements: tuple[tuple[int, Placement], ...] = ()
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a decision starts from.
+
+    Args:
+        buckets: this rank's load since the last decision.
+        placement: the one that stands.
+        earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
+        step_seconds: measured, smoothed.
+        stall_seconds: what a rebalance costs besides its transfers.
+        look: what the guard compares over ranks; None: it is off.
+        computed: whether MoE layers ran since the last decision.
+        declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
+        home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
+        token_bytes: what a (token, choice) pair sends in a step.
+    """
+
+    buckets: HostCopy
+    placement: Placement
+    earlier: tuple[tuple[int, Placement], ...]
+    step_seconds: float
+    stall_seconds: float
+    home_bytes: int
+    token_bytes: int = 0
+    look: Look | None = None
+    computed: bool = True
+    declared: NDArray[np.float64] | None = None
+
+    @property
+    def placements(self) -> tuple[tuple[int, Placement], ...]:
+        """``(end, placement)`` for all buckets."""
+        return (*self.earlier, (len(self.buckets.wait()), self.placement))
+
+
+class DecisionMaker:
+    """Makes decisions for one rank, in the balancer's worker thread.
+
+    Attributes:
+        history: the load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them
+            can save it, though only the planner plans from it.
+        on_load: hears what all ranks counted since the last decision, ``[T, L, E]``, and training steps of a row.
+    """
+
+    def __init__(
+        self,
+        config: BalancerConfig,
+        topology: Topology,
+        groups: ProcessGroups,
+        steps_per_bucket: int,
+        guard: Guard,
+        probe: Probe = unobserved,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._guard = guard
+        self._probe = probe
+        self._steps_per_bucket = steps_per_bucket
+        self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
+        self._compiled = False
+        self._declared: NDArray[np.float64] | None = None
+        self._sources: NDArray[np.float64] | None = None
+        self._job = groups.job
+        self._is_planner = groups.job.is_planner
+        self._planner_rank = groups.job.ranks[0]
+        # A planner that never returns must not take the thread along that talks to the other ranks.
+        self._planning = Worker("eplb_runtime plan")
+        self._overdue: Future[bytes] | None = None
+        self.planner: Callable[..., Plan] = plan
+        self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
+
+    def compile(self) -> None:
+        """What this rank needs for decisions and migrations; until then nothing is planned."""
+        try:
+            policy = self._config.policy if self._is_planner else ""
+            compile_apart(policy)
+            compile_here(policy)
+        except Exception:
+            logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
+        finally:
+            self._compiled = True
+
+    def close(self) -> None:
+        """No more plans; one that never returns is left to itself."""
+        self._planning.close(0.0)
+
+    def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
+        """Collective over the control group; never raises.
+
+        Args:
+            key: names this decision; new for each. A rank that cannot wait for it any longer records that.
+            control: that stood when the decision began; another may stand before it ends.
+            agreement: on the same.
+        """
+        try:
+            return self._decide(measurement, key, control, agreement)
+        except Exception as error:
+            logger.debug("a decision failed", exc_info=True)
+            hang_up(control, "gloo")  # nothing else of this rank may meet what the others still say in this decision
+            return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
+
+    def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
+        epoch = measurement.placement.epoch
+        self._probe(Phase.DECIDING, key)
+        with phase("decision: add up load", epoch=epoch):
+            sources = self._by_node(measurement, control)
+            total = aggregate(measurement.buckets, control).numpy()
+        found = Found() if measurement.look is None else self._guard.found(measurement.look, control)
+        finding = found.finding
+        shape = (measurement.placement.num_layers, measurement.placement.num_experts)
+        try:
+            declared = summed(measurement.declared, shape, control)
+        except DeclaredLoadError as error:
+            return Decision(failure=str(error))
+        if not total.any() and declared is None:
+            return self._nothing_counted(finding, measurement)
+        if total.any():
+            self.history.extend(total)
+            self.on_load(total, self._steps_per_bucket)
+            if sources is not None:
+                self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
+        here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
+        home_bytes, token_bytes, compiling = _highest(control, *here)
+        if compiling:
+            self._declared = declared
+            summary = staying(measurement.placement, "the planner is still being compiled")
+            return Decision(summary=summary, finding=finding)
+        declared, self._declared = declared if declared is not None else self._declared, None
+        measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
+        with phase("decision: plan", epoch=epoch):
+            message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
+        imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
+        try:
+            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
+            self._probe(Phase.PLANNED, message)
+            target, summary, digest = self._read(message, measurement.placement)
+        except Exception as error:
+            # The others wait for this rank's word: it tells them what is wrong.
+            logger.warning("the decision failed on this rank", exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+        made = Decision(
+            imbalance=imbalance,
+            finding=finding,
+            load=total,
+            placements=measurement.placements,
+            step_seconds=measurement.step_seconds,
+        )
+        with phase("decision: agree", epoch=epoch):
+            verdict = agreement.same_on_all(digest, "plan", problem)
+            if verdict.commit:
+                self._probe(Phase.VOTED, verdict)
+                verdict = agreement.record(key, verdict)
+        if not verdict.commit:
+            return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
+        if summary.get("failure"):
+            return replace(made, failure=summary["failure"])
+        if found.stays and target is not None:
+            return replace(made, summary=staying(measurement.placement, found.stays), stays=found.stays)
+        return replace(made, target=target, summary=summary)
+
+    def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
+        """float64 ``[N, L, E]``, tokens since the last decision by the node that they came from; None: there is one
+        node. Collective, ahead of the sum over ranks, which takes the place of this rank's counts."""
+        topology = self._topology
+        if topology.num_nodes == 1:
+            return None
+        counted_LE = measurement.buckets.wait().sum(dim=0)
+        counted_NLE = counted_LE.new_zeros(topology.num_nodes, *counted_LE.shape)
+        counted_NLE[topology.node_of(self._job.ep_rank)] = counted_LE
+        dist.all_reduce(counted_NLE, group=control)
+        return counted_NLE.numpy().astype(np.float64)
+
+    def compiling(self, control: dist.ProcessGroup) -> bool:
+        """Whether any rank is still being compiled. Collective."""
+        return bool(_highest(control, 0 if self._compiled else 1)[0])
+
+    def place_anew(
+        self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
+    ) -> Decision:
+        """A placement of the sizes of ``current``, made for a load as if nothing stood yet. Collective.
+
+        Args:
+            load: int64 ``[T, L, E]``, equal on every rank.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+
+        def ask() -> bytes:
+            made = self.planner(
+                load,
+                self._topology,
+                slots_per_rank=current.slots_per_rank,
+                policy=self._config.policy,
+                layout="home",
+                rank_speed=self._config.rank_speed,
+            )
+            return _as_message(made, current)
+
+        message = self._broadcast(self._in_time(ask) if self._is_planner else b"", control)
+        target, summary, digest = self._read(message, current)
+        verdict = agreement.same_on_all(digest, "plan")
+        if not verdict.commit:
+            return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken)
+        return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
+
+    def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
+        """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
+        steps = len(measurement.buckets.wait()) * self._steps_per_bucket
+        said = f"no token was counted in the last {steps} steps"
+        if measurement.computed and steps:  # none: rebalance() right after a decision
+            finding = finding or (
+                f"{said} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
+                "token is padding; nothing can be balanced"
+            )
+        return Decision(failure=said, finding=finding)
+
+    def _plan(self, measurement: Measurement) -> bytes:
+        """Rank 0: the plan as bytes, or why there is none."""
+        load = np.stack(self.history) if self.history else measurement.declared
+        assert load is not None
+        return self._in_time(lambda: self._make_plan(load, measurement))
+
+    def _in_time(self, work: Callable[[], bytes]) -> bytes:
+        """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
+        if self._overdue is not None and not self._overdue.done():
+            return _failed("the planner is still busy with an earlier plan")
+        seconds = self._config.timeout_seconds / 2
+
+        def planned() -> bytes:
+            try:
+                return work()
+            except Exception as error:
+                logger.warning("planning failed", exc_info=True)
+                return _failed(f"planning failed: {type(error).__name__}: {error}")
+
+        self._overdue = self._planning.submit(planned)
+        try:
+            return self._overdue.result(seconds)
+        except TimeoutError:
+            logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
+            return _failed(f"the planner took longer than {seconds:g} s")
+
+    def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> bytes:
+        made = self.planner(
+            load,
+            self._topology,
+            slots_per_rank=measurement.placement.slots_per_rank,
+            current=measurement.placement,
+            policy=self._config.policy,
+            layout="home",
+            max_moves=self._config.max_moves,
+            max_bytes=self._max_bytes(),
+            cost=self._cost(measurement),
+            gate=self._config.gate,
+            declared=measurement.declared,
+            rank_speed=self._config.rank_speed,
+            sources=self._sources,
+        )
+        return _as_message(made, measurement.placement)
+
+    def _cost(self, measurement: Measurement) -> CostModel:
+        return CostModel(
+            home_bytes=measurement.home_bytes,
+            replica_bytes=0,  # copies are refreshed after every step anyway
+            step_seconds=max(measurement.step_seconds, 1e-9),
+            moe_share=self._config.moe_share,
+            horizon_steps=self._config.horizon,
+            stall_seconds=measurement.stall_seconds,
+            crossing_seconds=self._crossing_seconds(measurement.token_bytes),
+        )
+
+    def _crossing_seconds(self, token_bytes: int) -> float:
+        """For the cost: of the layers of one stage, on average; the ranks of the others carry theirs meanwhile."""
+        if not self.history or self._topology.num_nodes == 1:
+            return 0.0
+        per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
+        holders = self._job.ep_size * len(self._job.edp_ranks) * self._steps_per_bucket
+        own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
+        return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
+
+    def _max_bytes(self) -> int | None:
+        """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
+        if self._config.max_pause_seconds is None:
+            return None
+        slowest = self._topology.intra_node_bandwidth
+        if self._topology.num_nodes > 1:
+            slowest = min(slowest, self._topology.inter_node_bandwidth)
+        return int(self._config.max_pause_seconds * slowest)
+
+    def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, src=self._planner_rank, group=control)
+        buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=control)
+        return buffer
+
+    def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
+        """The plan as this rank understands it, and the digest to compare (zeros: the bytes contradict themselves)."""
+        try:
+            fields = json.loads(message)
+            if fields.get("failure"):
+                return None, fields, b"f" * 16
+            if fields["placement"] is None:
+                return None, fields, b"s" * 16
+            target = apply(current, fields["placement"])
+            target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
+            if (target.digest(), target.epoch) != (fields["digest"], fields["epoch"]):
+                raise ValueError("its digest is not the one it was sent with")
+        except ValueError as error:
+            logger.warning("the plan that arrived on this rank is not usable: %s", error)
+            return None, {}, bytes(16)
+        return target, fields, bytes.fromhex(target.digest())
+
+
+def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
+    """Over all ranks, whose stages differ."""
+    values = torch.tensor(here)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control)
+    return [int(value) for value in values]
+
+
+def _as_message(made: Plan, current: Placement) -> bytes:
+    moves = made.decision == "rebalance"
+    target = made.placement.with_epoch(current.epoch + 1)
+    before = made.imbalance_before
+    return json.dumps(
+        {
+            "decision": made.decision,
+            "reason": made.reason,
+            "moves": made.moved_slots,
+            "imbalance_before": 0.0 if before is None else float(before.mean()),
+            "imbalance_after": float(made.imbalance_after.mean()),
+            "imbalance_bound": float(made.lower_bound.mean()),
+            "seconds_saved": None if np.isnan(made.seconds_saved) else made.seconds_saved,
+            "seconds_spent": None if np.isnan(made.seconds_spent) else made.seconds_spent,
+            "by_layer": None if before is None else np.stack([before, made.imbalance_after, made.lower_bound]).tolist(),
+            "plan_seconds": made.plan_seconds,
+            "epoch": target.epoch,
+            "digest": target.digest(),
+            "placement": difference(current, target) if moves else None,
+        }
+    ).encode()
+
+
+def _failed(why: str) -> bytes:
+    return json.dumps({"failure": why}).encode()
+
+
+def staying(placement: Placement, reason: str) -> dict[str, Any]:
+    """The summary of a decision for which nobody has planned."""
+    said = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
+    return {**said, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
+
+
+def _imbalance_as_it_was(
+    load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Each row's imbalance under the placement that stood while it was counted."""
+    parts: list[NDArray[np.float64]] = []
+    start = 0
+    for end, placement in measurement.placements:
+        parts += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
+        start = end
+    return np.stack(parts)

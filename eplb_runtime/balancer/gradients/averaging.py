@@ -1,0 +1,216 @@
+"""Sums of gradients over ranks, a few large messages at a time, and of each contribution once.
+
+The sum over ranks is linear. What they have alike from an earlier sum, one of them alone brings to the next; where sums
+are divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding
+to them, and never zero them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...distributed.ranks import gather_rows
+
+BUCKET_BYTES = 32 << 20
+"""Gradients of one dtype travel together up to this size."""
+NONE, ALIKE, NEW = range(3)
+"""What a rank has of a parameter's gradient: nothing, what all ranks have, or something that the others have not."""
+
+
+class Averaging:
+    """Sums the gradients of some parameters over a group of ranks and divides them.
+
+    Args:
+        parameters: by name; the same, in the same order, on every rank of the group. More may join.
+        divisor: of the sums.
+        in_rank_order: sum each element in the order of the ranks, wherever it stands; for rows that change places.
+        told: the caller calls `arrives`; else hooks do.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        divisor: int,
+        *,
+        in_rank_order: bool = False,
+        told: bool = False,
+    ) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._divisor = divisor
+        self._in_rank_order = in_rank_order
+        self._any_may_bring_it = group.size() == divisor
+        self._told = told
+        self._watched: set[Tensor] = set()
+        self._joined = 0
+        self._arrived: set[Tensor] = set()
+        self._alike: set[Tensor] = set()
+        self._left: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._captured: set[Tensor] = set()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
+        self._join()
+        return bool(self._arrived)
+
+    def arrives(self, parameter: Tensor) -> None:
+        """A backward pass is about to add to this gradient."""
+        self._arrived.add(parameter)
+        if parameter in self._alike:
+            self._alike.discard(parameter)
+            self._leave_to_the_first(parameter)
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(parameter)  # replays bring gradients that nobody hears of
+
+    def step_is_over(self) -> None:
+        """The optimizers have used the gradients. What is left of them may stay, be added to or be used again."""
+        if not self._any_may_bring_it:
+            gradients = [(parameter, parameter.grad) for parameter in self._alike]
+            self._left = {p: (weakref.ref(g), g._version) for p, g in gradients if g is not None}
+
+    @torch.no_grad()
+    def reduce(self, *, first: bool) -> None:
+        """Sum what is new, in place. Collective over the group.
+
+        A parameter without a gradient on some ranks takes part with zeros; one without a gradient on every rank stays
+        so.
+
+        Args:
+            first: for the first time since a step ended: gradients may have been written by hand.
+
+        Raises:
+            RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since.
+        """
+        self._join()
+        parameters = list(self._parameters.values())
+        if not parameters:
+            return
+        here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
+        everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
+        gradients = []
+        for parameter, mine, most in zip(parameters, here, everywhere.tolist(), strict=True):
+            if most == NEW:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                elif mine == ALIKE:
+                    self._leave_to_the_first(parameter)
+                gradients.append(parameter.grad)
+            if most != NONE:
+                self._alike.add(parameter)
+        self._average(gradients)
+        self._arrived.clear()
+        self._left.clear()
+
+    def _here(self, name: str, parameter: Tensor, first: bool) -> int:
+        gradient = parameter.grad
+        if gradient is None:
+            self._alike.discard(parameter)
+            return NONE
+        self._watch(parameter)
+        if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
+            return NEW
+        if not first:
+            return ALIKE
+        if self._any_may_bring_it:
+            return NEW
+        left, version = self._left.get(parameter, (lambda: gradient, gradient._version))
+        if left() is not gradient:
+            return NEW
+        if version != gradient._version and gradient.any():
+            raise RuntimeError(
+                f"the gradient of {name} is the one that the last step used, rewritten in place, and no backward pass "
+                "has run since: nobody can tell whether it is summed over ranks already; give new gradients in new "
+                "tensors (parameter.grad = ...), or change them between reduce_gradients() and optimizer.step()"
+            )
+        return ALIKE
+
+    def _leave_to_the_first(self, parameter: Tensor) -> None:
+        """Let one rank alone bring what all have alike."""
+        gradient = parameter.grad
+        if gradient is None or self._any_may_bring_it:
+            return
+        with torch.no_grad():
+            if dist.get_rank(self._group) != 0:
+                gradient.zero_()
+            elif self._divisor != 1:
+                gradient.mul_(self._divisor)
+
+    def _join(self) -> None:
+        """Watch parameters that were given since the last time, or are trained since."""
+        if self._joined == len(self._parameters):
+            return
+        self._joined = len(self._parameters)
+        for parameter in self._parameters.values():
+            self._watch(parameter)
+
+    def _watch(self, parameter: Tensor) -> None:
+        if parameter in self._watched or not parameter.requires_grad:
+            return
+        self._watched.add(parameter)
+        if parameter.grad is not None:
+            self._arrived.add(parameter)
+        if self._told:
+            return
+        # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
+        parameter.register_hook(partial(self._hook, parameter))
+
+    @torch.compiler.disable
+    def _hook(self, parameter: Tensor, _: Tensor) -> None:
+        self.arrives(parameter)
+
+    def _average(self, gradients: Sequence[Tensor]) -> None:
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            if self._in_rank_order:
+                flat = sum_in_rank_order(flat, self._group)
+            else:
+                dist.all_reduce(flat, group=self._group)
+            flat.div_(self._divisor)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, each element added in the order of the ranks: ``[N]`` of the same dtype.
+
+    An all-reduce adds in an order that depends on where in the buffer an element stands, and with three ranks or more
+    the order shows in the last bits: an expert's gradient would depend on its slot. Here each rank sums one part, and
+    as many bytes travel as in a ring all-reduce.
+    """
+    ranks = group.size()
+    if ranks <= 2:  # a + b is b + a
+        dist.all_reduce(flat_N, group=group)
+        return flat_N
+    part = -(-flat_N.numel() // ranks)
+    padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
+    parts_RN = torch.empty_like(padded)
+    dist.all_to_all_single(parts_RN, padded, group=group)
+    first, *others = parts_RN.view(ranks, part)
+    for other in others:
+        first.add_(other)
+    return gather_rows(first, group).view(-1)[: flat_N.numel()]
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in same:
+            if bucket and size + gradient.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += gradient.nbytes
+        yield bucket

@@ -1,0 +1,78 @@
+"""The parts of one gradient norm over a model whose experts and stages are spread over ranks.
+
+Each logical expert counts once and sums are taken in logical order: where experts stand does not change the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...distributed.process_groups import ProcessGroups
+
+
+def squares_of_experts(
+    gradients: Sequence[tuple[int, Tensor | Sequence[Tensor | None]]],
+    logical_of_rows_LH: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    slices: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on every rank.
+
+    Args:
+        gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them, or the gradient of
+            each slot (None: zeros); on every rank of the group for the same parameters.
+        logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
+        num_experts: E.
+        group: the ranks that have each row once: one EP group, or more with divided rows.
+        slices: the EDP ranks, where each has a slice; else None.
+    """
+    device = logical_of_rows_LH.device
+    squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
+    for index, (layer, gradient) in enumerate(gradients):
+        per_row = _norms_of_rows(gradient, squares_NE)
+        squares_NE[index, logical_of_rows_LH[layer]] = per_row.square()
+    if slices is not None:
+        dist.all_reduce(squares_NE, group=slices)
+    # Every entry is zero on all ranks of the group but one: the sum is exact in any order.
+    dist.all_reduce(squares_NE, group=group)
+    return list(squares_NE.sum(dim=1))
+
+
+def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """float64 ``[E/R]``."""
+    if isinstance(gradient, Tensor):
+        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    norms = [like.new_zeros(()) if g is None else torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
+    return torch.stack(norms)
+
+
+def squares_of_dense(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Squared 2-norm of each gradient that is equal on every rank, and one of all that are sharded as DTensors."""
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in whole]
+    if sharded:
+        norm = torch.nn.utils.get_total_norm(sharded)
+        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square())
+    return squares
+
+
+def sum_over_stages(square: Tensor, groups: ProcessGroups) -> Tensor:
+    """A stage's scalar -> the sum over all pipeline stages, in their order, equal bit for bit on every rank."""
+    job = groups.job
+    if len(job.stage_sets) == 1:
+        return square
+    squares = square.new_zeros(len(job.stage_sets))
+    # Ranks that hold the same stages have the same number: one of them gives it, so the sum is exact in any order. The
+    # largest would be too, but for a NaN, which no comparison finds.
+    if job.rank == job.data_ranks[0]:
+        squares[job.stage_sets.index(job.stages)] = square
+    dist.all_reduce(squares, group=groups.everyone)
+    return squares.sum()

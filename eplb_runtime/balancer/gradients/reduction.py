@@ -1,0 +1,179 @@
+"""Gradients of a model whose experts are spread over ranks: reduced once a step, and clipped by one norm over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ...distributed.process_groups import ProcessGroups
+from ...moe.experts.registry import ExpertTensors
+from ...moe.experts.slices import is_sliced, local
+from ...replicas.sync import ReplicaSync
+from ...utils.spans import phase
+from .averaging import Averaging
+from .norm import squares_of_dense, squares_of_experts, sum_over_stages
+
+
+class Gradients:
+    """Gradients on their way to the optimizer: each contribution is reduced once, and all are clipped by one norm.
+
+    Args:
+        registry: has the expert parameters.
+        experts: those, home rows by name.
+        replicas: brings copies' gradients home; None: there are no copies.
+        dense_parameters: the rest of the model, by name; more may join.
+        average_dense: whether the rest is averaged here, or by the host.
+
+    Attributes:
+        reduced: called whenever gradients have been reduced.
+        follow: called before, to learn of parameters that have joined.
+    """
+
+    def __init__(
+        self,
+        registry: ExpertTensors,
+        experts: Mapping[str, Tensor],
+        replicas: ReplicaSync | None,
+        dense_parameters: Mapping[str, Tensor],
+        groups: ProcessGroups,
+        *,
+        average_dense: bool,
+    ) -> None:
+        self._registry = registry
+        self._replicas = replicas
+        self._dense_parameters = dense_parameters
+        self._groups = groups
+        self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
+        self._averaged: list[Averaging] = []
+        if average_dense:
+            self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
+        self._of_experts: Averaging | None = None
+        if groups.expert_data is not None and not self._sliced:
+            self._of_experts = Averaging(experts, groups.expert_data, 1, in_rank_order=True, told=True)
+            self._averaged.append(self._of_experts)
+        self._first = True
+        self._new = True
+        self.reduced: Callable[[], None] = lambda: None
+        self.follow: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """The optimizer has stepped: new gradients come."""
+        self._first = True
+        self.moved()
+
+    def moved(self) -> None:
+        """Between steps, experts have moved, and gradients with them."""
+        for averaging in self._averaged:
+            averaging.step_is_over()
+
+    def forward_begins(self) -> None:
+        """New gradients may come, of slices where no hook sees them."""
+        self._new = self._new or self._sliced
+        if self._sliced and self._registry.has_left_behind:
+            self._registry.forget_zeroed()
+
+    def arrives(self, parameter: Tensor) -> None:
+        """A backward pass, or a copy, is about to add to the gradient of an expert parameter."""
+        self._new = True
+        if self._registry.has_left_behind:
+            self._registry.refuse_left_behind(parameter)
+        if self._of_experts is not None:
+            self._of_experts.arrives(parameter)
+
+    def reduce(self) -> None:
+        """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
+        self.follow()
+        if self._registry.has_left_behind:
+            self._registry.refuse_left_behind()
+        if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
+            self._replicas.wait_all()
+            self._replicas.reduce_gradients()
+        if not (self._first or self._new or any(averaging.has_new for averaging in self._averaged)):
+            return
+        with phase("reduce gradients"):
+            for averaging in self._averaged:
+                averaging.reduce(first=self._first)
+        self._first = self._new = False
+        self.reduced()
+
+    @torch.no_grad()
+    def clip(
+        self, max_norm: float, logical_of_rows_LH: Tensor, num_experts: int, parameters: Iterable[Tensor] | None = None
+    ) -> Tensor:
+        """Reduce, scale down to ``max_norm``, and return the norm before, a float64 scalar. Collective.
+
+        Args:
+            logical_of_rows_LH: int64 ``[L, E/R]`` on the model's device: the logical expert of each row here.
+            num_experts: E.
+            parameters: those that are scaled, by their own norm; None: all.
+
+        Raises:
+            ValueError: one of them is not of the model; or they are some of a layer's experts, of separate tensors.
+        """
+        chosen = None if parameters is None else self._chosen(parameters)
+        self.reduce()
+
+        def gradient_of(parameter: Tensor) -> Tensor | None:
+            return parameter.grad if chosen is None or parameter in chosen else None
+
+        experts = [g for p in self._registry.parameters() if (g := gradient_of(p)) is not None]
+        dense = [g for p in self._dense_parameters.values() if (g := gradient_of(p)) is not None]
+        squares = [
+            *self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of),
+            *squares_of_dense(dense),
+        ]
+        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
+        norm = sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups).sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in [*experts, *dense]:
+            local(gradient).mul_(scale.to(gradient.dtype))
+        return norm
+
+    def _chosen(self, parameters: Iterable[Tensor]) -> set[Tensor]:
+        chosen = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        known = {*self._registry.parameters(), *self._dense_parameters.values()}
+        for parameter in chosen - known:
+            raise ValueError(
+                f"a tensor of shape {list(parameter.shape)} is no parameter of the attached model: give those of "
+                "model.parameters() as they are since attach"
+            )
+        for layer in self._registry.layers:
+            for separate in self._registry.by_expert(layer):
+                if isinstance(separate, tuple) and 0 < len(chosen.intersection(separate)) < len(separate):
+                    raise ValueError(
+                        "parameters= has some experts of a layer and leaves others out, which stand elsewhere after a "
+                        "move: give all experts of a layer"
+                    )
+        return chosen
+
+    @torch.no_grad()
+    def square_of_experts(
+        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> Tensor:
+        """The squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on
+        every rank and wherever experts stand. Collective.
+
+        Args:
+            logical_of_rows_LH, num_experts: as of `clip`.
+            gradient_of: what the host would take as the gradient of an expert parameter.
+        """
+        squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
+        none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)
+        return sum_over_stages(torch.stack(squares).sum() if squares else none, self._groups)
+
+    def _squares_of_experts(
+        self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> list[Tensor]:
+        gradients: list[tuple[int, Tensor | list[Tensor | None]]] = []
+        for layer in self._registry.layers:
+            for parameter in self._registry.by_expert(layer):
+                if isinstance(parameter, tuple):
+                    gradients.append((layer, [gradient_of(row) for row in parameter]))
+                    continue
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    gradients.append((layer, local(gradient)))
+        slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
+        return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups.rows, slices)

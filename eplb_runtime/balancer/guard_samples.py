@@ -1,0 +1,189 @@
+"""What a guard sees on one rank, and how that goes to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..load.aggregate import HostCopy
+from .gradients.rescaled import Kept
+
+SAMPLES = 16
+"""Tensors of each kind that one look compares."""
+_PROBLEM_BYTES, _STAYS_BYTES = 384, 512
+_TEXT_BYTES = _PROBLEM_BYTES + _STAYS_BYTES
+
+
+class Stepper(Protocol):
+    """What a guard asks of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a guard looks at.
+
+    Args:
+        dense: parameters outside the experts, by name; equal on ranks that hold the same stages.
+        experts: home rows ``[E/R, ...]`` by name.
+        optimizers: that step them; none: inference. One may be adopted later.
+        average_dense: whether the balancer averages the dense gradients itself.
+        counts: tokens that this rank counted in the running step.
+        calls: forwards of MoE layers so far.
+        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
+    """
+
+    dense: Mapping[str, Tensor]
+    experts: Mapping[str, Tensor]
+    optimizers: Sequence[Stepper]
+    average_dense: bool
+    counts: Callable[[], int]
+    calls: Callable[[], int]
+    uncounted: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank saw: a problem of its own, or pieces of tensors to compare with others.
+
+    Args:
+        what: ``"weights"`` or ``"gradients"``.
+        problem: found on this rank alone; empty: none.
+        dense, experts: names of the tensors that were looked at, in the order of the pieces.
+        pieces: uint8, on their way to the host.
+        sizes: bytes of each piece, dense first; 0: there was nothing to look at.
+        sums: int64, of all bits of each tensor named in ``summed``, on their way to the host; None: nobody asks.
+        summed: the names of tensors outside the experts, and of experts where other ranks have the same.
+        kept: of gradients in the last steps; None: nobody asks.
+        stays: why experts must stay where they are; empty: they may move.
+        lone: says the same of steps of single experts, when these are on the host; waits.
+        options: of the optimizers' groups, the learning rates and all other numbers.
+    """
+
+    what: str
+    problem: str
+    dense: tuple[str, ...]
+    experts: tuple[str, ...]
+    pieces: HostCopy
+    sizes: tuple[int, ...]
+    sums: HostCopy | None = None
+    summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    kept: Kept | None = None
+    stays: str = ""
+    lone: Callable[[], str] | None = None
+    options: tuple[str, str] = ("", "")
+
+    def encode(self) -> Tensor:
+        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of sums, and how many steps."""
+        stays = self.lone() if self.lone is not None else ""
+        text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
+        pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
+        values = [_hash(piece) for piece in pieces]
+        for number, piece in enumerate(pieces[len(self.dense) :], len(self.dense)):
+            # Other experts all the same have the same where everything overflows.
+            values[number] = 0 if _is_one_value(piece) else values[number]
+        hashes = torch.zeros(2 * SAMPLES + 5, dtype=torch.int64)
+        hashes[: len(self.dense)] = torch.tensor(values[: len(self.dense)], dtype=torch.int64)
+        hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
+        dense, experts = self.sums_of_kinds()
+        options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
+        steps = len(self.kept.steps) if self.kept else 0
+        hashes[-5:] = torch.tensor([*options, _hash(dense), _hash(experts), steps])
+        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
+
+    def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
+        """int64, of tensors outside the experts and of experts; waits for them."""
+        dense, experts = map(len, self.summed)
+        sums = self.sums.wait() if self.sums is not None else torch.empty(0, dtype=torch.int64)
+        return sums[:dense], sums[dense : dense + experts]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `Look.encode` made of one rank's look.
+
+    Args:
+        problem: found on that rank alone; empty: none.
+        stays: why experts must stay where they are; empty: they may move.
+        hashes: ``2 * SAMPLES``, dense first; 0 says nothing.
+        sums: hashes of all bits, of tensors outside the experts and of experts; 0 says nothing.
+        steps: of how many steps gradients were kept.
+        options: hashes, of learning rates and of the optimizers' other numbers.
+    """
+
+    problem: str
+    stays: str
+    hashes: Sequence[int]
+    sums: Sequence[int]
+    steps: int
+    options: Sequence[int]
+
+    @staticmethod
+    def decode(row: Tensor) -> Seen:
+        """The inverse."""
+        texts = bytes(row[:_TEXT_BYTES].tolist())
+        *hashes, rates, others, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
+        problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
+        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
+
+
+def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:
+    """The learning rates of the groups of torch's optimizers, and the other numbers in them; none that is on a device,
+    and none of a framework's own, which may have other groups on each rank."""
+    rates, others = [], []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+            rates.append(_numbers(group.get("lr")))
+            others.append([(key, _numbers(group[key])) for key in sorted(group) if key not in ("lr", "params")])
+    return repr(rates), repr(others)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return value if isinstance(value, int | float) else None
+
+
+def _padded(text: str, size: int) -> bytes:
+    return text.encode()[:size].ljust(size, b"\0")
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
+
+
+def _hash(piece: Tensor) -> int:
+    """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
+    return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
+
+
+def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """int64: of each tensor the sum of all its bits as whole numbers, which a change of any element changes. On their
+    device, without a sync; each is read once."""
+    sums = [torch.sum(_words(tensor.detach()), dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """In words as long as can be, the fewer to add."""
+    if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_one_value(piece: Tensor) -> bool:
+    """Whether all elements are the same, whatever their dtype."""
+    words = piece[: piece.numel() // 8 * 8].clone().view(torch.int64)  # a piece may begin anywhere
+    return bool((words == words[:1]).all())

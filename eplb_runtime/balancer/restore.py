@@ -1,0 +1,156 @@
+"""What a job saves of itself - step, placement, measured load - and how a later run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ..config import BalancerConfig
+from ..distributed.process_groups import ProcessGroups
+from ..load.aggregate import HostCopy, aggregate
+from ..load.counter import LoadCounter
+from ..load.saved import resume_load, saved_load, saved_windows
+from ..placement import Placement, PlacementError
+from .rebalancer import Rebalancer
+
+logger = logging.getLogger("eplb_runtime")
+
+COMPILED_AT_LAST_SECONDS = 300.0
+"""A job that resumes on other ranks waits so long for compiled code: its experts are best placed before it trains."""
+UNUSABLE = bytes(16)
+"""In the place of a digest: this rank was given nothing that it could use."""
+
+
+class Resuming:
+    """Saves and restores one job, on one rank.
+
+    Args:
+        rebalancer: whose placement is saved and restored.
+        counter: what was measured since the last decision.
+    """
+
+    def __init__(
+        self, config: BalancerConfig, groups: ProcessGroups, rebalancer: Rebalancer, counter: LoadCounter
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._rebalancer = rebalancer
+        self._counter = counter
+
+    def measured(self) -> dict[str, Any]:
+        """The load that the next decisions look at, as `load.saved` keeps it; equal on every rank. Collective."""
+        self._rebalancer.wait_for_decision()
+        control = self._groups.control
+        return saved_load(
+            self._rebalancer.decisions.history,
+            self._counter,
+            lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
+        )
+
+    def go_on_from(self, state: Mapping[str, Any], come: Callable[[], None]) -> None:
+        """Go to a saved placement, and on from its load. Collective; between steps.
+
+        Args:
+            come: returns when all ranks are here.
+
+        Raises:
+            PlacementError, RuntimeError: as `Balancer.load_state_dict` says.
+        """
+        problem: PlacementError | None = None
+        target: Placement | NDArray[np.int64] = self._rebalancer.placement
+        step, digest = self._rebalancer.step, UNUSABLE
+        try:
+            target, step = self._target(state), int(state["step"])
+            load = json.dumps(state.get("load"), sort_keys=True)
+            known = target.digest() if isinstance(target, Placement) else "anew"
+            digest = xxhash.xxh3_128(f"{step} {known} {load}".encode()).digest()
+        except PlacementError as error:
+            problem = error
+        except (KeyError, TypeError, ValueError) as error:
+            problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
+        come()
+        try:
+            self._restore(target, step, digest)
+        except PlacementError as error:
+            problem = error
+        try:
+            self._resume_measured(state.get("load") or {}, agreed=problem is None)
+        except (AttributeError, ValueError) as error:
+            logger.warning("%s; forecasts begin anew", error)
+        if problem is not None:
+            raise problem
+
+    def _target(self, state: Mapping[str, Any]) -> Placement | NDArray[np.int64]:
+        """The saved placement; where it is for other ranks or slots, the load to make one for, int64 ``[T, L, E]``."""
+        saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement
+        same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
+        same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
+        if same_model and not same_sizes and self._config.policy != "static":
+            try:
+                load = saved_windows(state.get("load"), here.num_layers, here.num_experts)
+            except ValueError:
+                load = None  # said when forecasts are to go on from it
+            if load is not None:
+                return load
+        saved.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+        return saved
+
+    def _restore(self, target: Placement | NDArray[np.int64], step: int, digest: bytes) -> None:
+        """Go to a saved placement.
+
+        Args:
+            target: of these sizes; or the load, ``[T, L, E]``, for which one is made.
+            digest: 16 bytes over step, placement and load, compared over all ranks first.
+
+        Raises:
+            PlacementError: none could be made for the load; the old placement stands.
+            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
+        """
+        agreed = self._rebalancer.compare(digest, "load_state_dict()", "usable saved state")
+        if digest == UNUSABLE:
+            return
+        if not agreed.commit:
+            raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
+        outcome = self._rebalancer.go_to(step, target if isinstance(target, Placement) else partial(self._anew, target))
+        if outcome.failed_phase is not None:
+            raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+
+    def _anew(self, load: NDArray[np.int64]) -> Placement:
+        """A placement of these sizes for a load that was seen elsewhere. Collective.
+
+        Raises:
+            PlacementError: rank 0 could not plan.
+            RuntimeError: the ranks have lost each other.
+        """
+        control, rebalancer = self._groups.control, self._rebalancer
+        a_while = self._config.timeout_seconds / 4
+        for _ in range(max(1, round(COMPILED_AT_LAST_SECONDS / a_while))):
+            rebalancer.wait_until_compiled(a_while)  # in short waits: who is ready must not wait for the others in vain
+            if not rebalancer.run(lambda: rebalancer.decisions.compiling(control)):
+                break
+        target, summary = rebalancer.placed_anew(load)
+        logger.info(
+            "the placement was saved for other ranks or slots; experts are placed anew for its load: imbalance %.3f",
+            summary["imbalance_after"],
+        )
+        return target
+
+    def _resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
+        """Go on from what `measured` gave, on any number of ranks.
+
+        Args:
+            agreed: whether all ranks know that they were given the same.
+
+        Raises:
+            ValueError: it is for another model or broken; nothing is changed then.
+        """
+        share = int(self._groups.job.is_planner) if agreed else None
+        resume_load(state, self._rebalancer.decisions.history, self._counter, share)
+        self._rebalancer.load_begins_here()

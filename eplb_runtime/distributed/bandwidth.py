@@ -1,0 +1,107 @@
+"""How fast the links really are, measured once at attach with the transport that will be used.
+
+Groups and a transport are all it needs: a model is not touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ..topology import Topology
+from ..utils.errors import one_line
+from .transports.base import Message, Transport, TransportError
+
+FIRST_BYTES = 8 << 20
+LEAST_SECONDS = 0.002
+"""Messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
+NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
+MOST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+SHARE_OF_FREE_MEMORY = 8
+"""On a device, a probe takes at most one part in so many of what is free, for each of its two buffers."""
+REPEATS = 3
+
+
+def measure(
+    topology: Topology,
+    transport: Transport,
+    ep_rank: int,
+    control: dist.ProcessGroup,
+    timeout_seconds: float,
+    peers: Sequence[int] | None = None,
+) -> Topology:
+    """The topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once. Collective.
+
+    Ranks form a ring inside each node, then one across nodes. A link class that does not exist keeps its default.
+
+    Args:
+        control: all ranks of the job, on the CPU.
+        timeout_seconds: for all of it.
+        peers: what the transport calls each EP rank; None: by its number.
+
+    Raises:
+        TransportError: it took longer, on any rank.
+    """
+    size, node = topology.num_ranks, topology.ranks_per_node
+    first, local = ep_rank - ep_rank % node, ep_rank % node
+    rings = {
+        "intra_node_bandwidth": (first + (local + 1) % node, first + (local - 1) % node),
+        "inter_node_bandwidth": ((ep_rank + node) % size, (ep_rank - node) % size),
+    }
+    deadline = time.monotonic() + timeout_seconds
+    measured: dict[str, float] = {}
+    try:
+        most = _most_bytes(transport.device, control)
+        for name, (destination, source) in rings.items():
+            if destination != ep_rank:
+                to, of = (destination, source) if peers is None else (peers[destination], peers[source])
+                measured[name] = _bandwidth(transport, to, of, most, control, deadline)
+    except RuntimeError as error:
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(f"the links could not be measured: {one_line(error)}") from error
+    return replace(
+        topology,
+        intra_node_bandwidth=measured.get("intra_node_bandwidth", topology.intra_node_bandwidth),
+        inter_node_bandwidth=measured.get("inter_node_bandwidth", topology.inter_node_bandwidth),
+    )
+
+
+def _bandwidth(
+    transport: Transport, destination: int, source: int, most: int, control: dist.ProcessGroup, deadline: float
+) -> float:
+    """Bytes a second, by messages large enough to trust the clock; equal on all ranks."""
+    nbytes = min(FIRST_BYTES, most)
+    while True:
+        out, arrived = transport.empty(nbytes).zero_(), transport.empty(nbytes)
+        seconds = []
+        for _ in range(REPEATS):
+            if transport.device.type == "cuda":
+                torch.cuda.synchronize(transport.device)  # what is queued is no part of it, on no rank
+            dist.barrier(group=control)
+            seconds.append(transport.seconds([Message(destination, out)], [Message(source, arrived)], deadline))
+        del out, arrived
+        # Every rank takes the same way from here: the slowest one's time.
+        slowest = _over_ranks(min(seconds), dist.ReduceOp.MAX, control)
+        larger = min(most, max(2 * nbytes, int(1.5 * nbytes * LEAST_SECONDS / slowest)))
+        if slowest >= LEAST_SECONDS or larger == nbytes:
+            return nbytes / slowest
+        nbytes = larger
+
+
+def _most_bytes(device: torch.device, control: dist.ProcessGroup) -> int:
+    """What the rank with the least memory can spare for one buffer."""
+    most = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"]
+    if device.type == "cuda":
+        most = min(most, torch.cuda.mem_get_info(device)[0] // SHARE_OF_FREE_MEMORY)
+    return max(1, int(_over_ranks(most, dist.ReduceOp.MIN, control)))
+
+
+def _over_ranks(value: float, op: dist.ReduceOp.RedOpType, control: dist.ProcessGroup) -> float:
+    joint = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(joint, op=op, group=control)
+    return float(joint.item())

@@ -1,0 +1,337 @@
+"""Where this rank is, for the others: who waits too long for them asks, and says who is missing and where.
+
+A job hangs when ranks run unequal numbers of forwards or steps: each waits in another call, for ever as far as anyone
+can see. A thread of its own looks at how long the training thread has waited; ranks that are asked answer through the
+launcher's store, so it needs no collective that works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..utils.errors import one_line
+
+logger = logging.getLogger("eplb_runtime")
+
+_MEND = (
+    "every rank must run equally many forwards and steps (evaluation too; generate: synced_gpus=True), and no rank may "
+    "skip one alone"
+)
+
+
+_PLACEMENT = 0xFC
+"""Bits of a `Meeting`'s word that tell by which placement tokens go."""
+_IN_GRAPH = 1 << 60
+"""The bit that tells that copies' gradients will leave as they do from graphs of torch.compile."""
+
+
+class Watch:
+    """One rank's.
+
+    Args:
+        ranks: of the job, all of which have one.
+        store: under a name of this job's own.
+        timeout_seconds: how long a wait may be before it is said.
+
+    Attributes:
+        rank: this one, in the world.
+        said: the last warning.
+    """
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -> None:
+        self._ranks = list(ranks)
+        self._timeout = timeout_seconds
+        self._tick = min(5.0, timeout_seconds / 4)
+        self._place: str | int = "its own code before the first forward"
+        self._forwards: dict[int, tuple[int, int]] = {}
+        self._waits: dict[int, _Wait] = {}
+        self._count = 0
+        self.said = ""
+        self._store = store
+        self.rank = dist.get_rank()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """From here on, waits are looked at."""
+        if len(self._ranks) > 1:
+            self._thread = threading.Thread(target=self._run, name="eplb_runtime watch", daemon=True)
+            self._thread.start()
+
+    def at(self, place: str | int) -> None:
+        """The training thread has come here: a text, or the word of a forward (`Meeting`)."""
+        self._place = place
+        if isinstance(place, int):
+            layer, step = _layer_and_step(place)
+            since, number = self._forwards.get(layer, (step, 0))
+            self._forwards[layer] = step, number + 1 if since == step else 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this thread waits for other ranks. Two threads may, in a forward and in a backward pass.
+
+        Raises:
+            RuntimeError: the wait failed: the process group's own timeout, or a rank that has ended.
+        """
+        self._count += 1
+        thread = threading.get_ident()
+        around = self._waits.get(thread)
+        self._waits[thread] = _Wait(self._count, time.monotonic(), bool(torch._C._current_graph_task_id() != -1))
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise RuntimeError(
+                f"rank {self.rank} waited in vain for other ranks in {self._shown()} ({one_line(error)}): "
+                f"{self.said or _MEND}"
+            ) from error
+        finally:
+            if around is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = around
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        answered, asked_for, mine, ticks = 0, 0, 0, 0
+        while not self._over.wait(self._tick):
+            try:
+                wait = self._longest()
+                # The others are asked two looks ahead of the timeout: by then all that live have answered.
+                asks = wait is not None and time.monotonic() - wait.since > self._timeout - 2 * self._tick
+                if asks and wait is not None and wait.number != asked_for:
+                    asked_for, mine, ticks = wait.number, self._store.add("asked", 1), 3
+                asked = self._store.add("asked", 0)
+                for question in range(max(answered, asked - 8) + 1, asked + 1):
+                    self._answer(question)
+                answered = asked
+                ticks -= 1
+                if ticks == 0 and wait is not None and wait.number == asked_for:
+                    self._report(mine)
+            except RuntimeError as error:  # the launcher's store is gone: the job ends
+                logger.debug("the watch ends: %s", error)
+                return
+        with suppress(RuntimeError):
+            self._store.set(f"closed/{self.rank}", "")
+
+    def _answer(self, asked: int) -> None:
+        wait = self._longest()
+        waits = "" if wait is None else f"waits for {time.monotonic() - wait.since:.0f} s in "
+        self._store.set(f"{asked}/{self.rank}", waits + self._shown())
+
+    def _report(self, asked: int) -> None:
+        """One rank speaks for all that wait in the same place."""
+        places: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            key = f"{asked}/{rank}"
+            if self._store.check([key]):
+                place = self._store.get(key).decode()
+            elif self._store.check([f"closed/{rank}"]):
+                place = "has closed its balancer, which all ranks do together"
+            else:
+                place = "no answer: it has ended, or is stuck"
+            places.setdefault(_without_seconds(place), []).append(rank)
+        mine = _without_seconds(next(place for place, ranks in places.items() if self.rank in ranks))
+        others = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: {place}"
+            for place, ranks in places.items()
+            if place != mine
+        )
+        self.said = (
+            f"rank {', '.join(map(str, places[mine][:8]))} has waited for more than {self._timeout:g} s in "
+            f"{mine.removeprefix(_WAITS)} and others do not come: {others or 'all are there'}; {_MEND}"
+        )
+        if places[mine][0] == self.rank:
+            logger.warning("%s", self.said)
+
+    def _shown(self) -> str:
+        place = self._place if isinstance(self._place, str) else self._shown_forward(self._place)
+        wait = self._longest()
+        return f"the backward pass after {place}" if wait is not None and wait.in_backward else place
+
+    def _shown_forward(self, word: int) -> str:
+        """With its number, where a layer has several in a step: a rank that gave one up is in another than the rest."""
+        _, number = self._forwards[_layer_and_step(word)[0]]
+        return _forward(word) + (f" (number {number} in this step)" if number > 1 else "")
+
+    def _longest(self) -> _Wait | None:
+        return min(self._waits.copy().values(), key=lambda wait: wait.since, default=None)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    number: int
+    since: float
+    in_backward: bool
+
+
+_WAITS = "waits in "
+
+
+def _without_seconds(answer: str) -> str:
+    """Ranks that wait in the same place belong together, however long each has."""
+    if answer.startswith("waits for "):
+        return _WAITS + answer.partition(" s in ")[2]
+    return answer
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks have met in forwards that do not belong together."""
+
+
+class Meeting:
+    """What each rank is in the forward of, in one number that goes along with the counts of every batch.
+
+    Args:
+        ranks: of the EP group.
+    """
+
+    def __init__(self, ranks: Sequence[int], watch: Watch) -> None:
+        self._ranks = list(ranks)
+        self.watch = watch
+        self._here = threading.local()
+
+    @property
+    def word(self) -> int:
+        """Of the forward that this thread is in."""
+        word: int = getattr(self._here, "word", 0)
+        return word
+
+    @property
+    def training(self) -> bool:
+        """Whether the forward that this thread is in trains the model."""
+        return bool(self.word >> 1 & 1)
+
+    @property
+    def place(self) -> tuple[int, int] | tuple[None, None]:
+        """Layer and epoch of the forward that this thread is in."""
+        found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
+        return found
+
+    @property
+    def has_met(self) -> bool:
+        """Whether ranks have told each other in this thread's forward where they are, on the device (`told`)."""
+        return bool(getattr(self._here, "has_met", False))
+
+    def told(self) -> None:
+        """They have."""
+        self._here.has_met = True
+
+    def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
+        """A forward of a layer begins on this rank.
+
+        Args:
+            in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
+        """
+        word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        self._here.word = word = word | _IN_GRAPH if in_graph else word
+        self._here.has_met = False
+        self._here.place = layer, epoch
+        self.watch.at(word)
+
+    def routes(self, changes: int) -> None:
+        """This forward's tokens go by the layer's placement as it stands after so many changes."""
+        self._here.word = (self.word & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
+
+    def check(self, words: NDArray[np.int64], own: int | None = None) -> None:
+        """Raises on every rank of the group, if any is elsewhere.
+
+        Args:
+            words: int64 ``[R]``, of each rank.
+            own: of this rank when they were told; None: now.
+
+        Raises:
+            OutOfStepError: they are not equal.
+        """
+        own = self.word if own is None else own
+        if (words != own).any():
+            self._check_placements(words, own)
+            places: dict[int, list[int]] = {}
+            for rank, word in zip(self._ranks, words.tolist(), strict=True):
+                places.setdefault(word, []).append(rank)
+            listed = "; ".join(
+                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(word)}" for word, ranks in sorted(places.items())
+            )
+            raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
+
+    def _check_placements(self, words: NDArray[np.int64], own: int) -> None:
+        """Raises if all are in the same forward, and do not agree on where its experts are."""
+        if ((words ^ own) & ~_PLACEMENT).any():
+            return
+        others = ", ".join(str(rank) for rank, word in zip(self._ranks, words, strict=True) if word != own)
+        raise OutOfStepError(
+            f"ranks have parted: rank {self.watch.rank} and rank {others} have different placements of MoE layer "
+            f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+        )
+
+
+class BackwardMeeting:
+    """Compares, ahead of a layer's exchanges in a backward pass, which layer each rank has come to.
+
+    The counts of a forward say where each rank is. A backward pass exchanges rows alone: ranks would take those of one
+    layer for another's, and gloo ends the process where they differ in size.
+
+    Args:
+        group: gloo, the EP group; nothing else goes over it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._group = group
+        self._watch = watch
+        self._mine, self._words_R = torch.zeros(1, dtype=torch.int64), torch.zeros(len(self._ranks), dtype=torch.int64)
+        self._own, self._of_ranks = self._mine.numpy(), self._words_R.numpy()
+
+    def __call__(self, layer: int, step: int) -> None:
+        """This rank's backward pass has come to a layer. Collective.
+
+        Raises:
+            OutOfStepError: another rank's has come to another; on every rank of the group.
+        """
+        self._own[0] = word = (step << 16) | layer
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self._watch.waiting():
+            gather(self._words_R, self._mine, group=self._group)
+        if (self._of_ranks == word).all():
+            return
+        places: dict[int, list[int]] = {}
+        for rank, other in zip(self._ranks, self._of_ranks.tolist(), strict=True):
+            places.setdefault(other, []).append(rank)
+        listed = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))} through MoE layer {other & 0xFFFF} after {other >> 16} steps"
+            for other, ranks in sorted(places.items())
+        )
+        raise OutOfStepError(
+            f"ranks run different backward passes at once: {listed}; every rank's loss must use the same MoE layers "
+            "and micro-batches (where one leaves a layer's output out, as an early exit does, add 0 * output.sum())"
+        )
+
+
+def _forward(word: int) -> str:
+    kind = "training" if word >> 1 & 1 else "evaluation"
+    gradients = "" if word & 1 else " without gradients"
+    graph = " in a graph of torch.compile" if word & _IN_GRAPH else ""
+    layer, steps = _layer_and_step(word)
+    return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
+
+
+def _layer_and_step(word: int) -> tuple[int, int]:
+    return word >> 8 & 0xFFFF, (word & ~_IN_GRAPH) >> 24

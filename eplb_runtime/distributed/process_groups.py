@@ -1,0 +1,457 @@
+"""The balancer's own process groups: made once, at attach, and shared with nobody (design rule 9).
+
+A timeout on gloo closes the connections of the group it happened on, and no other; `ProcessGroups.connect` makes those
+anew that a rebalance uses, beside training, so that one slow moment does not end balancing for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import private_groups
+from .ranks import GroupError, Job, Ranks, gather_job, gather_rows, job_ranks
+from .setting_up import SETUP_SECONDS, SettingUp, TooFewDescriptors, WatchedStore, lacks_descriptors
+from .store import JobStore, name_of_job
+
+logger = logging.getLogger("eplb_runtime")
+
+_WATCHDOG_MARGIN = timedelta(seconds=60)
+_POLL_SECONDS = 0.0002
+_LINE_BYTES = 240
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What rebalancing talks over; made anew as a whole after a failure broke it.
+
+    Args:
+        control: gloo, all ranks of the job: counts, plans, votes.
+        migration: the device's backend, ranks that have each row of an expert tensor once (one EP group, unless rows
+            are divided), in the order of the rows: experts on their way.
+    """
+
+    control: dist.ProcessGroup
+    migration: dist.ProcessGroup
+
+
+class ProcessGroups:
+    """The process groups of one balancer.
+
+    * ``control``, ``migration``: the `Connections` that stand.
+    * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
+    * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
+    * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
+    * ``parts``: the device's backend, ranks that have the homes of this EP rank together; None when it is this one.
+    * ``twins``: the device's backend, ranks that have the same part of them; None when it is this one.
+    * ``dispatch``: the device's backend, one EP group: tokens.
+    * ``rows``: the device's backend, ranks that have each row of an expert tensor once: what concerns whole layers of
+      experts (norms, gathering). It is ``dispatch``, unless rows are divided.
+    * ``counts``: the device's backend, one EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo,
+      which ends the process where messages that meet differ in size, as those of a forward and a backward would.
+    * ``backward``: gloo, one EP group: where each rank is in a backward pass. None on other backends.
+    * ``replicas``: the device's backend, the ranks of ``rows``: weights to copies, gradients back.
+
+    Every group of a device backend is used by all its ranks as soon as it is made: NCCL builds a communicator of the
+    whole group at its first call, and ranks that have nothing to send would never come to that call.
+
+    Args:
+        ranks: what the host said of this rank.
+        stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
+        device: where the model is.
+        timeout_seconds: for control and migration, from `settle` on; the others keep the host's default.
+
+    Attributes:
+        store: the launcher's, under a name that no other balancer has.
+        timeout_seconds: as given.
+        setup_seconds: for each step until `settle`, making these groups among them.
+
+    Raises:
+        GroupError: the ranks contradict each other, or one cannot go on; on all of them.
+        RuntimeError: as `explain` gives it.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        stage_layers: Sequence[int],
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        if not dist.is_initialized():
+            raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
+        self.timeout_seconds = timeout_seconds
+        self.setup_seconds = max(timeout_seconds, SETUP_SECONDS)
+        self._setup = timedelta(seconds=self.setup_seconds)
+        self._device = device
+        self.backend = backend_for(device)
+        self._members = job_ranks(ranks)
+        self._made: list[dist.ProcessGroup] = []
+        self._background: dist.ProcessGroup | None = None
+        self._second_lane: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._whole_world = len(self._members) == dist.get_world_size()
+        world = dist.distributed_c10d._get_default_group().get_group_store()
+        # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
+        self._meeting_place = world.clone()  # type: ignore[attr-defined]
+        self._name = name_of_job(self._meeting_place, self._members, dist.get_rank())
+        self.store = JobStore(world, self._name, timeout_seconds)
+        self._meeting_place.set_timeout(self._setup)
+        self._setting_up = SettingUp(self._meeting_place, f"{self._name}/set up", self._members, dist.get_rank())
+        self._watched = WatchedStore(self._meeting_place, self._setting_up.key)
+        try:
+            self._refuse_without_descriptors([len(self._members)])
+            self.control = self._new([self._members], "gloo", "control", self._setup)
+            self.job = gather_job(ranks, self._members, stage_layers, self.control)
+            job = self.job
+            self._refuse_together(self._gloo_sizes(job))
+            self.everyone = self._new([self._members], self.backend, "everyone")
+            self.data = self.everyone
+            if len(job.stage_sets) > 1:
+                self.data = self._new(job.data_sets, self.backend, "data")
+            self.dispatch = self._new(job.ep_sets, self.backend, "dispatch")
+            self.rows = self._new(job.row_sets, self.backend, "rows") if job.divided_rows else self.dispatch
+            self.counts = self._new(job.ep_sets, "gloo", "counts") if self.backend == "gloo" else self.dispatch
+            self.backward = self._new(job.ep_sets, "gloo", "backward") if self.backend == "gloo" else None
+            self.replicas = self._new(job.row_sets, self.backend, "replicas")
+            self.expert_data: dist.ProcessGroup | None = None
+            self.twins: dist.ProcessGroup | None = None
+            if len(job.ep_sets) > len(job.stage_sets):
+                group = self._new(job.edp_sets, self.backend, "expert data")
+                self.expert_data = group if len(job.edp_ranks) > 1 else None
+            self.parts = self.expert_data
+            if any(len(ranks) > 1 for ranks in job.twin_sets):
+                self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_parts > 1 else None
+                self.twins = self._new(job.twin_sets, self.backend, "twins")
+            self.migration = self._new_migration(self._setup)
+        except BaseException as error:
+            cause = self.explain(error)
+            self.close()
+            if cause:
+                raise GroupError(cause) from error
+            raise
+
+    def explain(self, error: BaseException) -> str:
+        """Setting up has failed on this rank: tell the others, who fail too, and hear why, in a line. Empty: by the
+        error itself."""
+        return self._setting_up.cause(error, self._hang_up_on_all)
+
+    def settle(self) -> None:
+        """All is set up: from here on, control and migration have the balancer's timeout."""
+        seconds = timedelta(seconds=self.timeout_seconds)
+        _give_time(self.control, "gloo", seconds)
+        _give_time(self.migration, self.backend, self._of_migration(seconds))
+
+    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
+        """Control and migration anew, beside those that stand. On any thread; all ranks of the job call it.
+
+        Args:
+            attempt: a number that was never used before, the same on all ranks.
+            key: in ``store``: as soon as a word stands there, the attempt is given up.
+            seconds: for each of the two.
+
+        Raises:
+            TooFewDescriptors: for them.
+            RuntimeError: a rank did not come in time, or has given up.
+        """
+        job = self.job
+        self._refuse_without_descriptors([len(job.ranks), *[len(job.row_ranks)] * (self.backend == "gloo")])
+        made: list[dist.ProcessGroup] = []
+        place = WatchedStore(self._meeting_place, f"{self._name}/{key}")
+        limit = timedelta(seconds=seconds)
+        try:
+            made.append(self._new([job.ranks], "gloo", f"control {attempt}", limit, place))
+            made.append(self._new_migration(limit, attempt, place))
+        except BaseException:
+            self._retire(*made)
+            raise
+        usual = timedelta(seconds=self.timeout_seconds)
+        _give_time(made[0], "gloo", usual)
+        _give_time(made[1], self.backend, self._of_migration(usual))
+        return Connections(*made)
+
+    def take_over(self, connections: Connections) -> Connections:
+        """Let these stand from now on; those that stood are returned, for `give_back`."""
+        before = self.standing
+        self.control, self.migration = connections.control, connections.migration
+        return before
+
+    def hang_up(self, connections: Connections) -> None:
+        """Close them, so that a rank which waits for this one learns it at once."""
+        private_groups.hang_up(connections.control, "gloo")
+        private_groups.hang_up(connections.migration, self.backend)
+
+    @property
+    def standing(self) -> Connections:
+        """What rebalancing talks over now."""
+        return Connections(self.control, self.migration)
+
+    def give_back(self, connections: Connections) -> None:
+        """What stands no more."""
+        self._retire(connections.control, connections.migration)
+
+    def background(self) -> dist.ProcessGroup:
+        """A gloo group over all ranks, for work in a thread beside training; made at the first call, collectively."""
+        if self._background is None:
+            self._background = self._new([self.job.ranks], "gloo", "background")
+        return self._background
+
+    def second_lane(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """``dispatch`` and ``counts`` once more, for a second batch at once; made at the first call, collectively."""
+        if self._second_lane is None:
+            dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
+            counts = self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
+            self._second_lane = dispatch, counts
+        return self._second_lane
+
+    def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
+        """A gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective.
+
+        Args:
+            ranks_per_node: consecutive EP ranks that do.
+        """
+        each = ranks_per_node * self.job.row_parts
+        sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
+        return self._new(sets, "gloo", "node")
+
+    def go_with(self, models: Sequence[nn.Module]) -> None:
+        """Give back all of them when the last of these models is gone: a closed model still computes with some."""
+        here = [True for _ in models]
+
+        def gone() -> None:
+            here.pop()
+            if not here:
+                self._retire(*self._made)
+
+        for model in models:
+            weakref.finalize(model, gone).atexit = False
+
+    def close_balancing(self) -> None:
+        """Give back what only rebalancing needs; the model goes on with the other groups."""
+        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in ("control", "migration")))
+        self.store.close()
+
+    def close(self) -> None:
+        """Give back all of them."""
+        self._retire(*self._made)
+        self.store.close()
+
+    # -- making and giving back ----------------------------------------------------------------------------------------
+
+    def _new_migration(
+        self, timeout: timedelta, attempt: int = 0, place: WatchedStore | None = None
+    ) -> dist.ProcessGroup:
+        purpose = f"migration {attempt}" if attempt else "migration"
+        with _watchdog_that_ends_nothing() if self.backend == "nccl" else contextlib.nullcontext():
+            return self._new(self.job.row_sets, self.backend, purpose, self._of_migration(timeout), place)
+
+    def _of_migration(self, timeout: timedelta) -> timedelta:
+        """On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
+        not be first, nor act at all."""
+        return timeout if self.backend == "gloo" else timeout * 4 + _WATCHDOG_MARGIN
+
+    def _gloo_sizes(self, job: Job) -> list[int]:
+        """Ranks of each gloo group that is still to be made."""
+        if self.backend != "gloo":
+            return []
+        everyone, experts, rows = len(job.ranks), len(job.ep_ranks), len(job.row_ranks)
+        sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, rows]
+        return [*sizes, len(job.edp_ranks), len(job.edp_ranks)]
+
+    def _refuse_without_descriptors(self, sizes: Sequence[int]) -> None:
+        """Raises `TooFewDescriptors` if this process cannot have gloo groups of so many ranks besides what it has."""
+        lacks = lacks_descriptors(dist.get_rank(), sizes)
+        if lacks:
+            raise TooFewDescriptors(lacks)
+
+    def _refuse_together(self, sizes: Sequence[int]) -> None:
+        """`_refuse_without_descriptors` on all ranks, if on any."""
+        said = lacks_descriptors(self.job.rank, sizes).encode()[:_LINE_BYTES]
+        mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
+        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
+        for row in gather_rows(mine, self.control):
+            if row.any():
+                raise TooFewDescriptors(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"))
+
+    def _hang_up_on_all(self) -> None:
+        for group in self._made:
+            if dist.get_backend(group) == "gloo":
+                private_groups.hang_up(group, "gloo")
+
+    def _new(
+        self,
+        sets: Sequence[Sequence[int]],
+        backend: str,
+        purpose: str,
+        timeout: timedelta | None = None,
+        place: WatchedStore | None = None,
+    ) -> dist.ProcessGroup:
+        """This rank's group of several that part the job's ranks; every rank of the job asks for all of them.
+
+        Args:
+            timeout: of the group, also while it is made; None: the host's, and for making it that of setting up.
+            place: where ranks meet; None: that of setting up.
+        """
+        rank = dist.get_rank()
+        ranks = next((tuple(together) for together in sets if rank in together), None)
+        if ranks is None:
+            raise GroupError(f"rank {rank} is in no group for {purpose}")
+        kind = purpose.rstrip("0123456789 ")
+        description = f"eplb_runtime {kind}"
+        usual = timeout if timeout is not None else host_timeout(backend)
+        # NCCL's other groups share the world's communicator where they can, and torch makes them.
+        if backend == "gloo" or (backend == "nccl" and kind == "migration"):
+            group = private_groups.make(
+                place if place is not None else self._watched,
+                f"{self._name}/{purpose}/of {ranks[0]}",
+                ranks,
+                rank,
+                backend,
+                timeout if timeout is not None else self._setup,
+                description,
+            )
+            if timeout is None:
+                _give_time(group, backend, usual)
+        else:
+            group = self._new_of_torch(sets, backend, description, timeout)
+        self._made.append(group)
+        try:
+            self._meet(group, backend, timeout if timeout is not None else self._setup)
+        except BaseException:
+            self._retire(group)
+            raise
+        return group
+
+    def _new_of_torch(
+        self, sets: Sequence[Sequence[int]], backend: str, description: str, timeout: timedelta | None
+    ) -> dist.ProcessGroup:
+        mine: dist.ProcessGroup | None = None
+        timeout = timeout if timeout is not None else host_timeout(backend)
+        if backend == "nccl" and self._whole_world and dist.distributed_c10d._get_default_group().bound_device_id:
+            # One split of the world's communicator makes them all; new_group would split it once for each.
+            mine = dist.split_group(split_ranks=[list(s) for s in sets], timeout=timeout, group_desc=description)
+            assert mine is not None
+            return mine
+        for ranks in sets:
+            # Every rank of the world must call new_group, unless its members alone agree on a name. They can only
+            # if they have made equally many groups before; so that is for jobs that leave part of the world out.
+            if self._whole_world or dist.get_rank() in ranks:
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    backend=backend,
+                    use_local_synchronization=not self._whole_world,
+                    group_desc=description,
+                )
+                mine = group if dist.get_rank() in ranks else mine
+        assert mine is not None
+        return mine
+
+    def _meet(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
+        """The first call on a group, by all its ranks, within the timeout."""
+        token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
+        work = dist.all_reduce(token, group=group, async_op=True)
+        assert work is not None
+        wait_on_host([work], group, timeout.total_seconds(), on_device=backend != "gloo")
+
+    def _retire(self, *groups: dist.ProcessGroup) -> None:
+        for group in groups:
+            private = private_groups.is_private(group)
+            if not private and not self._whole_world:
+                # torch names such groups by their ranks and the number of groups that there are: with one less, the
+                # next would take a name, and addresses in the store, that were used before. So they stay to the end.
+                continue
+            self._made = [other for other in self._made if other is not group]
+            try:
+                if dist.get_backend(group) != "gloo":
+                    group.abort()  # what is under way would hold the communicator, and the host, for ever
+                if private:
+                    private_groups.forget(group)
+                else:
+                    dist.destroy_process_group(group)
+            except Exception as error:
+                # After a failure some are broken already; that is not worth an error any more.
+                logger.debug("a process group could not be destroyed: %s", error)
+
+
+def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
+    """Wait until all are done; the host sees the end, not only the device's stream.
+
+    Args:
+        on_device: whether the group's backend works on a device's streams (NCCL), or on the host (gloo).
+
+    Raises:
+        RuntimeError: not done in time, or failed. The group is broken then; on a device backend it was aborted.
+    """
+    deadline = time.monotonic() + seconds
+    if not on_device:
+        for work in works:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        return
+    # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > deadline:
+            group.abort()
+            raise RuntimeError(f"not done in {seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+    for work in works:
+        work.wait()
+
+
+def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
+    """What waits on this gloo group from here on waits for so long. Others have no such wait: who uses them looks."""
+    if backend == "gloo":
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+@contextlib.contextmanager
+def _watchdog_that_ends_nothing() -> Iterator[None]:
+    """Inside, NCCL groups are made whose watchdog leaves the process alone: who waits on them looks for himself."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def host_timeout(backend: str) -> timedelta:
+    """How long the host lets its own process group of this backend wait (``init_process_group(timeout=...)``)."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    for part in dist.get_backend_config().split(","):
+        device, _, name = part.partition(":")
+        if name == backend:
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend that the world uses for this kind of device (``gloo``, ``nccl``, ...).
+
+    Raises:
+        GroupError: it has none.
+    """
+    per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    backend = per_device.get(device.type)
+    if backend is None:
+        raise GroupError(
+            f"the process group has no backend for {device.type} tensors ({dist.get_backend_config()}): initialise it "
+            f"with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
+        )
+    return backend

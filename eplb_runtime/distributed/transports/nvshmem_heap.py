@@ -1,0 +1,189 @@
+"""NVSHMEM's memory of this process: the same windows on every rank, which the others write into.
+
+NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline. So windows are
+equally large everywhere and stay: one for each transport in use at once, lent again to the next. Only writes on a
+stream and `quiet` are used: signals, teams and collectives end the process where several ranks share a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, util
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...utils.errors import one_line
+from .base import TransportError
+from .meeting import tell_all
+
+INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
+"""All that other ranks write into, and what goes at once."""
+HALVES = 2
+"""While one piece is copied out, the next comes in."""
+_NOTE = 2
+"""A number and its complement: who reads one while it is written sees that they do not fit."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is used of nvshmem4py: ``get_unique_id``, ``init`` and ``tensor`` of ``nvshmem.core``, and
+    ``putmem_on_stream`` and ``quiet_on_stream`` of its bindings."""
+
+    core: Any
+    bindings: Any
+    device_of: Callable[[int], Any]
+
+
+def load() -> Library:
+    """The package.
+
+    Raises:
+        TransportError: it is not there, or cannot be loaded.
+    """
+    try:
+        return Library(
+            import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem"), import_module("cuda.core").Device
+        )
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = one_line(error)
+        raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
+
+
+INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
+
+
+def missing(device: torch.device) -> str:
+    """What this process lacks to use NVSHMEM; empty: nothing that can be seen without starting it."""
+    if device.type != "cuda":
+        return f"it carries between GPUs, not on {device.type}"
+    if util.find_spec("nvshmem") is None:
+        return f"nvshmem4py is not installed: {INSTALL}"
+    return ""
+
+
+class Window:
+    """This rank's part of the heap.
+
+    Args:
+        memory: uint8, as large on every rank; it begins at an address that stands for the same place on all.
+        library: writes.
+        rank, num_ranks: of the group.
+        piece_bytes: B.
+
+    Attributes:
+        released: whether its user reads and writes it no longer.
+        inbox_RHB: uint8 ``[R, 2, B]``, pieces from each rank.
+        outbox_B: uint8, what goes out, for networks that read only from the heap.
+        notes_RKN: int64 ``[R, kinds, 2]``, numbers from each rank.
+    """
+
+    def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, kinds: int):
+        self.released = False
+        self._library = library
+        self._rank = rank
+        inbox, note = num_ranks * HALVES * piece_bytes, num_ranks * kinds * _NOTE * 8
+        self.inbox_RHB = memory[:inbox].view(num_ranks, HALVES, piece_bytes)
+        self.outbox_B = memory[inbox : inbox + piece_bytes]
+        notes = memory[inbox + piece_bytes :][: 2 * note].view(torch.int64)
+        self.notes_RKN = notes[: note // 8].view(num_ranks, kinds, _NOTE)
+        self._out_RKN = notes[note // 8 :].view(num_ranks, kinds, _NOTE)
+
+    @staticmethod
+    def nbytes(num_ranks: int, piece_bytes: int, kinds: int) -> int:
+        return num_ranks * HALVES * piece_bytes + piece_bytes + 2 * num_ranks * kinds * _NOTE * 8
+
+    def write(self, peer: int, half: int, data: Tensor, stream: int) -> None:
+        """Put a piece into a rank's inbox; it is there when what follows on the stream runs."""
+        staged = self.outbox_B[: data.numel()]
+        staged.copy_(data, non_blocking=True)
+        self._put(self.inbox_RHB[self._rank, half], staged, peer, stream)
+        self.settle(stream)
+
+    def settle(self, stream: int) -> None:
+        """What was put is there when what follows on the stream runs."""
+        self._library.bindings.quiet_on_stream(stream)
+
+    def tell(self, peer: int, kind: int, number: int, stream: int) -> None:
+        """Put a number into a rank's notes, after all that was put before on this stream."""
+        note = self._out_RKN[peer, kind]
+        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
+        self._put(self.notes_RKN[self._rank, kind], note, peer, stream)
+
+    def _put(self, place: Tensor, source: Tensor, peer: int, stream: int) -> None:
+        """``place``: here, which stands for the same place of that rank's."""
+        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, stream)
+
+
+class _Process:
+    """NVSHMEM of this process, which has one world and never a second."""
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = ()
+        self.memories: list[Tensor] = []
+        self.users: list[Callable[[], Window | None]] = []
+
+    def free(self) -> list[int]:
+        """Numbers of windows that nobody uses here."""
+        users = [user() for user in self.users]
+        return [number for number, user in enumerate(users) if user is None or user.released]
+
+
+_process = _Process()
+
+
+def window_of(
+    group: dist.ProcessGroup, device: torch.device, kinds: int, deadline: float, library: Library | None
+) -> Window:
+    """A window between the ranks of a group, of the caller alone until it is released. Collective.
+
+    Args:
+        kinds: of notes.
+        library: None: nvshmem4py.
+
+    Raises:
+        TransportError: NVSHMEM is not there, on any rank, or has been started between other ranks.
+    """
+    members, problem = tuple(dist.get_process_group_ranks(group)), ""
+    try:
+        library = library or load()
+        if _process.members not in ((), members):
+            problem = f"NVSHMEM is started between ranks {list(_process.members)} in this process, not {list(members)}"
+    except TransportError as error:
+        problem = str(error)
+    word = json.dumps([problem, _process.free()]).encode()
+    said = [json.loads(word) for word in tell_all(group, device, word, deadline)]
+    for rank, (text, _) in enumerate(said):
+        if text:
+            raise TransportError(f"EP rank {rank}: {text}")
+    assert library is not None
+    ranks = group.size()
+    piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, INBOX_BYTES // (ranks * HALVES) // 4096 * 4096))
+    if not _process.members:
+        _start(group, device, library, deadline)
+        _process.members = members
+    free_everywhere = set.intersection(*(set(free) for _, free in said))
+    number = min(free_everywhere, default=len(_process.memories))
+    if number == len(_process.memories):
+        memory: Tensor = library.core.tensor((Window.nbytes(ranks, piece_bytes, kinds),), dtype=torch.uint8)
+        _process.memories.append(memory.zero_())
+        _process.users.append(lambda: None)
+    window = Window(_process.memories[number], library, group.rank(), ranks, piece_bytes, kinds)
+    _process.users[number] = weakref.ref(window)
+    return window
+
+
+def _start(group: dist.ProcessGroup, device: torch.device, library: Library, deadline: float) -> None:
+    first = group.rank() == 0
+    identity = library.core.get_unique_id(empty=not first)
+    raw = identity._data.view(np.uint8)
+    raw[:] = np.frombuffer(tell_all(group, device, raw.tobytes() if first else b"", deadline)[0], dtype=np.uint8)
+    on = library.device_of(device.index or 0)
+    on.set_current()
+    library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")

@@ -1,0 +1,456 @@
+"""From described models and optimizers to a running balancer, the same way for every framework.
+
+A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here. First
+all that is expected to fail: connections, measurements, checks. Then the model is cut; what fails from there on, on any
+rank, leaves models and optimizers on all ranks as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...balancer.balancer import Balancer
+from ...balancer.gradients.division import Divisors
+from ...balancer.model_check import Structure
+from ...balancer.rebalancer import new_transport
+from ...balancer.runtime import Parts
+from ...config import BalancerConfig, launcher_environment
+from ...distributed.bandwidth import measure
+from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
+from ...distributed.process_groups import ProcessGroups
+from ...distributed.ranks import Job, Ranks
+from ...distributed.setting_up import line_of
+from ...distributed.transports.base import Transport
+from ...load.counter import LoadCounter
+from ...moe.dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
+from ...moe.dispatch.base import CountExchange
+from ...moe.dispatch.lanes import Lane, Lanes
+from ...moe.experts.registry import ExpertTensors
+from ...moe.experts.slices import is_sliced
+from ...moe.kernel_selection import Kernels, kernels_for
+from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer
+from ...moe.routing.lookup import SlotTable
+from ...moe.routing.splitter import BatchSplitter
+from ...observe.recorder import Recorder
+from ...observe.start import Shown
+from ...placement import Placement
+from ...replicas.bank import ReplicaBank, ReplicaPool
+from ...replicas.carrier import Carrier
+from ...replicas.placement_maps import Maps
+from ...replicas.sliced import WholeCopies
+from ...replicas.sync import ReplicaSync
+from ...topology import Topology
+from .checks import as_all_say, check, raise_on_all
+from .computing import local_experts, log_memory
+from .copies import carrier_of_copies
+from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
+from .forwards import Forwards
+from .meeting import meet
+from .meta import MetaError, make_buffers, make_parameters
+from .optimizers import Optimizers, homes_of
+from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
+from .state_hooks import mark_state
+from .undo import Before
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def attach_stages(
+    stages: Sequence[Stage],
+    optimizers: Sequence[AnyOptimizer],
+    *,
+    config: BalancerConfig,
+    ranks: Ranks,
+    device: torch.device,
+    container: torch.optim.Optimizer | None = None,
+) -> Balancer:
+    """``attach`` for models that their host has described; errors as there. Collective over the job.
+
+    Args:
+        stages: the models of this rank, in the order of ``ranks.stages``.
+        optimizers: none: inference.
+        device: where the experts are, or will be made.
+        container: steps the optimizers, all in one step of its own; None: each steps by itself.
+    """
+    try:
+        groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
+    except Exception as error:
+        raise AttachError(line_of(error)) from error
+    transport: Transport | None = None
+    try:
+        seconds = groups.setup_seconds
+        transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+        transport.warm_up(time.monotonic() + seconds)
+        job = groups.job
+        topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
+        peers = [job.row_ranks.index(rank) for rank in job.ep_ranks]
+        topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
+        placement = check(stages, optimizers, config, groups, device)
+        dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
+        raise_on_all(dispatch.problem, groups)
+        copies = carrier_of_copies(config, groups, topology, device)
+    except BaseException as error:
+        said = as_all_say(error, groups)
+        if transport is not None:
+            transport.close()
+        groups.close()
+        if said is None:
+            raise
+        raise said from error
+    attaching = _Attaching(
+        stages, optimizers, config, groups, topology, transport, placement, device, container, dispatch, copies
+    )
+    before = Before(
+        [stage.model for stage in stages], _of_torch([*optimizers, *([container] if container is not None else [])])
+    )
+    try:
+        _on_all_or_none(attaching.cut, groups)
+        attaching.balance()  # waits for others itself: a rank that fails in it must not come to another exchange
+        for part in (attaching.hook, attaching.record):
+            _on_all_or_none(part, groups)
+        attaching.balancer._begin()
+    except BaseException as error:
+        said = as_all_say(error, groups)
+        before.restore()
+        attaching.give_up()
+        if said is None:
+            raise
+        raise said from error
+    groups.settle()
+    transport.wait_at_most(config.timeout_seconds)
+    return attaching.balancer
+
+
+def _on_all_or_none(work: Callable[[], None], groups: ProcessGroups) -> None:
+    """Where it fails on one rank, every rank raises. Collective."""
+    problem = ""
+    try:
+        work()
+    except MetaError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    raise_on_all(problem, groups)
+
+
+@dataclass
+class _Attaching:
+    """A balancer in the making: first the model is cut, then it is balanced."""
+
+    stages: Sequence[Stage]
+    optimizers: Sequence[AnyOptimizer]
+    config: BalancerConfig
+    groups: ProcessGroups
+    topology: Topology
+    transport: Transport
+    placement: Placement
+    device: torch.device
+    container: torch.optim.Optimizer | None
+    dispatch: Choice
+    copies: Carrier
+    banks: dict[int, ReplicaBank] = field(default_factory=dict)
+    layer_of_parameter: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+
+    def cut(self) -> None:
+        """Leave this rank its experts, the rest its memory, and layers the expert-parallel way. Nothing here waits for
+        other ranks."""
+        for stage in self.stages:
+            make_buffers(stage.model, self.device, stage.host.remake_buffers)
+        self.registry = ExpertTensors(
+            self.placement.num_layers,
+            self.placement.num_experts // len(self._job.row_ranks),
+            self.optimizers,
+            self.config.move_gradients,
+        )
+        self._cut_layers()
+        for stage in self.stages:
+            make_parameters(stage.model, self.device)
+        if self._job.is_planner:
+            warn_of_odd_rows(self.parameters)
+        placement = self.placement
+        store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
+        self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
+        by_kernels = self.dispatch.name not in OVER_TORCH
+        self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts), self.device, in_order=by_kernels)
+        sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
+        self.kernels = kernels_for(self.device, *sizes) if self.config.kernels else Kernels()
+        self.maps = self._maps()
+        self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
+        self.layers = self._install_layers(self.maps, self.counter)
+
+    def balance(self) -> None:
+        """Make the balancer. Collective."""
+        self.copies.open()
+        experts = {id(p) for p in self.registry.parameters()}
+        self.balancer = Balancer(
+            Parts(
+                config=self.config,
+                groups=self.groups,
+                topology=self.topology,
+                placement=self.placement,
+                registry=self.registry,
+                counter=self.counter,
+                maps=self.maps,
+                transport=self.transport,
+                dense_parameters={
+                    stage.prefix + name: parameter
+                    for stage in self.stages
+                    for name, parameter in stage.model.named_parameters()
+                    if id(parameter) not in experts and stage.host.dense_is_equal
+                },
+                device=self.device,
+                layer_of_parameter=self.layer_of_parameter,
+                parameters=self.parameters,
+                layers=self.layers,
+                watch=self.watch,
+                lanes=self.lanes,
+                structure=Structure(
+                    {stage.prefix: stage.model for stage in self.stages},
+                    [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
+                    self.replaced,
+                ),
+                kernels=self.kernels,
+                divisors=self._divisors,
+                come=self._come,
+            )
+        )
+        self.balancer._close_together_with(self.dispatcher.close)
+
+    def hook(self) -> None:
+        """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
+        for stage in self.stages:
+            _mark(stage, self.balancer, self.layer_of_parameter)
+            stage.host.save_together(self._come)
+        for index, name, layer in self._layers():
+            homes = partial(homes_of, self.balancer, index)
+            mark_state(layer.experts, name, homes, made_with=homes().here if layer.slots else None)
+        _hook(self.balancer, self.stages, self.optimizers, self.container)
+        _forget_graphs()
+        self.groups.go_with([stage.model for stage in self.stages])
+
+    def record(self) -> None:
+        """Rank 0 writes down and shows what is measured, as far as that is wished."""
+        if not self._job.is_planner:
+            return
+        if self.config.run is not None:
+            recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts)
+            self.balancer._record(recorder.write)
+            self.balancer._close_with(recorder.close)
+        shown = Shown(
+            self.config,
+            self.topology,
+            self.placement,
+            len(self._job.ranks),
+            self.balancer._progress,
+        )
+        self.balancer._shown = shown
+        shown.follow(self.balancer.events)
+        self.balancer._close_with(shown.close)
+
+    @property
+    def _come(self) -> Callable[[str], None]:
+        """`meet`, for this job. It holds on to nothing of the model."""
+        everyone, seconds = list(self._job.ranks), self.config.timeout_seconds
+        return lambda what: meet(everyone, what, seconds)
+
+    def give_up(self) -> None:
+        """What was made is given back."""
+        if hasattr(self, "balancer"):
+            self.balancer.close()
+        else:
+            self.transport.close()
+        self.groups.close()
+
+    @property
+    def _job(self) -> Job:
+        return self.groups.job
+
+    @property
+    def _divisors(self) -> Divisors:
+        by_host = any(layer.compute is None for _, _, layer in self._layers())
+        experts = {id(parameter) for parameter in self.registry.parameters()}
+        rest = [p for stage in self.stages for p in stage.model.parameters() if id(p) not in experts]
+        return Divisors.of(self._job, by_host=by_host, dense_is_sharded=any(is_sliced(p) for p in rest))
+
+    def _layers(self) -> list[tuple[int, str, MoELayer]]:
+        """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
+        return [
+            (self._job.first_layer(stage.number) + position, stage.prefix + layer.name, layer)
+            for stage in self.stages
+            for position, layer in enumerate(stage.host.layers)
+        ]
+
+    def _cut_layers(self) -> None:
+        """Leave this rank its experts, in the modules and the optimizers, and register them."""
+        training = bool(self.optimizers)
+        slots = self.config.replica_slots
+        parts = self._job.row_parts
+        zeros = self.copies.zeros
+        shared_rows = ReplicaPool(slots, zeros, parts) if self.config.shared_between_layers else None
+        replica_gradients = ReplicaPool(slots, zeros, parts) if training else None
+        rows_LH = rows_of_rank(self.placement, self._job.ep_rank)
+        for index, name, layer in self._layers():
+            if layer.slots:
+                self._register_as_they_are(index, name, layer)
+                continue
+            spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
+            homes = [
+                getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
+            ]
+            if self.config.replica_slots:
+                self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
+                homes = self.banks[index].parameters
+            for own_name, parameter in zip(layer.parameters, homes, strict=True):
+                if parameter is not (old := getattr(layer.experts, own_name)):
+                    self.replaced[f"{name}.{own_name}"] = weakref.ref(old)
+                    install(layer.experts, own_name, parameter, None if spread else rows, _of_torch(self.optimizers))
+                self.registry.add(index, own_name, parameter)
+                self.layer_of_parameter[f"{name}.{own_name}"] = index
+                self.parameters[f"{name}.{own_name}"] = parameter
+
+    def _register_as_they_are(self, index: int, name: str, layer: MoELayer) -> None:
+        """A layer whose host has made nothing but this rank's experts."""
+        for own_name, tensor in layer.tensors().items():
+            self.registry.add(index, own_name, tensor)
+        for own_name in layer.parameters:
+            self.layer_of_parameter[f"{name}.{own_name}"] = index
+            self.parameters[f"{name}.{own_name}"] = layer.parameter(own_name)
+
+    def _maps(self) -> Maps:
+        table = SlotTable(self.placement, self.device)
+        if not self.config.replica_slots:
+            return Maps(table, None, None)
+        replicas = ReplicaSync(
+            self.banks,
+            self.copies,
+            self._job.row_rank,
+            self._job.gradient_divisor,
+            self.config.shared_between_layers,
+            self.topology.ranks_per_node,
+            self._job.row_parts,
+        )
+        splitter = BatchSplitter(
+            self.placement,
+            self.device,
+            ep_rank=self._job.ep_rank,
+            ranks_per_node=self.topology.ranks_per_node,
+            mode=self.config.split,
+            locality=self.config.split_locality,
+            least_tokens=self.config.split_least_tokens,
+            speed_R=self.config.speed_R,
+            count=self.kernels.count,
+            deal=self.kernels.deal,
+            on_device=None if wants_counts(self.config) else self.kernels.split,
+        )
+        homes = [bank.parameters for bank in self.banks.values()]
+        log_memory(self.config, homes, bool(self.optimizers), self._job.row_parts)
+        return Maps(table, splitter, replicas)
+
+    def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
+        """Put the expert-parallel way in the place of each layer's own."""
+        meeting = Meeting(self._job.ep_ranks, self.watch)
+        if self._job.is_planner and self.config.dispatch != "all_to_all":
+            logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
+        self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
+            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
+        )
+        for note in notes(self.config) if self._job.is_planner else ():
+            logger.warning("%s", note)
+        exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
+        real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
+        apart = (
+            {}
+            if self.groups.backward is None or self._job.ep_size == 1
+            else {"meet_in_backward": BackwardMeeting(self.groups.backward, self.watch)}
+        )
+        made: list[ExpertParallelLayer | HostDispatchedLayer] = []
+        whole = WholeCopies(self.groups.parts, self.groups.twins)
+        for index, _, layer in self._layers():
+            if layer.compute is None:
+                made.append(
+                    HostDispatchedLayer(index, layer.experts, counter=counter, table=maps.table, meeting=meeting)
+                )
+                layer.install(made[-1])
+                continue
+            parallel = ExpertParallelLayer(
+                index,
+                layer.experts,
+                local_experts(
+                    index,
+                    layer,
+                    self._job,
+                    self._divisors,
+                    maps.replicas,
+                    self.banks.get(index),
+                    whole,
+                    self.kernels.regroup,
+                ),
+                counter=counter,
+                table=maps.table,
+                splitter=maps.splitter,
+                dispatcher=self.dispatcher,
+                exchange_counts=exchange_counts,
+                meeting=meeting,
+                lanes=self.lanes,
+                real_tokens=real_tokens[id(layer)],
+                **apart,
+                count_and_look_up=self.kernels.count_and_look_up,
+            )
+            layer.install(parallel)
+            made.append(parallel)
+        return made
+
+
+def _mark(stage: Stage, balancer: Balancer, layer_of_parameter: dict[str, int]) -> None:
+    """Leave on a model what finds its balancer again, and keep DistributedDataParallel's hands off its experts."""
+    own = [name.removeprefix(stage.prefix) for name in layer_of_parameter if name.startswith(stage.prefix)]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage.model, own)
+    object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
+    object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
+    # Copying and pickling ask the object before its class. A part of the model would compute with its experts, too.
+    for module in (stage.model, *(layer.experts for layer in stage.host.layers)):
+        object.__setattr__(module, "__reduce_ex__", balancer.__reduce_ex__)
+
+
+def _forget_graphs() -> None:
+    """Graphs that torch.compile has made by now do not look whether a module has been given hooks since."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+
+
+def _hook(
+    balancer: Balancer,
+    stages: Sequence[Stage],
+    optimizers: Sequence[AnyOptimizer],
+    container: torch.optim.Optimizer | None,
+) -> None:
+    """Let batches, forwards and optimizer steps reach the balancer."""
+    for stage in stages:
+        balancer._end_with(stage.host.watch_batches())
+        names = balancer.layer_of_parameter
+        layers = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
+        balancer._forwards.append(Forwards(balancer, stage, layers))
+    parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
+    hooked = Optimizers(balancer, parameters)
+    if container is None:
+        hooked.add(optimizers)
+    else:
+        hooked.add_container(container, _of_torch(optimizers))
+    balancer._adopt, balancer._turn_of = hooked.adopt, hooked.turn_of
+    balancer._gradients.follow = hooked.follow

@@ -1,0 +1,390 @@
+"""Everything that ``attach`` refuses, before it changes anything: one line each that says why and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ...balancer.gradients.division import foreign_hooks
+from ...config import BalancerConfig
+from ...distributed.process_groups import ProcessGroups
+from ...distributed.ranks import Job, gather_rows
+from ...distributed.setting_up import line_of
+from ...moe.experts.element_wise import check_element_wise
+from ...moe.experts.optimizer_state import OptimizerStateError
+from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
+from ...moe.experts.unmoved import unmoved
+from ...placement import Placement, PlacementError, uneven
+from ...utils.checksums import as_bytes, checksum
+from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
+from .meta import has_meta
+from .optimizers import refuse_shared
+
+
+def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
+    """Where the experts are, or will be made; of stages without experts, where their parameters are."""
+    # An empty tensor knows the index of "cuda".
+    given = torch.empty(0, device=wanted).device if wanted is not None else None
+    devices = {
+        layer.parameter(name).device for stage in stages for layer in stage.host.layers for name in layer.parameters
+    }
+    devices = devices or {parameter.device for stage in stages for parameter in stage.model.parameters()}
+    if len(devices) > 1:
+        raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
+    device = devices.pop() if devices else torch.device("cpu")
+    if any(has_meta(stage.model) for stage in stages):
+        if given is None or given.type == "meta":
+            raise AttachError(
+                "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
+                "weights afterwards"
+            )
+        return given
+    if given is not None and given != device:
+        raise AttachError(
+            f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
+        )
+    return device
+
+
+def check(
+    stages: Sequence[Stage],
+    optimizers: Sequence[AnyOptimizer],
+    config: BalancerConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> Placement:
+    """Everything that can be refused, before anything is changed. Collective; all ranks raise, or none does.
+
+    Returns:
+        The placement to start from.
+    """
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    try:
+        _check_here(stages, optimizers, config, groups, device)
+        problem = ""
+    except AttachError as error:
+        problem = str(error)
+    raise_on_all(problem, groups)
+    num_experts = _experts_of_job(layers[0].num_experts if layers else 0, groups)
+    problem, placement = "", None
+    try:
+        placement = _initial_placement(config, groups.job, num_experts)
+    except AttachError as error:
+        problem = str(error)
+    raise_on_all(problem, groups)
+    assert placement is not None
+    _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config", over_stages=True)
+    hint = "give all ranks the same one, or copies of one file"
+    _same_everywhere(placement.digest(), "initial placement", groups, hint, over_stages=True)
+    before = spread_of(layers[0].experts) if layers else None
+    _same_everywhere(str(before is not None), "answer to whether shard_experts was called", groups, "call it on all")
+    if _are_spread(before, bool(layers), groups):
+        if before is not None:
+            _check_spread(before, placement, num_experts, config, groups.job)
+        return placement
+    weights = {
+        stage.prefix + name: tensor
+        for stage in stages
+        for name, tensor in stage.model.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+    shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
+    _same_everywhere(shapes, "model", groups, "build the same model on every rank")
+    fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
+    hint = "seed all ranks equally, or load the same checkpoint"
+    _same_everywhere(fingerprint.hex(), "set of weights", groups, hint)
+    return placement
+
+
+def _check_here(
+    stages: Sequence[Stage],
+    optimizers: Sequence[AnyOptimizer],
+    config: BalancerConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> None:
+    """What one rank can tell by itself."""
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    spread = {spread_of(layer.experts) for layer in layers}
+    if len(spread) > 1:
+        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model anew")
+    for stage in stages:
+        refused = stage.host.refuses(config)
+        if refused:
+            raise AttachError(refused)
+    for layer in layers:
+        _check_tensors(layer, groups)
+        if spread_of(layer.experts) is None or config.replica_slots:
+            _check_nothing_is_lost(layer)
+    _check_not_tied([stage.model for stage in stages], layers)
+    counts = {layer.num_experts for layer in layers}
+    if len(counts) > 1:
+        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
+    if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
+        raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
+    check_current(device)
+    _check_optimizers(optimizers, layers)
+    if spread - {None}:
+        for stage in stages:
+            _check_sharded(stage.model, stage.host, config, groups.job)
+
+
+def check_current(device: torch.device) -> None:
+    """Raises AttachError if this thread works on another GPU than the model's: kernels of Triton and of DeepEP run on
+    the current one, wherever their tensors are."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise AttachError(
+            f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
+            f"torch.cuda.set_device({device.index}) before the model is made"
+        )
+
+
+def _are_spread(before: Spread | None, has_layers: bool, groups: ProcessGroups) -> bool:
+    """Whether the experts of the job were cut before, also on ranks whose stages have none."""
+    answers = torch.tensor([has_layers and before is not None, has_layers and before is None], dtype=torch.uint8)
+    dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=groups.control)
+    if bool(answers.all()):
+        raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
+    return bool(answers[0])
+
+
+def _check_spread(before: Spread, placement: Placement, num_experts: int, config: BalancerConfig, job: Job) -> None:
+    """Experts that were cut before are cut as they are wanted now; the same on every rank."""
+    stands = before.placement
+    if not stands:
+        stands = Placement.initial(job.num_layers, num_experts, job.ep_size, config.replica_slots).digest()
+        if placement.digest() != stands:
+            raise AttachError(
+                "the model was made with its experts in logical order: leave initial_placement out, and go to a "
+                "placement by balancer.load_state_dict"
+            )
+    if (stands, before.ep_ranks) != (placement.digest(), job.ep_ranks):
+        raise AttachError(
+            "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
+        )
+
+
+def _experts_of_job(here: int, groups: ProcessGroups) -> int:
+    """E of the whole model, also on ranks whose stages have no MoE layer (``here``: 0)."""
+    bounds = torch.tensor([here, -here if here else torch.iinfo(torch.int64).min])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups.control)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if not most:
+        raise AttachError("no stage has an MoE layer: nothing to balance")
+    if most != least:
+        raise AttachError(f"the MoE layers have different numbers of experts ([{least}, {most}]); they must be equal")
+    return most
+
+
+def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> None:
+    """A model that was cut before, and perhaps wrapped by ``fully_shard``."""
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if sharded and config.dense_gradients == "allreduce":
+        raise AttachError("fully_shard averages gradients itself: leave dense_gradients='host'")
+    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in host.layers for name in layer.parameters}
+    sliced = {name: parameter for name, parameter in experts.items() if isinstance(parameter, DTensor)}
+    if sliced and len(sliced) < len(experts):
+        whole = next(name for name in experts if name not in sliced)
+        raise AttachError(
+            f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
+            "MoE layers, or none"
+        )
+    if not sliced or not config.replica_slots:
+        return
+    if len(job.stage_sets) > 1:
+        raise AttachError(
+            "replica slots of experts that fully_shard slices, in pipeline stages: leave the experts out of "
+            "fully_shard (ignored_params), or set replica_slots=0"
+        )
+    for name, parameter in sliced.items():
+        if job.divided_rows and parameter.shape[1] % job.row_parts:
+            raise AttachError(
+                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_parts} slices along "
+                "dimension 1; set replica_slots=0"
+            )
+        if type(local(parameter)) is not Tensor:
+            raise AttachError(
+                f"{name} is sliced as a {type(local(parameter)).__name__}, which has a way of its own to be gathered: "
+                "copies of it would be computed in another precision; set replica_slots=0"
+            )
+
+
+def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
+    """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
+    for name in layer.parameters:
+        parameter = layer.parameter(name)
+        kind = type(parameter.data)
+        if isinstance(parameter, DTensor):
+            _check_slices(layer, f"{layer.name}.{name}", parameter, groups)
+            continue
+        if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
+            raise AttachError(
+                f"{layer.name}.{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
+                "load the model in bfloat16, float16 or float32"
+            )
+
+
+def _check_nothing_is_lost(layer: MoELayer) -> None:
+    """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
+    for name in layer.parameters:
+        parameter = layer.parameter(name)
+        if foreign_hooks(parameter):
+            raise AttachError(
+                f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
+                "them after attach, without replica slots, on the parameter that the module has then"
+            )
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise AttachError(
+                f"{layer.name}.{name} has a gradient from a backward pass before attach, which nobody would average: "
+                "step first, or clear it (optimizer.zero_grad())"
+            )
+
+
+def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
+    """Each expert tensor stands in one place; in the others it would go on as it is, with all experts."""
+    of_layer = {
+        id(layer.parameter(name)): (
+            layer.experts.get_submodule(name.rpartition(".")[0]),
+            f"{layer.name}.{name}",
+        )
+        for layer in layers
+        for name in layer.parameters
+    }
+    for model in models:
+        for path, module in model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                owner, name = of_layer.get(id(parameter), (module, ""))
+                if owner is not module:
+                    raise AttachError(
+                        f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
+                        "module that holds them (one experts module in both layers), or untie them"
+                    )
+
+
+def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
+    if groups.job.divided_rows:
+        wrong = why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks))
+        if wrong:
+            raise AttachError(f"{name} {wrong}: it cannot be moved by expert")
+        return
+    if spread_of(layer.experts) is None:
+        raise AttachError(
+            f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard after "
+            "it, or leave expert parameters out of fully_shard (ignored_params)"
+        )
+    wrong = why_not_slices(parameter, groups.job.edp_ranks)
+    if not wrong and not isinstance(layer.experts, FSDPModule):
+        wrong = f"belongs to an FSDP module around {layer.name}"
+    if wrong:
+        raise AttachError(
+            f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that hold the "
+            "same experts and shard_placement_fn=lambda parameter: Shard(1)"
+        )
+    if has_divide_factor(layer.experts):
+        raise AttachError(
+            f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for FSDP's own "
+            "average over EDP; leave it out"
+        )
+
+
+def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer]) -> None:
+    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
+    held_here = {id(parameter) for parameter in experts.values()}
+    stepping: list[tuple[torch.optim.Optimizer, set[int] | None]] = []
+    for one in optimizers:
+        # Those inside a framework's own may step masters instead.
+        stepping += [(one, held_here)] if isinstance(one, torch.optim.Optimizer) else [(o, None) for o in one.inside]
+    for optimizer, of_experts in stepping:
+        refuse_shared(optimizer)
+        try:
+            check_element_wise(optimizer, of_experts)
+        except OptimizerStateError as error:
+            raise AttachError(str(error)) from None
+        if seen := next(unmoved(optimizer, experts), None):
+            raise AttachError(seen.said)
+        if any(
+            isinstance(value, Tensor) and value.is_meta
+            for state in optimizer.state.values()
+            for value in state.values()
+        ):
+            raise AttachError(
+                f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
+                "use an optimizer that makes it at its first step, or build the model with memory"
+            )
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if not optimizers:
+        return
+    for layer in layers:
+        for name in layer.parameters:
+            parameter = layer.parameter(name)
+            times = held.count(id(parameter))
+            if parameter.requires_grad and not times:
+                raise AttachError(
+                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters() (with float32 "
+                    "masters in its state, not in the place of parameters), or freeze that parameter"
+                )
+            if times > 1:
+                raise AttachError(f"{layer.name}.{name} is in {times} optimizers: give each parameter to one")
+
+
+def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placement:
+    ranks = job.ep_size
+    if experts % ranks:
+        raise AttachError(uneven(experts, ranks))
+    if config.replica_slots > (most := experts - experts // ranks):
+        mend = f"set replica_slots={most} or less" if most else "the EP group has one rank, set replica_slots=0"
+        raise AttachError(
+            f"replica_slots={config.replica_slots}: a rank has only {most} experts of other ranks to copy; {mend}"
+        )
+    if config.rank_speed is not None and len(config.rank_speed) != ranks:
+        raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
+    given = config.initial_placement
+    try:
+        if given is None:
+            return Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
+        placement = given if isinstance(given, Placement) else Placement.load(given)
+        placement.require_model(job.num_layers, experts, ranks, config.replica_slots)
+    except PlacementError as error:
+        raise AttachError(f"initial_placement: {error}") from None
+    return placement.with_epoch(0)
+
+
+_PROBLEM_BYTES = 512
+
+
+def raise_on_all(problem: str, groups: ProcessGroups) -> None:
+    """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
+    mine = torch.zeros(_PROBLEM_BYTES, dtype=torch.uint8)
+    text = problem.encode()[:_PROBLEM_BYTES]
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for rank, theirs in zip(groups.job.ranks, gather_rows(mine, groups.control), strict=True):
+        if theirs.any():
+            said = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
+            raise AttachError(problem or f"rank {rank}: {said}")
+
+
+def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
+    """Attaching has failed on this rank: tell the others, who fail too. What to raise in the place of the error; None:
+    the error itself."""
+    cause = groups.explain(error)
+    if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
+        return None
+    return AttachError(cause or line_of(error))
+
+
+def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:
+    """Compare among the ranks that hold the same stages, or over all; every rank of the job raises, or none."""
+    mine = torch.frombuffer(bytearray(xxhash.xxh3_128(text.encode()).digest()), dtype=torch.uint8)
+    job = groups.job
+    rows = gather_rows(mine, groups.control).tolist()
+    digest = {rank: bytes(row) for rank, row in zip(job.ranks, rows, strict=True)}
+    for together in [job.ranks] if over_stages else job.data_sets:
+        odd = [rank for rank in together if digest[rank] != digest[together[0]]]
+        if odd:
+            raise AttachError(f"rank {', '.join(map(str, odd))} has another {what} than rank {together[0]}: {hint}")

@@ -1,0 +1,95 @@
+"""What computes the experts of a layer on this rank: homes alone, or with copies, whole or sliced over EDP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from ...balancer.gradients.division import Divisors
+from ...config import BalancerConfig
+from ...distributed.ranks import Job
+from ...moe.experts.aligned import Aligned, Regroup
+from ...moe.experts.compute import LocalExperts
+from ...moe.experts.slices import is_sliced, local
+from ...replicas.bank import ReplicaBank, replica_memory, slice_of_row, whole_copies_memory
+from ...replicas.kept import KeptReplicas
+from ...replicas.shared import SharedReplicas
+from ...replicas.sliced import SlicedReplicas, WholeCopies
+from ...replicas.sync import ReplicaSync
+from .description import MoELayer
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def local_experts(
+    index: int,
+    layer: MoELayer,
+    job: Job,
+    divisors: Divisors,
+    replicas: ReplicaSync | None,
+    bank: ReplicaBank | None,
+    whole: WholeCopies,
+    regroup: Regroup,
+) -> LocalExperts:
+    """The slots of one layer, as dispatch calls them.
+
+    Args:
+        index: of the layer in the whole model.
+        divisors: of gradients of whole experts.
+        replicas, bank: None without replica slots.
+        whole: where sliced copies are put together.
+        regroup: as of `Aligned`.
+    """
+    assert layer.compute is not None
+    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
+    leaves = _standing(layer)
+    sliced = any(is_sliced(parameter) for parameter in leaves)
+    # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
+    of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
+    divisor = of_slices if sliced else divisors.in_layers
+    if replicas is None and layer.standing is not None:
+        return LocalExperts(compute, layer.standing, divisor=1.0 if sliced else divisor)
+    if replicas is None:
+        return LocalExperts(compute, partial(_standing, layer), None if sliced else leaves, divisor)
+    assert bank is not None
+    if bank.is_sliced:
+        standing = layer.standing or partial(_standing, layer)
+        return SlicedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
+    return (SharedReplicas if replicas.shared else KeptReplicas)(compute, index, bank, replicas, divisor)
+
+
+def _standing(layer: MoELayer) -> list[Tensor]:
+    return [layer.parameter(name) for name in layer.parameters]
+
+
+def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], training: bool, parts: int) -> None:
+    """Say what replica slots take, and what the other choice would; ``parts`` as of `ReplicaBank`."""
+    here = [[slice_of_row(local(p).detach(), parts).requires_grad_(p.requires_grad) for p in layer] for layer in homes]
+    memory = replica_memory(here, config.replica_slots, training)
+    sliced = [layer for layer in homes if is_sliced(layer[0])]
+    if sliced:
+        whole = whole_copies_memory(sliced, config.replica_slots)
+        logger.info(
+            "replica slots: %d per rank and layer, sliced as the experts are, %s; memory per rank: %.3g MiB kept, "
+            "%.3g MiB shared between layers, besides %.3g MiB of gradients and at most %.3g MiB of one layer's whole "
+            "copies",
+            config.replica_slots,
+            "shared between layers" if config.shared_between_layers else "kept",
+            memory.kept / 2**20,
+            memory.shared / 2**20,
+            memory.held_back / 2**20,
+            whole / 2**20,
+        )
+        return
+    logger.info(
+        "replica slots: %d per rank and layer, %s; "
+        "memory per rank: %.3g MiB kept (and %.3g MiB with no_sync), %.3g MiB shared between layers",
+        config.replica_slots,
+        "shared between layers" if config.shared_between_layers else "kept",
+        memory.kept / 2**20,
+        memory.held_back / 2**20,
+        memory.shared / 2**20,
+    )

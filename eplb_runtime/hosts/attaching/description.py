@@ -1,0 +1,195 @@
+"""How a host describes its model to the rest of this room: where the experts are and how to compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...balancer.balancer import Removable
+from ...config import BalancerConfig
+from ...distributed.ranks import Ranks
+from ...moe.experts.compute import Compute
+
+if TYPE_CHECKING:
+    from ...checkpoint.pretrained import PretrainedFolders
+
+
+class AttachError(ValueError):
+    """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer as its host describes it.
+
+    Args:
+        name: of the experts module within the model.
+        experts: the module that holds the expert weights; its parameters are replaced by the local ones.
+        num_experts: E.
+        parameters: names (within ``experts``) of the tensors whose first dimension is E.
+        compute: runs rows through local slots with the module's own code; None: the host carries and computes tokens
+            itself (`moe.layer.HostDispatchedLayer`).
+        install: puts the expert-parallel way in the place of the module's own forward.
+        standing: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters are
+            not that themselves; gradients reach the parameters through them as the host wants them. None: the
+            parameters.
+        slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
+            order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts
+            spread already, in logical order.
+        alignment: ``compute`` wants every slot's rows filled up to a multiple of so many.
+    """
+
+    name: str
+    experts: nn.Module
+    num_experts: int
+    parameters: tuple[str, ...]
+    compute: Compute | None
+    install: Callable[[Any], None]
+    standing: Callable[[], Sequence[Tensor]] | None = None
+    slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    alignment: int = 1
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """One of ``parameters``, as it is now."""
+        return self.experts.get_parameter(name)
+
+    def tensors(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
+        """What moves with an expert, by name: ``[E/R, ...]``, or a tensor for each slot."""
+        if self.slots:
+            return {name: tuple(map(self.parameter, of_slots)) for name, of_slots in self.slots.items()}
+        return {name: self.parameter(name) for name in self.parameters}
+
+
+class HostOptimizer(Protocol):
+    """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The model's expert parameters that it steps."""
+
+    @property
+    def inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that step experts."""
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """As of `moe.experts.optimizer_state.StateOwner`."""
+
+    def join(
+        self,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        square_of_experts: Callable[[Callable[[Tensor], Tensor | None]], Tensor],
+        has_moved: Callable[[], bool],
+        experts_here: Callable[[Tensor], list[int]],
+    ) -> Removable:
+        """Call ``before`` and ``after`` around each step from now on.
+
+        Args:
+            square_of_experts: the squared norm over all experts, to clip by, of what is the gradient of a parameter.
+            has_moved: whether experts stand elsewhere than where the host has put them; also asked after ``remove``.
+            experts_here: the logical experts in this rank's slots of the layer that has a parameter, likewise.
+        """
+
+
+AnyOptimizer = torch.optim.Optimizer | HostOptimizer
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """What a host knows of a model.
+
+    Args:
+        layers: in model order.
+        real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
+        watch_batches: hooks into the model what ``real_tokens`` needs.
+        remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
+        save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
+            experts; given ``come(what)``, which returns when all ranks have come to the same.
+        folders: reads and writes the framework's own checkpoint folders; None: it has none.
+        saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
+            empty: `checkpoint` does it.
+        ranks: who shares what, where the framework knows; None: ``attach`` is told.
+        optimizer: makes of an optimizer of the framework's own what attaching can use.
+        dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
+        refuses: what of a config does not go with the framework: one line, or empty.
+    """
+
+    layers: tuple[MoELayer, ...]
+    real_tokens: Callable[[int], Tensor | None]
+    watch_batches: Callable[[], Removable]
+    remake_buffers: Callable[[nn.Module], None]
+    save_together: Callable[[Callable[[str], None]], None] = lambda come: None
+    folders: PretrainedFolders | None = None
+    saves_itself: str = ""
+    ranks: Ranks | None = None
+    optimizer: Callable[[Any], AnyOptimizer] | None = None
+    dense_is_equal: bool = True
+    refuses: Callable[[BalancerConfig], str] = lambda config: ""
+
+
+@dataclass(frozen=True)
+class WatchedLayer:
+    """An MoE layer whose choices are looked at, and nothing else.
+
+    Args:
+        name: of the experts module within the model.
+        num_experts: E.
+        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``;
+            returns how to end it.
+    """
+
+    name: str
+    num_experts: int
+    hook: Callable[[Callable[[Tensor], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class WatchedModel:
+    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`."""
+
+    layers: tuple[WatchedLayer, ...]
+    real_tokens: Callable[[int], Tensor | None]
+    watch_batches: Callable[[], Removable]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the models that are attached on this rank: the whole model, or a pipeline stage of it.
+
+    Args:
+        number: of the stage, over the whole model.
+        prefix: what stands before the model's own names where there are several models on this rank.
+    """
+
+    number: int
+    model: nn.Module
+    host: HostModel
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """That ``shard_experts`` has cut a module's experts already.
+
+    Args:
+        rows: E/R, experts that are left here.
+        placement: digest of the placement they were cut by; empty: in logical order.
+        ep_ranks: of the EP group they were cut for.
+    """
+
+    rows: int
+    placement: str
+    ep_ranks: tuple[int, ...]
+
+
+def spread_of(experts: nn.Module) -> Spread | None:
+    """What ``shard_experts`` has left on an experts module; None: its experts are whole."""
+    return experts.__dict__.get("_eplb_runtime_spread")
+
+
+def mark_spread(experts: nn.Module, spread: Spread) -> None:
+    experts.__dict__["_eplb_runtime_spread"] = spread

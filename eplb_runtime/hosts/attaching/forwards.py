@@ -1,0 +1,41 @@
+"""A model's forwards, as the balancer is told of them: each that begins, and each that ends or fails."""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+from ...balancer.balancer import Balancer
+from ...moe.custom_ops import OutsideGraphs
+from .description import Stage
+
+
+class Forwards:
+    """Of one stage. A graph of torch.compile that fails tells nobody, nor does a forward that is interrupted (Ctrl-C):
+    such a forward has ended by the time that its thread begins another, or asks where experts stand.
+
+    Args:
+        layers: whose experts it holds.
+    """
+
+    def __init__(self, balancer: Balancer, stage: Stage, layers: frozenset[int]) -> None:
+        self._balancer = balancer
+        self._layers = layers
+        self._running: set[int] = set()
+        begins, ends = OutsideGraphs(lambda _: self._begin()), OutsideGraphs(lambda _: self._end())
+        stage.model.register_forward_pre_hook(lambda *_: begins())
+        stage.model.register_forward_hook(lambda *_: ends(), always_call=True)
+
+    def end_what_broke_off(self) -> None:
+        """This thread is in no forward any more, unless a model asks while it runs: then the rest of its layers wait
+        for the next step."""
+        if get_ident() in self._running:
+            self._balancer._after_forward(self._layers)
+
+    def _begin(self) -> None:
+        self.end_what_broke_off()
+        self._running.add(get_ident())
+        self._balancer._before_forward()
+
+    def _end(self) -> None:
+        self._running.discard(get_ident())
+        self._balancer._after_forward(self._layers)

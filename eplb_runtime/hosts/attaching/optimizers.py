@@ -1,0 +1,370 @@
+"""Optimizers and the balancer: gradients are ready before each steps, and a training step ends when all have.
+
+Who steps the model's parameters must be known here, since gradients are reduced ahead of it. Another optimizer that
+holds one of them is refused at its first step, whoever made it and whenever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...balancer.balancer import Balancer
+from ...moe.experts.element_wise import check_element_wise
+from ...moe.experts.optimizer_state import OptimizerStateError
+from .description import AnyOptimizer, AttachError, HostOptimizer
+from .state_hooks import Homes, mark_optimizer
+
+
+def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer cannot serve two attached models: each balancer would take the other's experts for dense.
+
+    Raises:
+        AttachError: it steps another attached model.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
+        raise AttachError(
+            f"this {type(optimizer).__name__} steps another attached model already: give each attached model an "
+            "optimizer of its own"
+        )
+
+
+class Optimizers:
+    """Those that step one attached model.
+
+    Args:
+        parameters: of the model, experts as they lie here, by name.
+    """
+
+    def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
+        self._balancer = balancer
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = parameters
+        layers = balancer.layer_of_parameter
+        self._experts = {number: name for number, name in self._names.items() if name in layers}
+        self._known: list[AnyOptimizer] = []
+        self._contained: list[torch.optim.Optimizer] = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}
+        self._held: list[int] = []
+        self._done: dict[int, bool] = {}
+        self._turns: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self._strangers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepping = False
+        balancer._end_with(register_optimizer_step_pre_hook(self._refuse_strangers))
+
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """`Balancer.adopt`."""
+        if any(optimizer is known for known in self._known):
+            raise AttachError("the balancer has this optimizer already: adopt each once")
+        refuse_shared(optimizer)
+        if name := self._replaced_in(optimizer):
+            raise AttachError(self._replaced_message(name))
+        number = self._replaceable(instead_of) if instead_of is not None else -1
+        if self._balancer.config.replica_slots and not self._known:
+            raise AttachError(
+                "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
+                "give the optimizer to attach, or use replica_slots=0"
+            )
+        kept = [known for known in self._known if known is not instead_of]
+        held = Counter(id(p) for one in [*kept, optimizer] for group in one.param_groups for p in group["params"])
+        twice = [name for key, name in self._names.items() if held[key] > 1]
+        if twice:
+            raise AttachError(
+                f"{twice[0]} is in several optimizers: give each parameter to one, and let go the one that this "
+                "replaces: balancer.adopt(optimizer, instead_of=old)"
+            )
+        if instead_of is not None:
+            lost = {id(p) for group in instead_of.param_groups for p in group["params"] if p.requires_grad}
+            left = [name for key, name in self._experts.items() if key in lost and not held[key]]
+            if left:
+                raise AttachError(
+                    f"{left[0]} is in the optimizer that goes and not in the one that comes: make that from all that "
+                    "is to be trained, or freeze this first (requires_grad_(False))"
+                )
+        try:
+            check_element_wise(optimizer, self._experts)
+        except OptimizerStateError as error:
+            raise AttachError(str(error)) from None
+        if instead_of is not None:
+            self._let_go(number)
+        self._hook(optimizer, number if instead_of is not None else len(self._known))
+
+    def _replaceable(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of an optimizer that may be let go now."""
+        number = next((number for number, known in enumerate(self._known) if known is optimizer), None)
+        if number is None:
+            raise AttachError(
+                f"instead_of is a {type(optimizer).__name__} that the balancer does not have: give the very one that "
+                "attach or adopt was given"
+            )
+        if number not in self._hooks:
+            raise AttachError(
+                f"a {type(optimizer).__name__} of the framework's own cannot be let go: close the balancer, and attach "
+                "with the new optimizer"
+            )
+        if self._done:
+            raise AttachError(
+                "adopt(..., instead_of=...) in the middle of a training step, in which some optimizers have stepped "
+                "and others not: call it when all have"
+            )
+        return number
+
+    def _let_go(self, number: int) -> None:
+        """From here on this optimizer is none of the model's: who steps it is told so."""
+        for handle in self._hooks.pop(number):
+            handle.remove()
+        self._balancer._no_longer_trained_by(self._known[number], self._outside(number))
+        self._turns.pop(number, None)
+
+    def add(self, optimizers: Sequence[AnyOptimizer]) -> None:
+        """Hook optimizers that were checked; first the balancer learns what they hold besides the model."""
+        for optimizer in optimizers:
+            self._hook(optimizer, len(self._known))
+
+    def _hook(self, optimizer: AnyOptimizer, number: int) -> None:
+        """Under this number, where none is or the one before was let go."""
+        self._known[number : number + 1] = [optimizer]
+        self._held[number : number + 1] = [_count(optimizer)]
+        self._balancer._trained_by(optimizer, self._outside(number))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            self._join(number, optimizer)
+            return
+        after = optimizer.register_step_post_hook(partial(self._after_step, number))
+        # Hooks that a user has registered by now may write weights.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        self._balancer._end_with(after)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks[number] = [*mark_optimizer(optimizer, self._experts, self._homes_of), before, after]
+        if self._balancer._guard.lone is not None:
+            last = optimizer.register_step_pre_hook(self._step_alone)
+            self._balancer._end_with(last)
+            self._hooks[number].append(last)
+            self._last[id(optimizer)] = last.id
+
+    def add_container(self, container: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hook what steps several optimizers in one step of its own. They are let alone, also where the container has
+        them step by themselves, as to make their state."""
+        for optimizer in optimizers:
+            self._contained.append(optimizer)
+            self._balancer._trained_by(optimizer, {})
+        self._known.append(container)
+        self._held.append(_count(container))
+        self._balancer._train_outside(self._outside(len(self._known) - 1))
+        container.register_step_pre_hook(self._before_step)
+        self._balancer._end_with(container.register_step_post_hook(partial(self._after_step, len(self._known) - 1)))
+
+    def _join(self, number: int, optimizer: HostOptimizer) -> None:
+        balancer = self._balancer
+
+        def before() -> None:
+            self._stepping = True
+            balancer._before_optimizer()
+
+        began = balancer.placement.digest()
+        undo = optimizer.join(
+            before,
+            partial(self._after_step, number),
+            balancer._square_of_experts,
+            lambda: balancer.placement.with_epoch(0).digest() != began,
+            lambda parameter: self._homes_of(self._experts[id(parameter)]).here,
+        )
+        balancer._end_with(undo)
+
+    def _outside(self, number: int) -> dict[str, Tensor]:
+        """What an optimizer holds besides the model."""
+        return {
+            f"parameter {index} of group {group_number} of optimizer {number}": parameter
+            for group_number, group in enumerate(self._known[number].param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in self._names
+        }
+
+    def follow(self) -> None:
+        """Take over what ``add_param_group`` has added since."""
+        for number, optimizer in enumerate(self._known):
+            if _count(optimizer) != self._held[number]:
+                if name := self._replaced_in(optimizer):
+                    raise RuntimeError(self._replaced_message(name))
+                self._held[number] = _count(optimizer)
+                self._balancer._train_outside(self._outside(number))
+
+    def _replaced_in(self, optimizer: AnyOptimizer) -> str:
+        """The name of a parameter that attach has replaced; empty: there is none."""
+        replaced = {id(parameter): name for name, parameter in self._balancer._structure.replaced().items()}
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return next((replaced[key] for key in held if key in replaced), "")
+
+    @staticmethod
+    def _replaced_message(name: str) -> str:
+        return (
+            f"the optimizer was given {name} as it was before attach, of all experts, with which the model no longer "
+            "computes: take parameters from model.parameters() after attach"
+        )
+
+    def _homes_of(self, name: str) -> Homes:
+        return homes_of(self._balancer, self._balancer.layer_of_parameter[name])
+
+    @torch.compiler.disable
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Reduce gradients before the step, or, where a closure makes them inside it, after each call of that."""
+        if _steps_within_itself(optimizer):
+            return None
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "optimizer.step() inside a backward pass (from a gradient hook), where gradients of other parameters "
+                "are still to come and none are reduced: step after backward()"
+            )
+        self._stepping = True
+        if self._balancer._guard.is_new:
+            _refuse_foreign_scaler()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._balancer._before_optimizer()
+            return None
+
+        def reduced() -> Any:
+            loss = closure()
+            self._balancer._gradients.begin()
+            self._balancer._before_optimizer()
+            if (lone := self._balancer._guard.lone) is not None:
+                with self._balancer._guard.clocked():
+                    lone.gradients_are_there(optimizer, loss)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": reduced}
+        return (args[0], reduced, *args[2:]), kwargs
+
+    @torch.compiler.disable
+    def _step_alone(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs last before a step: gradients are what the optimizer will see."""
+        if _steps_within_itself(optimizer):
+            return
+        hooks = optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self._last[id(optimizer)]:  # another may change them yet: from the next step on
+            return
+        guard = self._balancer._guard
+        if guard.lone is not None and not self._balancer._closed:
+            with guard.clocked():
+                has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+                guard.lone.before(optimizer, has_closure=has_closure)
+
+    def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Runs first after a step."""
+        guard, last = self._balancer._guard, self._last.get(id(optimizer))
+        if guard.lone is not None and last is not None:
+            with guard.clocked():
+                guard.lone.after(optimizer)
+            if last in optimizer._optimizer_step_pre_hooks:
+                optimizer._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def turn_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
+        number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
+        before = self._turns.get(number, 0)
+        yield
+        if number >= 0 and self._turns.get(number, 0) == before and not self._balancer._closed:
+            self._balancer._guard.passed_over(optimizer)
+            self._end_turn(number, stepped=False)
+
+    @torch.compiler.disable
+    def _after_step(self, number: int, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
+        if optimizer is not None and _steps_within_itself(optimizer):
+            return
+        self._stepping = False
+        if optimizer is not None:
+            self._stepped_alone(optimizer)
+        self._balancer._guard.optimizer_has_stepped()
+        self._end_turn(number, stepped=True)
+
+    def _end_turn(self, number: int, *, stepped: bool) -> None:
+        """A training step ends when each optimizer has had its turn; if all were passed over, it was none."""
+        self._turns[number] = self._turns.get(number, 0) + 1
+        if number in self._done:
+            others = sorted(set(range(len(self._known))) - set(self._done))
+            raise RuntimeError(
+                f"optimizer {number} of the attached ones has stepped twice, number {', '.join(map(str, others))} not "
+                "at all: step each once in a training step, on every rank"
+            )
+        self._done[number] = stepped
+        if len(self._done) == len(self._known):
+            was_step = any(self._done.values())
+            self._done.clear()
+            if was_step:
+                self._balancer.step()
+
+    @torch.compiler.disable
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Runs before any optimizer of the process steps."""
+        # An optimizer may step others inside, as wrappers of optimizers do.
+        known = (*self._known, *self._contained)
+        if self._stepping or optimizer in self._strangers or any(optimizer is one for one in known):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    raise RuntimeError(
+                        f"a {type(optimizer).__name__} that the balancer does not know steps {name} of the attached "
+                        "model, with gradients that are not reduced: give all optimizers to attach(model, [first, "
+                        "second]), or one that is made later to balancer.adopt(optimizer), with instead_of=old where "
+                        "it replaces one"
+                    )
+        self._strangers.add(optimizer)
+
+
+def homes_of(balancer: Balancer, layer: int) -> Homes:
+    """Where the experts of a layer stand now."""
+    homes_RH = balancer.placement.homes_LRH[layer]
+    return Homes(homes_RH.ravel().tolist(), balancer._job.ep_rank, len(homes_RH), balancer._rebalancer.has_moved(layer))
+
+
+def _count(optimizer: AnyOptimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _refuse_foreign_scaler() -> None:
+    """A scaler of torch's own skips steps on each rank by what that rank saw. It is to be seen on the stack alone."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if type(caller) is torch.amp.GradScaler or type(caller) is torch.cuda.amp.GradScaler:
+            if caller.is_enabled():
+                raise RuntimeError(
+                    "torch's GradScaler decides on each rank by itself whether a step is skipped, and experts differ "
+                    "between ranks, so ranks would diverge: use eplb.GradScaler(balancer), which skips a step on all "
+                    "ranks or on none"
+                )
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that torch puts around every class's ``step``."""
+
+
+def _steps_within_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of ``optimizer`` runs in a step that the optimizer's own step has called: torch calls hooks for
+    both where a class's ``step`` calls that of its base, and the base has been made once by itself."""
+    steps, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps > 1

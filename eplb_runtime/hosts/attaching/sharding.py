@@ -1,0 +1,109 @@
+"""Cut a model's experts to those of this rank: as a part of ``attach``, or before it, for FSDP2 over EDP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...config import BalancerConfig
+from ...distributed.process_groups import ProcessGroups
+from ...distributed.ranks import Ranks
+from ...distributed.setting_up import line_of
+from ...moe.experts.optimizer_state import replace_parameter
+from ...placement import Placement
+from .checks import as_all_say, check
+from .description import AttachError, MoELayer, Spread, Stage, mark_spread
+from .meta import blank
+from .undo import Before
+
+logger = logging.getLogger("eplb_runtime")
+
+
+def shard_stage(
+    stage: Stage, *, config: BalancerConfig, ep_group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """``shard_experts`` for a model whose host has described it; arguments and errors as there."""
+    host = stage.host
+    try:
+        groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
+    except Exception as error:
+        raise AttachError(line_of(error)) from error
+    before = Before([stage.model], [])
+    try:
+        placement = check([stage], [], config, groups, device)
+        rows_LH = rows_of_rank(placement, groups.job.ep_rank)
+        for layer, rows in zip(host.layers, rows_LH, strict=True):
+            for name in layer.parameters:
+                setattr(layer.experts, name, cut(layer, name, rows, device))
+            mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
+    except BaseException as error:
+        said = as_all_say(error, groups)
+        before.restore()
+        if said is None:
+            raise
+        raise said from error
+    finally:
+        groups.close()
+
+
+def rows_of_rank(placement: Placement, rank: int) -> Tensor:
+    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
+    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
+
+
+def cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
+    """These experts' rows of a full parameter."""
+    full = getattr(layer.experts, name)
+    if full.is_meta:
+        local = blank(torch.Size([len(rows), *full.shape[1:]]), full.dtype, device)
+        return nn.Parameter(local, requires_grad=full.requires_grad)
+    return nn.Parameter(full.detach()[rows.to(full.device)], requires_grad=full.requires_grad)
+
+
+def install(
+    experts: nn.Module,
+    name: str,
+    local: nn.Parameter,
+    rows: Tensor | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Put a parameter in the place of an expert parameter, in the module and in the optimizer that holds it.
+
+    Args:
+        rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
+    """
+    old = getattr(experts, name)
+    local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
+    for optimizer in optimizers:
+        if any(p is old for group in optimizer.param_groups for p in group["params"]):
+            take = (lambda state: state) if rows is None else (lambda state: state.detach()[rows.to(state.device)])
+            replace_parameter(optimizer, old, local, take)
+    setattr(experts, name, local)
+
+
+STEADY_ROW_BYTES = 128
+"""Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
+end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row stands."""
+
+
+def warn_of_odd_rows(parameters: Mapping[str, Tensor]) -> None:
+    """On a CPU the last bits of a result depend on where odd rows stand; say so, in one line, where there are such."""
+    odd = {}
+    for name, tensor in parameters.items():
+        widths = [width * tensor.element_size() for width in tensor.shape[1:]]
+        if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
+            odd[name] = " and ".join(map(str, widths))
+    if odd:
+        first, rows = next(iter(odd.items()))
+        logger.warning(
+            "%d expert tensors, such as %s, make rows of %s bytes: on a CPU results may differ in the last bits by "
+            "placement; widths that are multiples of %d bytes avoid it",
+            len(odd),
+            first,
+            rows,
+            STEADY_ROW_BYTES,
+        )

@@ -1,0 +1,194 @@
+"""What a plain ``state_dict`` of an attached model or optimizer says of itself, and what ``load_state_dict`` takes.
+
+A rank's state dict holds its own experts, in the slots where they stand: loaded elsewhere, or after a migration, they
+would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...moe.experts.matching import MARK
+
+KEY = MARK
+"""In a state dict, beside the tensors of an experts module; in an optimizer's beside its ``state``."""
+OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
+BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
+_WHOLE = 1e-6
+"""So far from a whole number a mark may be that went through an average of equal ones."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the experts of a layer stand, as every rank of the EP group knows it.
+
+    Args:
+        order: the logical expert of each home, rank after rank.
+        rank: position of this one in the EP group.
+        moved: whether any of them has stood elsewhere since attach.
+    """
+
+    order: Sequence[int]
+    rank: int
+    num_ranks: int
+    moved: bool
+
+    @property
+    def here(self) -> list[int]:
+        """The logical expert of each of this rank's rows."""
+        return self.of(self.rank)
+
+    def of(self, rank: int) -> list[int]:
+        """The same of another rank."""
+        rows = len(self.order) // self.num_ranks
+        return list(self.order[rank * rows : (rank + 1) * rows])
+
+    def mark(self) -> list[int]:
+        """What a state dict says of itself: whose rows it has, and where all experts stood."""
+        return [self.rank, *self.order]
+
+    def why_not(self, mark: Sequence[float] | None, what: str, name: str) -> str:
+        """Why rows cannot be put where the experts stand now; empty: they can. Ranks that were given state of one
+        moment come to the same, also those whose own experts have stayed.
+
+        Args:
+            mark: that the state carries; None: it has lost its own, or was made of parameters by name.
+            what: the state, in words.
+            name: of the experts.
+        """
+        if mark is None and self.num_ranks == 1:  # whole, as of a model that nobody balances
+            return (
+                "" if self.here == (theirs := list(range(len(self.order)))) else refusal(what, name, theirs, self.here)
+            )
+        if mark is None:
+            return (
+                f"the {what} does not say which experts of {name} its rows are, and experts have moved since attach: "
+                f"keep what state_dict() gives under {KEY!r}, or use {OURS}"
+                if self.moved
+                else ""
+            )
+        theirs = [round(number) for number in mark]
+        # The mean of two orders is no order, whatever their weights.
+        is_order = sorted(theirs[1:]) == list(range(len(self.order)))
+        if not is_order or any(abs(a - b) > _WHOLE for a, b in zip(mark, theirs, strict=True)):
+            return (
+                f"the {what} mixes rows of {name} from before and after experts moved: average in logical order "
+                "(eplb_runtime.logical_state_dict), or tensors that move along (balancer.register)"
+            )
+        then = Homes(theirs[1:], theirs[0], self.num_ranks, self.moved)
+        if then.rank != self.rank:
+            return refusal(what, name, then.here, self.here)
+        for rank in (self.rank, *range(self.num_ranks)):
+            if then.of(rank) != self.of(rank):
+                where = "" if rank == self.rank else f" on rank {rank} of the EP group"
+                return refusal(what, name, then.of(rank), self.of(rank), where=where)
+        return ""
+
+
+def mark_state(
+    experts: nn.Module, name: str, homes: Callable[[], Homes], *, made_with: list[int] | None = None
+) -> None:
+    """Let the state of an experts module say which logical experts its rows are.
+
+    The mark is a tensor beside the weights, so that it goes wherever they go: into copies of the dict, files, averages.
+
+    Args:
+        name: of the module, for messages.
+        homes: where they stand now.
+        made_with: where the host has made this rank's experts alone, each as tensors of its own: which they were, and
+            are in a state dict from before. None: rows of tensors, and all experts before.
+    """
+
+    def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
+        own = [state.get(prefix + key) for key, _ in module.named_parameters()]
+        return {tensor.shape[0] for tensor in own if isinstance(tensor, Tensor) and tensor.ndim}
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        now = homes()
+        if made_with is not None:
+            metadata[KEY] = now.here
+            if now.here != made_with:
+                # Shapes fit a model that nobody balances, where these would be other experts: it shall not know a key.
+                state[prefix + KEY] = torch.tensor(now.here)
+        elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
+            device = next(module.parameters()).device
+            state[prefix + KEY] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        now = homes()
+        marked = state.pop(prefix + KEY, None)
+        mark = None if marked is None else marked.tolist()
+        if made_with is not None:
+            # Without a version the framework has put it together, from a checkpoint that names experts.
+            theirs = metadata.get(KEY, made_with if "version" in metadata else now.here)
+            theirs = theirs if mark is None else mark
+            if theirs != now.here and any(prefix + key in state for key, _ in module.named_parameters()):
+                raise RuntimeError(refusal("state dict", name, theirs, now.here, BY_THE_FRAMEWORK))
+        elif rows_of(module, state, prefix) == {len(now.here)} and (why := now.why_not(mark, "state dict", name)):
+            raise RuntimeError(why)
+
+    experts._register_state_dict_hook(saved)
+    experts._register_load_state_dict_pre_hook(loading, with_module=True)
+    object.__setattr__(experts, KEY, name)  # who walks along the keys of a state dict finds something
+
+
+def mark_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], homes_of: Callable[[str], Homes]
+) -> list[RemovableHandle]:
+    """Let the state of an optimizer say which logical experts its rows are.
+
+    Args:
+        names: of the expert parameters, by the parameter's id.
+        homes_of: as for `mark_state`, of a parameter.
+
+    Returns:
+        How to end it.
+    """
+
+    def held() -> list[tuple[str, Tensor] | None]:
+        """What the optimizer holds in order; None: no experts."""
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(names[id(parameter)], parameter) if id(parameter) in names else None for parameter in every]
+
+    def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[KEY] = {expert[0]: homes_of(expert[0]).mark() for expert in held() if expert is not None}
+
+    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for number, expert in zip(numbers, held(), strict=False):  # another number of them is refused by torch
+            if expert is None or not state["state"].get(number):
+                continue
+            (name, parameter), values = expert, state["state"][number].values()
+            now, what = homes_of(name), "optimizer's state dict"
+            tensors = [value for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
+            rows = {value.shape[0] for value in tensors if value.numel() > 1 or value.shape == parameter.shape}
+            if not rows:
+                continue
+            if rows != {len(now.here)}:
+                raise RuntimeError(refusal(what, name, list(range(max(rows))), now.here))
+            if why := now.why_not(state.get(KEY, {}).get(name), what, name):
+                raise RuntimeError(why)
+
+    return [
+        optimizer.register_state_dict_post_hook(saved),
+        optimizer.register_load_state_dict_pre_hook(loading),
+    ]
+
+
+def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: str = OURS, *, where: str = "") -> str:
+    """What is said of state that is of other experts than those that stand here, or ``where``."""
+    return (
+        f"the {what} holds experts {_shown(theirs)} of {name}{where}, and {'there' if where else 'here'} stand "
+        f"{_shown(here)}: a plain state dict fits only the rank and placement that it was taken at; use {instead}"
+    )
+
+
+def _shown(experts: list[int]) -> str:
+    more = ", ..." if len(experts) > 8 else ""
+    return f"[{', '.join(map(str, experts[:8]))}{more}]"

@@ -1,0 +1,218 @@
+"""A load series as it is recorded: a folder of text files that only grow, so that a crash costs the last line at most.
+
+``load/000001.jsonl`` in the folder of a run; another file for each start of the job, and when one has grown large. The
+first line of a file is ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each other holds
+windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the data being int64,
+little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Who counts is not known here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..utils.files import FileError, require_readable
+
+FORMAT = "eplb-runtime-load"
+ENDING = ".jsonl"
+LONGEST = 1 << 20
+"""Windows of one line; far more than anybody keeps."""
+MOST_BYTES = 8 << 30
+"""Of a series in memory."""
+_FILE_BYTES = 64 << 20
+"""A file that has grown beyond is followed by another."""
+_WIDEST = 1 << 24
+"""L x E of any model."""
+
+
+class SeriesWriter:
+    """Appends to the series of a run; one process at a time.
+
+    Args:
+        run: folder of the run; made if it is not there.
+        num_layers, num_experts: L and E of each window.
+
+    Raises:
+        FileError: the run holds the load of another model.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, run: Path, num_layers: int, num_experts: int) -> None:
+        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts}
+        self._folder = run / "load"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files = _files(self._folder)
+        for path in files[-1:]:
+            before = _header(path)
+            if before is not None and before != (num_layers, num_experts):
+                raise FileError(
+                    f"{run} holds the load of {before[0]} layers of {before[1]} experts, not {num_layers} of "
+                    f"{num_experts}: name another folder for this run"
+                )
+        self._number = int(files[-1].stem) if files else 0
+        self._descriptor = -1
+        self._next()
+
+    def append(self, load_TLE: NDArray[np.int64], steps: int) -> None:
+        """Add windows; they are with the operating system when this returns, whatever becomes of the process.
+
+        Args:
+            load_TLE: ``[T, L, E]``, tokens by logical expert, oldest first.
+            steps: training steps of each window.
+
+        Raises:
+            OSError: they cannot be written.
+            FileError: another writer has begun a file after ours: two jobs in one series would read as one.
+        """
+        if _path(self._folder, self._number + 1).exists():
+            raise FileError(f"another job writes its load to {self._folder.parent} now")
+        if os.fstat(self._descriptor).st_size > _FILE_BYTES:
+            self._next()
+        self._write({"steps": steps, **encode(load_TLE)})
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _next(self) -> None:
+        """A file of our own: never one that a crash may have left with half a line."""
+        self.close()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        while self._descriptor < 0:
+            self._number += 1
+            try:
+                self._descriptor = os.open(_path(self._folder, self._number), flags, 0o666)
+            except FileExistsError:
+                continue
+        self._write(self._header)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+def holds_series(folder: Path) -> bool:
+    """Whether this is the folder of a run with a recorded load, or its ``load`` folder."""
+    return bool(_files_of(folder))
+
+
+def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
+    """All windows of a run, and the training steps of each: int64 ``[T, L, E]``, oldest first.
+
+    A last line that a crash cut off is left out.
+
+    Raises:
+        FileError: a line is broken, files are of different models, or there is too much of it, or nothing.
+        OSError: it cannot be read.
+    """
+    windows: list[NDArray[np.int64]] = []
+    steps: list[int] = []
+    shape: tuple[int, int] | None = None
+    nbytes = 0
+    for path in _files_of(folder):
+        require_readable(path, MOST_BYTES)
+        here = _header(path)
+        if here is None:
+            continue  # the job ended before it could say what it is
+        if shape is not None and here != shape:
+            raise FileError(
+                f"{path.name} is of {here[0]} x {here[1]} experts, the files before of {shape[0]} x {shape[1]}"
+            )
+        shape = here
+        for number, line in _lines(path):
+            try:
+                load = decode(line, *here, LONGEST)
+                of_window = int(line["steps"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise FileError(f"{path.name}, line {number}: {error}") from None
+            nbytes += load.nbytes
+            if nbytes > MOST_BYTES:
+                raise FileError(f"more than {MOST_BYTES >> 30} GiB of load: give a part of the files")
+            windows.append(load)
+            steps += [of_window] * len(load)
+    if not windows:
+        raise FileError("no load has been recorded here yet")
+    return np.concatenate(windows), steps
+
+
+def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
+    """int64 ``[T, L, E]`` as JSON; much smaller than lists of numbers. ``level``: of zlib, 1 is quickest."""
+    data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes(), level)
+    return {"shape": list(load.shape), "data": base64.b64encode(data).decode()}
+
+
+def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
+    """What `encode` wrote, at most the newest ``most_windows``.
+
+    Raises:
+        ValueError: it is something else, for another model, or longer than any job keeps.
+    """
+    try:
+        windows, layers, experts = (int(length) for length in saved["shape"])
+        data = base64.b64decode(saved["data"], validate=True)
+    except (KeyError, TypeError, OverflowError, binascii.Error) as error:
+        raise ValueError(f"not a saved load: {type(error).__name__}: {error}") from None
+    if (layers, experts) != (num_layers, num_experts) or not 0 <= windows <= LONGEST:
+        raise ValueError(f"the saved load has shape {saved['shape']}, not [windows, {num_layers}, {num_experts}]")
+    nbytes = 8 * windows * layers * experts
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(data, nbytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"the saved load cannot be read: {error}") from None
+    if len(raw) != nbytes:
+        raise ValueError("the saved load has another size than it says")
+    load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
+    return load[max(0, windows - most_windows) :]
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}{ENDING}"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob(f"*{ENDING}") if path.stem.isdigit()), key=lambda path: int(path.stem))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return _files(folder / "load") or _files(folder)
+
+
+def _header(path: Path) -> tuple[int, int] | None:
+    """L and E of a file; None: it has no whole line."""
+    with open(path, "rb") as file:
+        line = file.readline(4096)
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        header = json.loads(line)
+        layers, experts = int(header["layers"]), int(header["experts"])
+        known = header["format"] == FORMAT and header["version"] == 1
+    except (ValueError, KeyError, TypeError, RecursionError):
+        known, layers, experts = False, 0, 0
+    if not known or layers < 1 or experts < 1 or layers * experts > _WIDEST:
+        raise FileError(f"{path.name} is no recorded load: its first line does not say {FORMAT!r}, version 1")
+    return layers, experts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of the lines after the first, without one that was cut off."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 or not line.endswith(b"\n"):
+                continue
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                raise FileError(f"{path.name}, line {number}: not JSON") from None

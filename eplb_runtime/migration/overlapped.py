@@ -1,0 +1,557 @@
+"""A migration that goes on while the model trains: experts travel beside a step, each layer is committed before its
+forward.
+
+At the end of a step rounds of single layers are posted, as many as will be there in time (`migration.pacing`), and a
+thread of ours carries them while the next step computes. Between an optimizer's step and the next forward nobody should
+write what is sent; if somebody does, it is seen before the ranks vote. A layer is committed where its forward begins,
+before anything is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
+decision's record, where the first word stands: so no rank goes by what it sees alone, and the layer is sent anew after
+the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..distributed.agreement import Agreement
+from ..distributed.ballot import Ballot, Verdict
+from ..distributed.points import Phase
+from ..moe.experts.registry import ExpertTensors
+from ..placement import Placement
+from ..replicas.placement_maps import Maps
+from ..utils.errors import one_line
+from ..utils.worker import Worker
+from .engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
+from .pacing import Pace, Starts, next_batch
+from .schedule import Round
+
+logger = logging.getLogger("eplb_runtime")
+
+LATE, WRITTEN, REPLACED = "late", "written", "replaced"
+"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; and one that has other
+tensors by now than when the migration began."""
+_SAMPLE_ELEMENTS = 64
+_A_LITTLE_SECONDS = 1.0
+_ALMOST_SECONDS = 2e-3
+"""A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
+_TRIES = 5
+"""A layer that is late so often is left where it is."""
+_AHEAD = 2
+"""Rounds that are posted before an earlier one is here."""
+_UNTRIED = 4
+"""Experts take so many times as long as bytes alone, until that is measured: they are hashed, packed and unpacked,
+beside a step that wants the processor, too."""
+_MARGIN = 1.5
+"""What comes too late is sent twice, and what is not sent goes with the next step: better a little less at a time."""
+_WEIGHT = 0.3
+"""Of a new measurement of how fast experts travel."""
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A round on its way, as training knows it.
+
+    Args:
+        ballot: this rank's part in the decision on it; the thread that carries the round votes.
+        here: whether this rank holds the layer.
+        patience: seconds that the layer's forward waits for it.
+        problem: why this rank votes against it; empty: it does not.
+        posted: what the engine knows of it, once it is sent.
+        verdict: what all ranks do, once training has asked.
+        committed: whether this rank has done so, where the layer is here.
+        followed: whether the placement that stands tells of it.
+    """
+
+    round_: Round
+    ballot: Ballot
+    here: bool
+    patience: float
+    problem: str
+    posted: Posted | None = None
+    verdict: Verdict | None = None
+    committed: bool = False
+    followed: bool = False
+
+    @property
+    def layer(self) -> int:
+        return self.round_.layers[0]
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(s.record_format.payload_bytes for s in self.posted.exchange.staged) if self.posted is not None else 0
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What has become of a migration by the end of a step.
+
+    Args:
+        placement: the one that stands now.
+        committed_layers: since the last time.
+        moved_experts, received_bytes: in them.
+        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, in them.
+        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
+        pause_seconds: what the training thread has spent on it since the last time.
+        ended: whether nothing is left to do.
+        failure: why the rest of it is dropped; None: it is not.
+        left_layers: that are not where the plan wants them, where it has failed.
+    """
+
+    placement: Placement
+    committed_layers: tuple[int, ...] = ()
+    moved_experts: int = 0
+    received_bytes: int = 0
+    transfers: NDArray[np.int64] | None = None
+    record_bytes: tuple[int, ...] = ()
+    pause_seconds: float = 0.0
+    ended: bool = False
+    failure: Verdict | None = None
+    left_layers: tuple[int, ...] = ()
+
+
+class BackgroundMigration:
+    """One rank's part in migrations beside training; one at a time.
+
+    Args:
+        engine: of this rank, which does nothing else meanwhile.
+        agreement: of the ranks as they are connected now.
+        worker: carries it; whatever else uses the control group does so in its turn.
+        registry: what moves.
+        maps: what follows the placement.
+        is_planner: whether this is rank 0, whose clock counts.
+        timeout_seconds: for the transfers beside one step, and for each decision.
+        max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
+
+    Attributes:
+        under_way: whether a migration is.
+        agreement: as above; another when ranks have connected anew.
+        late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
+        waiting: entered while the training thread waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        engine: MigrationEngine,
+        agreement: Agreement,
+        worker: Worker,
+        *,
+        registry: ExpertTensors,
+        maps: Maps,
+        is_planner: bool,
+        timeout_seconds: float,
+        max_pause_seconds: float | None,
+    ) -> None:
+        self.agreement = agreement
+        self.under_way = False
+        self.late_rounds = self.late_bytes = 0
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._engine = engine
+        self._worker = worker
+        self._registry = registry
+        self._held = frozenset(registry.layers)
+        self._maps = maps
+        self._is_planner = is_planner
+        self._timeout = timeout_seconds
+        self._max_pause = max_pause_seconds
+        self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
+        self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
+        self._boundary = time.perf_counter()
+        self._started: set[int] = set()
+        self._starts = Starts(registry.num_layers)
+        self._seconds_per_byte = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is under way."""
+        self.under_way = False
+        self._migration: Migration | None = None
+        self._carried: Future[None] | None = None
+        self._open: dict[int, list[Round]] = {}
+        self._late: dict[int, int] = {}
+        self._flights: list[_Flight] = []
+        self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
+        self._gate = threading.Event()
+        self._batches = 0
+        self._pause = 0.0
+
+    # -- what training calls -------------------------------------------------------------------------------------------
+
+    def begin(self, current: Placement, target: Placement, key: str, link_seconds_per_byte: float) -> None:
+        """A step is over: get a migration ready while training goes on. On every rank.
+
+        Args:
+            key: names its decisions; new for each, equal on every rank.
+            link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
+        """
+        self._forget()
+        self.under_way, self._key, self._standing, self._target = True, key, current, target
+        formats = self._engine.formats(layers_that_differ(current, target))
+        pace = self._pace_so_far(link_seconds_per_byte).encode() * self._is_planner
+        self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
+
+    def at_boundary(self, hold_back: bool) -> Brought:
+        """A step is over: what it has brought; and what travels beside the next one is posted. On every rank.
+
+        Args:
+            hold_back: nothing new may travel.
+        """
+        pause, began = self._pause, time.perf_counter()
+        self.withdraw()
+        progress = self._settled() if self._flights else self._opened()
+        if not progress.ended and not hold_back:
+            self._send_on()
+        pause, self._pause = pause + time.perf_counter() - began, 0.0
+        if progress.ended:
+            self._finish()
+        return replace(progress, pause_seconds=pause)
+
+    def step_begins(self) -> None:
+        """What comes until the next step's end belongs to that step."""
+        self._started.clear()
+        self._boundary = time.perf_counter()
+
+    def forward_begins(self) -> None:
+        """A forward of the model begins: what is sent stays as it is from here on, and ranks may vote."""
+        if self._flights and not self._gate.is_set():
+            with self._lock, self._paused():
+                self._open_gate()
+
+    def forward_ends(self, layers: Collection[int]) -> None:
+        """A forward of a model with these layers has ended, which has left some of them out, or has failed: from here
+        on anybody may write experts, so what is not committed yet is late. On every rank that holds them."""
+        if self._flights and self._gate.is_set():
+            with self._lock, self._paused():
+                for flight in self._flights:
+                    if flight.here and flight.layer in layers:
+                        self._resolve(flight, 0.0, LATE, "a forward ended without it")
+
+    def before_layer(self, layer: int) -> None:
+        """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
+        if layer not in self._started:
+            self._started.add(layer)
+            self._starts.saw(layer, time.perf_counter() - self._boundary)
+        if self._flights:
+            with self._lock, self._paused():  # two batches may run at once
+                self._open_gate()
+                for flight in self._flights:
+                    if flight.here and flight.layer == layer:
+                        self._engine.probe(Phase.AWAITED, layer)
+                        patience = self._timeout + _A_LITTLE_SECONDS if flight.patience < 0 else flight.patience
+                        self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
+
+    def withdraw(self) -> None:
+        """Experts are about to be written, or to stay where they are: in this step nothing more is committed. On every
+        rank, at the same place."""
+        if self._flights:
+            with self._lock, self._paused():
+                for flight in self._flights:
+                    if flight.here:
+                        self._resolve(flight, 0.0, LATE, "no forward of it came before the end of the step")
+                self._gate.set()
+
+    def standing(self) -> Placement:
+        """The placement with what has been committed so far, each round an epoch. On every rank, at the same place."""
+        for flight in self._flights:
+            if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
+                patience = self._timeout + _A_LITTLE_SECONDS
+                self._resolve(flight, patience, "", "a rank has waited in vain for the others")
+            if flight.verdict is not None and flight.verdict.commit and not flight.followed:
+                self._resolve(flight, 0.0, LATE, "")  # if a forward broke off just there
+                migration = self._migration
+                assert migration is not None
+                flight.followed = True
+                # A later round of the layer starts from here.
+                migration.standing = self._standing = migration.schedule.after(self._standing, flight.round_)
+        return self._standing
+
+    def cancel(self) -> Placement:
+        """The rest is dropped, on every rank; the thread is done with it when this returns, or never will be.
+
+        Returns:
+            The placement that stands.
+        """
+        self.withdraw()
+        standing = self.standing()
+        self._finish()
+        return standing
+
+    def _finish(self) -> None:
+        self.leave()
+        on_the_thread: Future[Any] = self._carried or self._prepared
+        wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
+        self._forget()
+
+    def leave(self) -> None:
+        """The thread waits for training no longer."""
+        self._gate.set()
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _open_gate(self) -> None:
+        """Nobody has written or replaced what is sent, up to here; from here on the forward runs, which writes no
+        experts."""
+        if self._gate.is_set():
+            return
+        name = self._written()
+        for flight in self._flights:
+            if name and flight.here:
+                cause = f"{name} was written between the optimizer's step and the forward"
+                self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
+            elif flight.here and (problem := self._changed([flight.layer])):
+                self._refuse(flight, Verdict(False, problem, kind=REPLACED))
+        self._gate.set()
+
+    def _written(self) -> str:
+        """The first of the tensors on their way that somebody has written since they were sent; empty: none."""
+        for name, tensor, version, sample in self._as_sent:
+            if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
+                return name
+        return ""
+
+    def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
+        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it, if
+        it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
+        if flight.verdict is None:
+            if patience:
+                with self.waiting():
+                    flight.ballot.wait(patience)
+            self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
+        if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
+            self._commit(flight)
+
+    def _refuse(self, flight: _Flight, verdict: Verdict) -> None:
+        """Say no, unless it is known what all ranks do, or this rank has said yes."""
+        flight.verdict = flight.ballot.verdict or self._engine.refuse(flight.ballot, verdict)
+
+    def _commit(self, flight: _Flight) -> None:
+        replicas = self._maps.replicas
+        assert flight.posted is not None
+        if replicas is not None:
+            replicas.wait(flight.layer)  # copies are read from homes that are written now
+        with self._engine.unfailing():
+            self._engine.commit(flight.posted, flight.layer)
+            self._engine.finish(flight.posted)
+            flight.committed = True
+        if replicas is not None:
+            with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
+                replicas.refresh([flight.layer])
+
+    # -- from step to step ---------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Brought:
+        """Whether the migration is prepared; what it consists of."""
+        if self._migration is not None:
+            return Brought(self._standing)
+        if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
+            migration, pace, verdict = self._prepared.result()
+        else:
+            lost = Verdict(False, "a rank has waited in vain for the others to prepare it", True)
+            migration, pace, verdict = None, None, self.agreement.record(f"{self._key}/prepared", lost)
+        if migration is None or pace is None:
+            if verdict.commit:
+                verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
+            left = tuple(layers_that_differ(self._standing, self._target))
+            return Brought(self._standing, ended=True, failure=verdict, left_layers=left)
+        self._migration, self._pace = migration, pace
+        self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
+        for round_ in migration.schedule.rounds:
+            self._open.setdefault(round_.layers[0], []).append(round_)
+        return Brought(self._standing, ended=not self._open)
+
+    def _send_on(self) -> None:
+        """Post what travels beside the next step."""
+        migration = self._migration
+        assert migration is not None
+        at_once_bytes = self._engine.at_once_bytes(migration.schedule)
+        batch = next_batch(self._open, self._nbytes, self._late, self._pace, at_once_bytes)
+        self._batches += 1
+        problem = self._changed([round_.layers[0] for round_ in batch.rounds])
+        self._flights = []
+        for round_ in batch.rounds:
+            ballot, here = Ballot(f"{self._key}/{self._batches}/{round_.number}"), round_.layers[0] in self._held
+            patience = self._patience(round_, batch.waited_for)
+            self._flights.append(_Flight(round_, ballot, here, patience, problem))
+        flights = self._flights
+        self._as_sent = [
+            (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
+            for flight in flights
+            if flight.here
+            for of_home in self._registry.of_home(flight.layer)
+            for tensor in of_home.memory
+        ]
+        gate = self._gate = threading.Event()
+        if not self._as_sent:
+            gate.set()
+        follow = self._after_what_is_queued()
+        self._carried = self._worker.submit(lambda: self._carry(migration, flights, gate, follow))
+
+    def _patience(self, round_: Round, waited_for: bool) -> float:
+        """Seconds; negative: as long as anything is waited for."""
+        if self._max_pause is not None:
+            return self._max_pause
+        return -1.0 if waited_for else _ALMOST_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
+
+    def _changed(self, layers: Sequence[int]) -> str:
+        """Why the records of these layers are not those that the ranks agreed on; empty: they are."""
+        assert self._migration is not None
+        now, problem = self._engine.formats(layers)
+        for layer, found in now.items():
+            agreed = self._migration.records.formats[layer]
+            places = [
+                [
+                    (field.source.name, [t.data_ptr() for t in field.source.memory], field.nbytes)
+                    for field in record.fields
+                ]
+                for record in (found, agreed)
+            ]
+            if places[0] != places[1]:
+                problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
+        return problem
+
+    def _settled(self) -> Brought:
+        """What has become of the last step's flights, all of which are over."""
+        placement, migration = self.standing(), self._migration
+        assert migration is not None
+        verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
+        done = [flight for flight, verdict in verdicts if verdict.commit]
+        failed: Verdict | None = None
+        for flight, verdict in verdicts:
+            if verdict.commit:
+                self._open[flight.layer].remove(flight.round_)
+                if not self._open[flight.layer]:
+                    del self._open[flight.layer]
+            elif verdict.kind == LATE:
+                self._late[flight.layer] = self._late.get(flight.layer, 0) + 1
+                self.late_rounds += 1
+                self.late_bytes += flight.received_bytes
+                logger.info("%s; it is sent anew", verdict.cause)
+                if self._late[flight.layer] >= _TRIES and failed is None:
+                    cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
+                    failed = Verdict(False, cause)
+            elif failed is None or verdict.connections_broken:
+                failed = verdict
+        if any(verdict.kind == LATE for _, verdict in verdicts):
+            self._pace = self._pace.slower()
+        self._flights, self._as_sent = [], []
+        home_rows = placement.home_rows()
+        return Brought(
+            placement,
+            committed_layers=tuple(sorted(flight.layer for flight in done)),
+            moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
+            received_bytes=sum(flight.received_bytes for flight in done),
+            transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
+            record_bytes=migration.records.nbytes,
+            ended=failed is not None or not self._open,
+            failure=failed,
+            left_layers=tuple(sorted(self._open)),
+        )
+
+    def _pace_so_far(self, link_seconds_per_byte: float) -> Pace:
+        """What this rank knows of its layers' forwards, and of how fast experts travel."""
+        seconds_per_byte = self._seconds_per_byte or _UNTRIED * link_seconds_per_byte
+        us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
+        return Pace(self._starts.microseconds(), max(1, us_per_mib))
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, current: Placement, target: Placement, formats: Formats, words: Tensor
+    ) -> tuple[Migration | None, Pace | None, Verdict]:
+        try:
+            migration, verdict = self._engine.prepare(current, target, self._key, formats)
+            if migration is not None:
+                words = self.agreement.highest(words)  # rank 0's: the others say zeros
+        except Exception as error:
+            logger.debug("a migration beside training could not be prepared", exc_info=True)
+            migration, verdict = None, Verdict(False, one_line(error), True)
+        verdict = self.agreement.record(f"{self._key}/prepared", verdict)
+        return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
+
+    def _carry(
+        self, migration: Migration, flights: Sequence[_Flight], gate: threading.Event, follow: Callable[[], None]
+    ) -> None:
+        """Post some ahead, and in their order take in what has come, and vote as soon as training lets."""
+        arrived: list[_Flight] = []
+
+        def vote() -> None:
+            while arrived and (gate.is_set() or not arrived[0].here):
+                flight = arrived.pop(0)
+                assert flight.posted is not None
+                flight.posted.problem = flight.posted.problem or flight.problem
+                self._engine.vote(flight.posted, flight.ballot)
+
+        try:
+            follow()
+            began = time.perf_counter()
+            self._engine.restart()
+            for number, flight in enumerate(flights):
+                # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
+                # what this one waits for, the others have posted or can post.
+                for later in flights[number : number + 1 + _AHEAD]:
+                    if flight.posted is not None and self._engine.is_here(flight.posted):
+                        break  # its vote comes first: to post another may take as long as the bytes of that one do
+                    if later.posted is None:
+                        later.posted = self._engine.post(migration, later.round_)
+                assert flight.posted is not None
+                self._engine.arrive(flight.posted, self._maps.prepare, vote)
+                arrived.append(flight)
+                vote()
+            self._took(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
+            if not gate.wait(self._timeout):
+                late = Verdict(False, "training did not go on", kind=LATE)
+                for flight in arrived:
+                    self._engine.refuse(flight.ballot, late)
+                gate.set()
+            vote()
+        except Exception as error:
+            logger.debug("what was under way beside training is given up", exc_info=True)
+            lost = Verdict(False, one_line(error), True)
+            for flight in flights:
+                if flight.ballot.verdict is None:
+                    self._engine.refuse(flight.ballot, lost, votes=False)
+
+    def _took(self, seconds: float, nbytes: int) -> None:
+        if nbytes:
+            weight = _WEIGHT if self._seconds_per_byte else 1.0
+            self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)
+
+    def _after_what_is_queued(self) -> Callable[[], None]:
+        """On a device, what makes the thread's work follow what training has queued up to here."""
+        if self._device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+
+        def follow() -> None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
+            torch.cuda.set_stream(stream)
+
+        return follow
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What runs inside holds training up."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pause += time.perf_counter() - began
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some elements from all over it, as bytes: a write through ``.data`` leaves no version."""
+    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

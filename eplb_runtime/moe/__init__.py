@@ -1,0 +1,1 @@
+"""The fast clock, every batch: the layer, its routing, dispatch and experts."""

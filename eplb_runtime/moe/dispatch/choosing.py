@@ -1,0 +1,159 @@
+"""Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ...config import BalancerConfig, ConfigError
+from ...distributed.transports import deepep_package
+from ...distributed.transports.meeting import tell_all
+from ...topology import Topology
+from .all_to_all import AllToAll
+from .base import Dispatcher
+from .carried import Carried, CarriedByRank
+from .carrier import Carrier
+from .deepep_buffer import BufferCarrier
+from .deepep_low_latency import LowLatency
+from .hierarchical import Hierarchical, HierarchicalByRank
+from .one_rank import OneRank
+from .permute import PLAIN, Moves
+
+CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier}
+OVER_TORCH = ("all_to_all", "hierarchical")
+"""What every rank has."""
+SUMS_BY_RANK = (
+    "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
+    "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
+)
+IN_FLOAT8 = (
+    "dispatch_dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
+    "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do without it"
+)
+LOW_LATENCY = (
+    "low_latency_tokens: batches without gradients in evaluation are summed in another order and rounding than in "
+    "training; outputs are equal to rounding only"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The dispatcher of one EP group, equal on all its ranks.
+
+    Args:
+        name: ``"all_to_all"``, ``"hierarchical"`` or ``"deepep"``.
+        why: in a line.
+        problem: what was asked for cannot be had; empty: it can.
+    """
+
+    name: str
+    why: str
+    problem: str = ""
+
+
+def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
+    """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
+    why = deepep_package.unfit(num_ranks, ranks_per_node) or deepep_package.missing(device)
+    if not why:
+        try:
+            deepep_package.settings(deepep_package.imported(), num_ranks)
+        except ConfigError as error:
+            return str(error)
+    return why
+
+
+def choose(asked: str, lacking: Sequence[str]) -> Choice:
+    """One choice for all ranks.
+
+    Args:
+        asked: ``BalancerConfig.dispatch``.
+        lacking: of each rank, what `lacks` said.
+    """
+    why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
+    if asked in OVER_TORCH:
+        return Choice(asked, "it was asked for")
+    if asked != "auto":
+        return Choice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
+    return Choice("all_to_all", f"no deepep: {why}") if why else Choice("deepep", "GPUs that it is for, and installed")
+
+
+def choose_together(
+    config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device, seconds: float
+) -> Choice:
+    """`choose` for this EP group, in so many seconds. Collective over it, if there is something to choose.
+
+    Raises:
+        TransportError: a rank did not come in time.
+    """
+    if config.dispatch in OVER_TORCH:
+        return choose(config.dispatch, [])
+    mine = lacks(device, topology.num_ranks, topology.ranks_per_node)
+    said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
+    return choose(config.dispatch, [word.decode() for word in said])
+
+
+def notes(config: BalancerConfig) -> tuple[str, ...]:
+    """What these settings give up, a line each."""
+    by_rank, in_float8 = config.combine_order == "by_rank", config.dispatch_dtype == "float8"
+    low_latency = config.low_latency_tokens > 0
+    return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
+
+
+def maker(
+    config: BalancerConfig, choice: Choice, topology: Topology, moves: Moves = PLAIN
+) -> Callable[..., Dispatcher]:
+    """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
+    ranks are in the same forward, and the ways of their exchanges."""
+    if choice.name == "all_to_all":
+        return partial(AllToAll if topology.num_ranks > 1 else OneRank, moves=moves)
+    by_rank = config.combine_order == "by_rank"
+    if choice.name == "hierarchical":
+        across_nodes = HierarchicalByRank if by_rank else Hierarchical
+        return partial(across_nodes, ranks_per_node=topology.ranks_per_node, moves=moves)
+    kind = CarriedByRank if by_rank else Carried
+    in_float8, most = config.dispatch_dtype == "float8", config.low_latency_tokens
+    low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
+    return partial(
+        kind,
+        num_sms=config.dispatch_sms,
+        make_carrier=CARRIERS[choice.name],
+        in_float8=in_float8,
+        make_low_latency=low_latency,
+        most_tokens=config.most_tokens,
+        moves=moves,
+    )
+
+
+def wants_counts(config: BalancerConfig) -> bool:
+    """Whether the host has to know how many rows of a batch go where, to split it over copies: the dispatcher makes
+    memory by it, or ranks differ in speed (`moe.routing.speeds` looks for their levels on the host)."""
+    return not config.most_tokens or config.speed_R is not None
+
+
+def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
+    """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
+
+    Args:
+        is_sharded: `fully_shard` divides parameters of the model.
+    """
+    if device.type == "cpu":
+        return ""
+    if config.overlap:
+        return (
+            "with overlap=True experts that arrive are written on one batch's stream while the other may compute with "
+            "them: set overlap=False"
+        )
+    if is_sharded:
+        return "fully_shard gathers weights for one batch at a time: leave it out"
+    there = torch.get_device_module(device).get_device_properties(device).multi_processor_count
+    if config.dispatch not in OVER_TORCH and 2 * config.dispatch_sms >= there:
+        return (
+            f"the kernels of each take dispatch_sms={config.dispatch_sms} multiprocessors while they wait for other "
+            f"ranks, and {device} has {there}: lower dispatch_sms"
+        )
+    return ""

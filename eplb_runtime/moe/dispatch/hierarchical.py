@@ -1,0 +1,216 @@
+"""Dispatch over torch.distributed for several nodes: a token crosses to a node once, and is forwarded inside it.
+
+What DeepEP's normal kernels do across NVLink and RDMA. A token goes from its rank to the rank of the same place on each
+node where it has choices, and from there once to each rank that it visits. Two exchanges in the place of one, each
+among all ranks of the EP group: what goes to ranks that have no part in one is empty.
+
+In logical order results come back one for each choice, as `all_to_all` brings them, to the same bits. By rank they are
+weighed and summed where they were computed, summed again where the token came to the node, and once more where it came
+from: a row for each node crosses back.
+
+Shape suffixes besides those of the room: N nodes, G ranks a node, F tokens that come to this rank to be forwarded, V
+tokens that visit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...distributed.hang_watchdog import Meeting
+from ..routing.splitter import RowCounts
+from . import permute
+from .all_to_all import AllToAll
+from .lanes import Lanes
+from .manifest import Cargo, Choices, Leg, begins, own_first
+
+_Sum = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Stations:
+    """Which row goes where.
+
+    Args:
+        choices: for what a choice has, from rank to rank.
+        across: tokens of this rank, to the rank of its place on each node.
+        within: the tokens that have come so, to each rank of the node that they visit, and from there to slots.
+        sums: on the way back, elements and where each sum begins (`permute.bags`): of rows by slot for each token that
+            visited, of those for each token that came to be forwarded, of those for each token of this rank. None where
+            choices come back one by one.
+    """
+
+    choices: Choices
+    across: Leg
+    within: Cargo
+    sums: tuple[_Sum, _Sum, _Sum] | None
+
+
+class Hierarchical(AllToAll):
+    """Dispatch and combine for one EP group, in logical order.
+
+    Args:
+        ranks_per_node: G, consecutive ranks; divides the group's size.
+
+    Others as of `AllToAll`. Sizes are exchanged for every new way, also where ``counts`` are known: these say nothing
+    of nodes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots_per_rank: int,
+        counts_group: dist.ProcessGroup | None = None,
+        meeting: Meeting | None = None,
+        lanes: Lanes | None = None,
+        moves: permute.Moves = permute.PLAIN,
+        *,
+        ranks_per_node: int,
+    ) -> None:
+        if group.size() % ranks_per_node:
+            raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
+        super().__init__(group, slots_per_rank, counts_group, meeting, lanes, moves)
+        self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
+        self._node, self._place = divmod(group.rank(), ranks_per_node)
+
+    def outward(self, source_TD: Tensor, manifest: Stations) -> Callable[[], Tensor]:
+        came = self.to_ranks(source_TD, manifest.across)
+        return lambda: self.to_experts(came(), manifest.within)()
+
+    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Stations:
+        nodes, on_node = self._nodes, self._on_node
+        visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
+        visits_TNG = visits_TR.view(-1, nodes, on_node)
+        visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
+        # Each rank is told of the tokens that visit its node, and of those that visit each of the ranks there.
+        told_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
+        leaving = self._leaving(slots_TK, once=False, told=False)
+        columns = [leaving.told_2RW[0], told_NW.repeat_interleave(on_node, dim=0)]
+        if self._meeting is not None:
+            columns.append(told_NW.new_full((self._num_ranks, 1), self._meeting.word))
+        told_RW = torch.cat(columns, dim=1)
+        both_2RW, _ = self._exchange_counts(torch.stack([told_RW, told_RW]))
+        slots = self._slots_per_rank
+        counts_RS = both_2RW[1, :, :slots]
+        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
+        choices_leg = Leg.of(leaving.choice_N, sent_R, received_R, self._rank)
+        arriving = self._moves.arriving(counts_RS, self._rank, slots, slots_TK.device)
+        choices = self._choices(leaving, choices_leg, arriving, counts_RS)
+        tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
+        # Of tokens by node and place, to each rank here.
+        visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)
+
+        across, visited = self._across(visits_TNG, visits_TN, tokens_2NG[:, :, self._place])
+        begin_R = self._begin_of_sources(visits_NGG[:, :, self._place])
+        rows_meant = self._rows_meant(slots_TK, visits_TR.cumsum(dim=0) - 1, choices.cargo, counts_RS, begin_R)
+        within = self._within(visited(), visits_NGG)
+        cargo = Cargo(within, rows_meant())
+        return Stations(choices, across, cargo, self._sums(cargo, across, slots_TK.shape[0]))
+
+    def _rows_meant(
+        self,
+        slots_TK: Tensor,
+        within_TR: Tensor,
+        choices: Cargo,
+        counts_RS: NDArray[np.int64],
+        begin_R: NDArray[np.int64],
+    ) -> Callable[[], Tensor]:
+        """Where a token goes to each rank once, each of its choices there says which of the rows it means.
+
+        Args:
+            within_TR: int64, which one of this rank's rows to each rank a token is.
+            counts_RS: choices that each rank sends to the slots here.
+            begin_R: where the rows of each rank begin here.
+
+        Returns:
+            A function that waits for what they say and gives int64 ``[M]``, for each row by slot where it has arrived.
+        """
+        meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
+        meant = self.to_experts(meant_TK.view(-1, 1), choices)
+        begin_SR = np.tile(begin_R, self._slots_per_rank)
+        groups = torch.from_numpy(np.stack([begin_SR, counts_RS.T.ravel()])).to(slots_TK.device, non_blocking=True)
+        rows = choices.arrived_M.shape[0]
+        begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
+        return lambda: begin_M + meant().squeeze(1)
+
+    def _across(
+        self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: NDArray[np.int64]
+    ) -> tuple[Leg, Callable[[], Tensor]]:
+        """Tokens to nodes; and what goes ahead of them: int64 ``[F, G]``, 1 for a rank here that the token visits.
+
+        Args:
+            tokens_2N: to each node, and from the rank of this place on each.
+        """
+        device, node = visits_TN.device, self._node
+        sent_2N = torch.from_numpy(np.stack([begins(tokens_2N[0], node), tokens_2N[0]])).to(device, non_blocking=True)
+        rows = int(tokens_2N[0].sum())
+        token_U, _ = permute.each_once(visits_TN, sent_2N[0], rows)
+        order_N = torch.from_numpy(own_first(self._nodes, node)).to(device, non_blocking=True)
+        node_U = torch.repeat_interleave(order_N, sent_2N[1][order_N], output_size=rows)
+        sent_R, received_R = np.zeros((2, self._num_ranks), dtype=np.int64)
+        sent_R[self._place :: self._on_node], received_R[self._place :: self._on_node] = tokens_2N
+        across = Leg.of(token_U, sent_R, received_R, self._rank)
+        ahead = Leg(token_U * self._nodes + node_U, across.own, across.sent, across.received)
+        visited = self.to_ranks(visits_TNG.to(torch.uint8).flatten(0, 1), ahead)
+        return across, lambda: visited().to(torch.int64)
+
+    def _within(self, visited_FG: Tensor, visits_NGG: NDArray[np.int64]) -> Leg:
+        """What has come to this rank to be forwarded, to the ranks of this node."""
+        sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
+        begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
+        row_U, _ = permute.each_once(visited_FG, begin_G, int(sent_G.sum()))
+        sent_R, received_R = np.zeros((2, self._nodes, self._on_node), dtype=np.int64)
+        sent_R[self._node], received_R[self._node] = sent_G, received_G
+        return Leg.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)
+
+    def _begin_of_sources(self, tokens_NG: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 ``[R]``: where each rank's tokens begin among those that visit this rank: by the rank of this node that
+        has forwarded them, then by the node they are from; this one first in both."""
+        order = np.ix_(own_first(self._nodes, self._node), own_first(self._on_node, self._place))
+        begin_NG = np.empty_like(tokens_NG)
+        begin_NG[order] = permute.group_begins(tokens_NG[order].T).T
+        return begin_NG.reshape(-1)
+
+    def _sums(self, within: Cargo, across: Leg, tokens: int) -> tuple[_Sum, _Sum, _Sum] | None:
+        """None: choices come back one by one."""
+        return None
+
+
+class HierarchicalByRank(Hierarchical):
+    """Results are summed on each rank, then on each node: in float32, rounded to the rows' dtype where they travel.
+
+    Args: as of `Hierarchical`.
+    """
+
+    combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
+
+    def homeward(self, rows_MD: Tensor, manifest: Stations, weights: Tensor | None) -> Callable[[], Tensor]:
+        assert manifest.sums is not None
+        here, on_node, over_nodes = manifest.sums
+        back = self.to_ranks(permute.sum_bags(rows_MD, *here, weights), manifest.within.leg.back(None))
+
+        def arrived() -> Tensor:
+            across = self.to_ranks(permute.sum_bags(back(), *on_node), manifest.across.back(None))
+            return permute.sum_bags(across(), *over_nodes)
+
+        return arrived
+
+    def _sums(self, within: Cargo, across: Leg, tokens: int) -> tuple[_Sum, _Sum, _Sum] | None:
+        return (
+            permute.bags(within.arrived_M, within.leg.arriving),
+            _bags(within.leg, across.arriving),
+            _bags(across, tokens),
+        )
+
+
+def _bags(leg: Leg, rows: int) -> _Sum:
+    """What comes back this way, by the row that it was."""
+    assert leg.index_U is not None
+    return permute.bags(leg.index_U, rows)

@@ -1,0 +1,170 @@
+"""Whether an optimizer updates each expert by itself: asked of a twin of it on small tensors, not of its name.
+
+An optimizer whose update of one expert depends on the others in its tensor (a norm over the tensor, a factored second
+moment, a line search over all parameters) would make training depend on which experts share a rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...utils.errors import one_line
+from .lone_step import differ, rounding_of
+from .made_anew import Made, made_anew, step_of, unnoticed
+from .optimizer_state import OptimizerStateError, expert_state
+from .unmoved import unmoved
+
+logger = logging.getLogger("eplb_runtime")
+
+_EXPERTS, _SHAPE, _STEPS = 3, (4, 6), 3
+_CPU = torch.device("cpu")
+
+
+def check_element_wise(optimizer: torch.optim.Optimizer, experts: Collection[int] | None = None) -> None:
+    """Refuse an optimizer that mixes the experts of a tensor.
+
+    A twin with the options of a param group that has experts steps a tensor of three experts, three others step one
+    each; both must give the same. An optimizer whose twin cannot be made is let pass with a warning.
+
+    Args:
+        experts: ids of the parameters that are experts; None: any may be.
+
+    Raises:
+        OptimizerStateError: it mixes experts, or cannot step tensors of experts at all, or what it keeps for them could
+            not move with them.
+    """
+    checked: list[Mapping[str, Any]] = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        if experts is not None and not any(id(parameter) in experts for parameter in group["params"]):
+            continue
+        if not any(_equal(options, other) for other in checked):
+            _check_group(optimizer, options)
+            checked.append(options)
+
+
+def _equal(options: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    same = options.keys() == other.keys()
+    return same and all(type(v) in (bool, int, float, str) and v == other[key] for key, v in options.items())
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One twin for three experts, and one for each of them, after some steps.
+
+    Args:
+        tensor: that the first has stepped.
+    """
+
+    twin: torch.optim.Optimizer
+    tensor: Tensor
+    mixes: bool
+
+
+class _CannotTryError(Exception):
+    """No whole twin can be made."""
+
+
+def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    try:
+        with unnoticed([]):
+            try:
+                trial = _tried(optimizer, options, torch.float64)
+            except Exception:
+                trial = _tried(optimizer, options, torch.float32)
+    except _CannotTryError as error:
+        logger.warning(
+            "%s cannot be tried on small tensors (%s): make sure that it updates each expert by itself, or placement "
+            "changes the result",
+            kind,
+            error,
+        )
+        return
+    except Exception as error:
+        raise OptimizerStateError(
+            f"{kind} cannot update tensors of experts ({one_line(error)}): use an element-wise optimizer (SGD, "
+            "Adam, AdamW, ...)"
+        ) from None
+    if trial.mixes:
+        raise OptimizerStateError(
+            f"{kind} mixes the experts of a tensor in its update, so placement would change the result; use an "
+            "element-wise optimizer (SGD, Adam, AdamW, ...)"
+        )
+    expert_state(trial.twin, trial.tensor)  # what it keeps can move with experts
+    for one in unmoved(trial.twin, {"a tensor of experts": trial.tensor}):
+        if not one.may_be_registered:
+            raise OptimizerStateError(one.said)
+
+
+def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> _Trial:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(dtype)
+    gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(dtype)
+    # Experts differ in size, so that whatever is taken over all of them shows.
+    gradients *= torch.logspace(-2, 2, _EXPERTS).view(1, -1, 1, 1)
+    together, apart = start.clone(), list(start.clone().split(1))
+    repeated = start.clone()
+    made: list[Made] = []
+    try:
+        made += [_twin(optimizer, options, tensor) for tensor in (together, repeated, *apart)]
+        twin, again, *singles = [one.optimizer for one in made]
+        for step in gradients:
+            _step(twin, together, step)
+            _step(again, repeated, step)
+            for single, tensor, gradient in zip(singles, apart, step.split(1), strict=True):
+                _step(single, tensor, gradient)
+    except Exception as error:
+        why = one_line(error) if not made else made[0].why_not_whole
+        if why:
+            raise _CannotTryError(why) from None
+        raise
+    results = [(together, torch.cat(apart), start)]
+    for key, kept in twin.state.get(together, {}).items():
+        of_each = [one.state.get(tensor, {}).get(key) for one, tensor in zip(singles, apart, strict=True)]
+        if _is_like(kept, together) and all(_is_like(one, tensor) for one, tensor in zip(of_each, apart, strict=True)):
+            results.append((kept, torch.cat(of_each), torch.zeros_like(kept)))
+    rounding = rounding_of(dtype)
+    if _any_differs(together, repeated, start, rounding):
+        raise _CannotTryError("its step gives something else when it is repeated: it draws random numbers")
+    return _Trial(twin, together, any(_any_differs(*result, rounding) for result in results))
+
+
+def _any_differs(one: Tensor, other: Tensor, before: Tensor, rounding: tuple[float, float]) -> bool:
+    """Whether any expert does."""
+    tensors = (one, other, before)
+    return any(
+        differ(rows[0], rows[1], rows[2], rounding)
+        for rows in zip(*(tensor.detach().double().numpy() for tensor in tensors), strict=True)
+    )
+
+
+def _is_like(kept: Any, tensor: Tensor) -> bool:
+    return isinstance(kept, Tensor) and kept.shape == tensor.shape and kept.is_floating_point()
+
+
+def _twin(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], tensor: Tensor) -> Made:
+    """An optimizer of the same class and options for another tensor; on the CPU, where fused kernels may be missing."""
+    made = made_anew(optimizer, [(options, [tensor.requires_grad_()])], _CPU)
+    twin = made.optimizer
+    if callable(train := getattr(twin, "train", None)):
+        train()  # it may have been left in evaluation
+    for group in twin.param_groups:
+        if group.get("lr") is not None and not float(group["lr"]):
+            group["lr"] = 0.1  # a schedule that warms up starts from nothing, and nothing would show
+    return made
+
+
+def _step(twin: torch.optim.Optimizer, tensor: Tensor, gradient: Tensor) -> None:
+    def closure() -> float:
+        tensor.grad = gradient.clone()
+        return float((tensor.detach() * gradient).sum())
+
+    closure()
+    step_of(twin)(closure)

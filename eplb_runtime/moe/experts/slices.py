@@ -1,0 +1,104 @@
+"""Expert tensors that FSDP2 divides over the EDP ranks, along dimension 1 (a slice of each expert), or 0 (experts).
+
+The rows of slices are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor
+stands for the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
+(`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank: the live memory, outside of autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sliced(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def let_slices_stand(model: nn.Module) -> None:
+    """After a forward without a backward pass (an evaluation) FSDP2 leaves whole tensors in some modules: put its
+    slices back, as it does itself ahead of a ``state_dict``. Not collective."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def has_divide_factor(module: nn.Module) -> bool:
+    """Whether FSDP2 was told to divide this module's gradients by another number than its ranks."""
+    if not isinstance(module, FSDPModule):
+        return False
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and group.gradient_divide_factor is not None for group in groups)
+
+
+def version(tensor: Tensor) -> tuple[int, int, int]:
+    """Changes whenever a tensor is replaced or written. What writes a DTensor is counted there alone, what writes its
+    slice (FSDP, a migration) there."""
+    return id(tensor), tensor._version, local(tensor)._version
+
+
+def columns(tensor: Tensor) -> slice:
+    """Which part of dimension 1 is on this rank; all of it where a tensor is not sliced."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    width = local(tensor).shape[1]
+    return slice(tensor.device_mesh.get_local_rank() * width, (tensor.device_mesh.get_local_rank() + 1) * width)
+
+
+def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
+    """Empty if each EDP rank has a slice along dimension 1, in the order of the EP groups; else what is wrong."""
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    if tensor.device_mesh.ndim != 1 or ranks != list(edp_ranks):
+        return f"is sharded over ranks {ranks}, but ranks {list(edp_ranks)} hold the same experts"
+    if tensor.placements != (Shard(1),):
+        return f"is placed as {tensor.placements[0]}, not along dimension 1"
+    return ""
+
+
+def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
+    """Empty if the rank at this place among so many has its share of whole rows, in order; else what is wrong."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    rows, odd = divmod(tensor.shape[0], holders)
+    if not odd and (tuple(shape), tuple(offset)) == (
+        (rows, *tensor.shape[1:]),
+        (place * rows, *[0] * (tensor.ndim - 1)),
+    ):
+        return ""
+    return (
+        f"of shape {tuple(tensor.shape)} has {tuple(shape)} from {tuple(offset)} on here, not whole experts, equally "
+        f"many on each of the {holders} ranks"
+    )
+
+
+def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
+    """Parameters as they are; the gradients of what is computed with these are divided on the way to them."""
+    if divisor == 1 or not torch.is_grad_enabled():
+        return parameters
+    return [DividedGradient.apply(parameter, divisor) for parameter in parameters]
+
+
+class DividedGradient(torch.autograd.Function):
+    """A parameter as it is; its gradient divided, before whoever sums it over ranks sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, divisor: float) -> Tensor:
+        ctx.divisor = divisor
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.divisor, None

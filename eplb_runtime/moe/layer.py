@@ -1,0 +1,277 @@
+"""One expert-parallel MoE layer: count, pick slots, dispatch, compute, combine - for experts of any framework; or count
+and pick slots alone, where the framework does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from ..distributed.hang_watchdog import Meeting
+from ..load.counter import LoadCounter, in_recompute
+from ..utils.spans import phase
+from .custom_ops import in_graphs
+from .dispatch.base import CountExchange, Dispatcher
+from .dispatch.in_flight import InFlight
+from .dispatch.lanes import Lanes
+from .experts.compute import LocalExperts
+from .layer_op import LayerInGraph
+from .routing.lookup import SlotTable
+from .routing.splitter import BatchSplitter, Counted, RowCounts
+
+_Found = tuple[Tensor | None, Counted | None]
+"""What counting has found of a batch's way: its slots, or its counts of each expert."""
+
+
+def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:
+    """Selective activation checkpointing takes the n-th call of an operator in the repeated forward for the n-th in the
+    first one, and a repeated forward here leaves out what is known already. So all of it is repeated."""
+    if not _len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    modes = _get_current_dispatch_mode_stack()
+    selective = any(isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)) for mode in modes)
+    without: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return without if selective else contextlib.nullcontext()
+
+
+class ExpertParallelLayer:
+    """The way of a batch through one MoE layer.
+
+    Args:
+        index: the layer's index among the model's MoE layers.
+        module: the host's experts module; its ``training`` flag decides what counts as load.
+        experts: the slots of this rank.
+        splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
+        meeting: where this rank is, as the other ranks are told.
+        lanes: the ways of this rank's exchanges.
+        real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
+        meet_in_backward: as `distributed.hang_watchdog.BackwardMeeting`.
+        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: the counter and the table do it.
+
+    Attributes:
+        before: called with the layer's index when a forward begins, before anything is routed; not when one is
+            repeated.
+        calls: forwards so far that gradients can follow.
+        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
+        counts_in_evaluation: whether load counts outside training; inference has nothing else.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        experts: LocalExperts,
+        *,
+        counter: LoadCounter,
+        table: SlotTable,
+        splitter: BatchSplitter | None,
+        dispatcher: Dispatcher,
+        exchange_counts: CountExchange,
+        meeting: Meeting,
+        lanes: Lanes,
+        real_tokens: Callable[[int], Tensor | None],
+        meet_in_backward: Callable[[int, int], None] = lambda layer, step: None,
+        count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
+    ) -> None:
+        self.index = index
+        self._count_and_look_up = count_and_look_up
+        self._module = module
+        self._experts = experts
+        self._counter = counter
+        self._table = table
+        self._splitter = splitter
+        self._dispatcher = dispatcher
+        self._exchange_counts = exchange_counts
+        self._meeting = meeting
+        self.counts_in_evaluation = True
+        self._real_tokens = real_tokens
+        self._lanes = lanes
+        self._in_flight = InFlight(
+            lambda: lanes.busy,
+            lambda: int(table.changes_L[index]),
+            lanes.before_backward,
+            lambda: meet_in_backward(index, counter.closed_steps),
+        )
+        self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
+        self.calls = self.uncounted = 0
+        self.before: Callable[[int], None] = lambda index: None
+        leaves = experts.leaves if in_graphs() else None
+        self._in_graph = None if leaves is None else LayerInGraph(self._by_itself, experts, leaves)
+
+    def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """``[T, D]`` -> ``[T, D]``; ids are logical."""
+        if torch.compiler.is_compiling() and self._in_graph is not None:
+            return self._in_graph(hidden_TD, topk_ids_TK, topk_weights_TK)
+        return self._by_itself(hidden_TD, topk_ids_TK, topk_weights_TK)
+
+    @torch.compiler.disable
+    def _by_itself(
+        self,
+        hidden_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        standing: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Outside of graphs; standing: as of `LocalExperts`."""
+        with _unseen_by_selective_checkpointing():
+            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+
+    def _forward(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
+    ) -> Tensor:
+        copies = standing is not None and self._splitter is not None and self._splitter.splits(self.index)
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch, copies)
+        if in_recompute():
+            return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+        self._table.require_known(self.index, topk_ids_TK)
+        self.before(self.index)
+        self._meeting.routes(int(self._table.changes_L[self.index]))
+        found: _Found = None, None
+        with self._one_at_a_time:
+            self.calls += torch.is_grad_enabled()
+            if self._module.training or self.counts_in_evaluation:
+                with phase("count", "F", self.index, self._table.epoch), self._lanes.shared("counts"):
+                    found = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+            elif hidden_TD.shape[0]:
+                self.uncounted += torch.is_grad_enabled()
+            # A vector travels in dispatch and in combine, and in training back again in both.
+            vectors = 4 if torch.is_grad_enabled() else 2
+            self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
+        self._in_flight.begin(self._counter.closed_steps)
+        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing, found)
+        return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
+
+    def _repeat(
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
+    ) -> Tensor:
+        """Activation checkpointing repeats a forward: nothing counts again, and what is known is used again."""
+        manifest = self._in_flight.repeated(topk_ids_TK)
+        combined_TD, _ = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, manifest, standing)
+        return self._in_flight.again(combined_TD)
+
+    def _run(
+        self,
+        hidden_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        manifest: Any,
+        standing: Sequence[Tensor] | None,
+        found: _Found = (None, None),
+    ) -> tuple[Tensor, Any]:
+        """The layer's output, and the manifest of its dispatch; by what is found already."""
+        epoch = self._table.epoch
+        with phase("route", "F", self.index, epoch):
+            slots_TK, counts = found[0], None
+            if manifest is None and slots_TK is None:
+                slots_TK, counts = self._route(topk_ids_TK, found[1])
+        self._experts.ahead_of_forward()
+        with phase("dispatch", "F", self.index, epoch):
+            dispatched = self._dispatcher.dispatch(
+                hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest
+            )
+            if dispatched.event is not None:
+                torch.accelerator.current_stream().wait_event(dispatched.event)
+        with phase("compute", "F", self.index, epoch), self._one_at_a_time:
+            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, standing)
+        with phase("combine", "F", self.index, epoch):
+            combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
+        return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
+
+    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Found:
+        """Count load."""
+        splits = self._splitter is not None and self._splitter.splits(self.index)
+        counts_E = self._counter.counts[self.index]
+        if splits and real_T is None:
+            assert self._splitter is not None
+            counted = self._splitter.counts(topk_ids_TK)
+            counts_E.add_(counted[0])
+            return None, counted
+        if splits or self._count_and_look_up is None:
+            self._counter.count(self.index, topk_ids_TK, real_T)
+            return None, None
+        home_E = self._table.home_of_experts(self.index)
+        return self._count_and_look_up(topk_ids_TK, home_E, counts_E, real_T), None
+
+    def _route(self, topk_ids_TK: Tensor, counted: Counted | None) -> tuple[Tensor, RowCounts | None]:
+        """Slots of this batch, and how many rows go where if the split has told that already."""
+        if self._splitter is None or not self._splitter.splits(self.index):
+            return self._table.slots(self.index, topk_ids_TK), None
+        counts_E, begins = counted or self._splitter.counts(topk_ids_TK)
+        if not self._splitter.wants_counts:
+            if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
+                    "the copies' new weights, nor follow a commit; capture with replica_slots=0"
+                )
+            counts_RE = self._exchange_counts.on_device(counts_E)
+            return self._splitter.route_on_device(self.index, topk_ids_TK, counts_RE, begins), None
+        return self._splitter.route(self.index, topk_ids_TK, self._exchange_counts(counts_E), begins)
+
+
+class HostDispatchedLayer:
+    """One MoE layer whose host carries and computes tokens itself, each to the expert of its column.
+
+    The host believes that slot p holds expert p. So columns change places, from logical experts to slots, and nothing
+    else; there are no copies.
+
+    Args:
+        index, module, counter, table, meeting: as of `ExpertParallelLayer`.
+
+    Attributes:
+        before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, meeting: Meeting
+    ) -> None:
+        self.index = index
+        self._module = module
+        self._counter = counter
+        self._table = table
+        self._meeting = meeting
+        self.counts_in_evaluation = True
+        self.calls = self.uncounted = 0
+        self.before: Callable[[int], None] = lambda index: None
+
+    @property
+    def logical_of_slots(self) -> Tensor:
+        """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
+        return self._table.logical_of_slots(self.index)
+
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Columns by logical expert -> columns by slot.
+
+        Args:
+            hidden_TD: what will travel.
+            chosen_TE: bool, which tokens go to which logical expert.
+            weights_TE: of the router.
+            real_T: bool, False for padding; None: every token counts.
+        """
+        epoch = self._table.epoch
+        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
+        if not in_recompute():
+            self.before(self.index)
+            self.calls += torch.is_grad_enabled()
+            if self._module.training or self.counts_in_evaluation:
+                with phase("count", "F", self.index, epoch):
+                    self._counter.count_chosen(self.index, chosen_TE, real_T)
+            elif chosen_TE.shape[0]:
+                self.uncounted += torch.is_grad_enabled()
+            vectors = 4 if self._module.training else 2  # in dispatch and in combine, and back again in training
+            self._counter.token_bytes = vectors * hidden_TD.shape[-1] * hidden_TD.element_size()
+        with phase("route", "F", self.index, epoch):
+            order = self.logical_of_slots
+            return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)

@@ -1,0 +1,261 @@
+"""The fast clock: split one batch's tokens over the copies of their experts, the same way on every rank.
+
+Pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone, so that
+every rank comes to the same split. Where the dispatcher needs sizes on the host, numba splits there, and the device
+only deals its choices out by the result; where it does not, the device does all of it. No torch.distributed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...placement import Placement
+from . import sources
+from .tables import SplitTables
+from .water_filling import Mode
+
+
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """How many rows one rank sends and receives, on the host.
+
+    Args:
+        sent_P: int64 ``[P]``, rows that this rank sends to each slot.
+        received_RS: int64 ``[R, S]``, rows that each rank sends to this rank's slots.
+    """
+
+    sent_P: NDArray[np.int64]
+    received_RS: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What stands where in one layer.
+
+    Args:
+        tables: of the layers that changed together; this one is number ``index`` there.
+        copy_slot_EC: int64 ``[E, C]`` on the device: the slots of each expert's copies.
+        slot_P: int64 ``[3, P]``: its expert, which copy of it stands there, whether it is listed (1 or 0).
+        several: whether any expert has more than one copy.
+        on_device: as of `OnDevice.layers`; None: the host splits.
+    """
+
+    tables: SplitTables
+    index: int
+    copy_slot_EC: Tensor
+    slot_P: NDArray[np.int64]
+    several: bool
+    on_device: Any
+
+
+class OnDevice(NamedTuple):
+    """How the device splits by itself.
+
+    Args:
+        layers: as `sources_kernel.layers_on_device`.
+        sent_by_rank: as `sources_kernel.sent_by_rank`.
+    """
+
+    layers: Callable[[SplitTables, torch.device], Sequence[Any]]
+    sent_by_rank: Callable[..., Tensor]
+
+
+class BatchSplitter:
+    """Splits batches under one placement; `follow` takes over the next one.
+
+    Args:
+        device: where the router's choices are.
+        ep_rank: this rank.
+        ranks_per_node: consecutive ranks that share a node.
+        mode: ``"water_filling"`` or ``"even"``.
+        locality: serve a token on its own rank or node where the quotas allow.
+        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
+        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+        count: what counts a batch's choices, with the counts of `count_choices`.
+        deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
+        on_device: splits where no counts are wanted on the host; not with ``speed_R``. None: the host splits.
+
+    Attributes:
+        at_home: while True, no batch is split.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: torch.device,
+        *,
+        ep_rank: int,
+        ranks_per_node: int,
+        mode: Mode,
+        locality: bool,
+        least_tokens: int,
+        speed_R: NDArray[np.float64] | None = None,
+        count: Callable[[Tensor, int], Counted] | None = None,
+        deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        on_device: OnDevice | None = None,
+    ) -> None:
+        self._device = device
+        self._on_device = on_device
+        self._count = count or count_choices
+        self._deal = deal or deal_out
+        self._ep_rank = ep_rank
+        self._ranks_per_node = ranks_per_node
+        self._mode: Mode = mode
+        self._locality = locality
+        self._least_tokens = least_tokens
+        self._speed_R = speed_R
+        self._num_experts = placement.num_experts
+        self._layers: dict[int, _Layer] = {}
+        self.at_home = False
+        self.follow(placement)
+
+    def follow(self, placement: Placement) -> None:
+        """Take over a placement."""
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Make ready to take over a placement that differs in these layers, with one copy to the device; what is
+        returned does it, and needs no more memory."""
+        changed = list(layers)
+        home = None if placement.home is None else placement.home[changed]
+        part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
+        tables = SplitTables.of(part)
+        slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
+        on_device: Sequence[Any] = [None] * len(changed)
+        if self._on_device is not None:
+            on_device = self._on_device.layers(tables, self._device)
+        new = {}
+        for index, layer in enumerate(changed):
+            several = bool(part.copy_count[index].max() > 1)
+            slot_P = _copies_of_slots(part, tables, index)
+            new[layer] = _Layer(tables, index, slots_LEC[index], slot_P, several, on_device[index])
+
+        def take_over() -> None:
+            self._layers.update(new)
+
+        return take_over
+
+    def splits(self, layer: int) -> bool:
+        """Whether any expert of the layer has copies; if not, every token goes home."""
+        return self._layers[layer].several and not self.at_home
+
+    def warm_up(self) -> None:
+        """Compile what a batch needs, so that none has to wait for it."""
+        tables = next(iter(self._layers.values())).tables
+        counts_RE = np.ones((tables.num_ranks, tables.first_rank_LE.shape[1]), dtype=np.int64)
+        sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
+
+    def counts(self, topk_ids_TK: Tensor) -> Counted:
+        """This rank's choices of each expert, padding included: what will really travel."""
+        return self._count(topk_ids_TK, self._num_experts)
+
+    def route(
+        self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64], begins: Tensor | None = None
+    ) -> tuple[Tensor, RowCounts]:
+        """The physical slot of each choice of a batch, and how many rows go where. No host sync.
+
+        Args:
+            topk_ids_TK: int64 ``[T, K]``, this rank's choices, on the device.
+            counts_RE: int64 ``[R, E]``, ``counts`` of every rank, on the host.
+            begins: what else ``counts`` has found.
+
+        Returns:
+            int64 ``[T, K]`` on the device; an expert's choices go to its copies in the order of the tokens.
+        """
+        sent_EC, received_RS = self._split(layer, counts_RE)
+        expert_P, copy_P, listed_P = self._layers[layer].slot_P
+        sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
+        slots_TK = self._deal(topk_ids_TK, sent, self._layers[layer].copy_slot_EC, begins)
+        return slots_TK, RowCounts(sent_EC[expert_P, copy_P] * listed_P, received_RS)
+
+    @property
+    def wants_counts(self) -> bool:
+        """Whether `route` is to be called, by counts on the host, or `route_on_device`."""
+        return self._on_device is None
+
+    def route_on_device(
+        self, layer: int, topk_ids_TK: Tensor, counts_RE: Tensor, begins: Tensor | None = None
+    ) -> Tensor:
+        """`route` by counts that stay on the device: its slots, and no numbers for the host."""
+        assert self._on_device is not None
+        here = self._layers[layer].on_device
+        sent_EC = self._on_device.sent_by_rank(
+            counts_RE,
+            here,
+            self._ep_rank,
+            ranks_per_node=self._ranks_per_node,
+            mode=self._mode,
+            locality=self._locality,
+            least_tokens=self._least_tokens,
+        )
+        return self._deal(topk_ids_TK, sent_EC, here.copy_slot_EC, begins)
+
+    def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""
+        here = self._layers[layer]
+        if counts_RE.sum() < self._least_tokens:
+            return self._all_at_home(here, counts_RE)
+        return sources.split_for_rank(
+            counts_RE,
+            here.tables,
+            here.index,
+            self._ep_rank,
+            ranks_per_node=self._ranks_per_node,
+            mode=self._mode,
+            locality=self._locality,
+            speed_R=self._speed_R,
+        )
+
+    def _all_at_home(self, here: _Layer, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        slots = here.tables.slots_per_rank
+        expert_S, copy_S, listed_S = here.slot_P[:, self._ep_rank * slots : (self._ep_rank + 1) * slots]
+        sent_EC = np.zeros(here.tables.copy_slot_LEC.shape[1:], dtype=np.int64)
+        sent_EC[:, 0] = counts_RE[self._ep_rank]
+        return sent_EC, counts_RE[:, expert_S] * (listed_S * (copy_S == 0))
+
+
+Counted = tuple[Tensor, Tensor | None]
+"""int64 ``[E]``, how often each expert is chosen; and what whoever deals out need not find out again."""
+
+
+def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
+    """Count a batch's choices of each expert. No host sync."""
+    ids_N = topk_ids_TK.reshape(-1)
+    return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, torch.ones_like(ids_N)), None
+
+
+def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
+    """The slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go to its first copy, the
+    next ``sent_EC[e, 1]`` to its second.
+
+    Args:
+        topk_ids_TK: int64 ``[T, K]``, logical experts.
+        sent_EC: int64 ``[E, C]``; the sum over C is how often the expert was chosen.
+        copy_slot_EC: int64 ``[E, C]``.
+        begins: not needed.
+
+    Returns:
+        int64 ``[T, K]``.
+    """
+    ids = topk_ids_TK.reshape(-1)
+    by_expert = torch.repeat_interleave(copy_slot_EC.reshape(-1), sent_EC.reshape(-1), output_size=ids.shape[0])
+    order = torch.argsort(ids, stable=True)
+    return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(topk_ids_TK.shape)
+
+
+def _copies_of_slots(placement: Placement, tables: SplitTables, layer: int) -> NDArray[np.int64]:
+    """int64 ``[3, P]``, for each slot: its expert, which copy of it stands there, and whether it is listed (1 or 0)."""
+    expert_P = placement.physical_to_logical[layer].astype(np.int64)
+    copy_P, listed_P = np.zeros_like(expert_P), np.zeros_like(expert_P)
+    slot_EC = tables.copy_slot_LEC[layer]
+    experts, copies = np.nonzero(slot_EC >= 0)
+    copy_P[slot_EC[experts, copies]] = copies
+    listed_P[slot_EC[experts, copies]] = 1
+    return np.stack([np.maximum(expert_P, 0), copy_P, listed_P])

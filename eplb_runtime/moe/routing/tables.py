@@ -1,0 +1,133 @@
+"""What a splitter must know of a placement, laid out once per placement so that each batch only does arithmetic.
+
+Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks,
+N replicated experts (padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ...placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class SplitTables:
+    """Copies of every expert by rank, and the order in which a sweep visits the replicated ones.
+
+    Args:
+        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1. Of several copies on
+            one rank (free layout only) the first alone is listed.
+        first_rank_LE: int32, the rank of each expert's first copy.
+        order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
+        ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
+        count_LN: int32, how many they are.
+        color_LN: int32, the color of each: experts of one color share no rank, and colors ascend along the order. So a
+            sweep may also take a whole color at once.
+        num_ranks: R.
+        slots_per_rank: S.
+    """
+
+    copy_slot_LEC: NDArray[np.int32]
+    first_rank_LE: NDArray[np.int32]
+    order_LN: NDArray[np.int32]
+    ranks_LNC: NDArray[np.int32]
+    count_LN: NDArray[np.int32]
+    color_LN: NDArray[np.int32]
+    num_ranks: int
+    slots_per_rank: int
+
+    @property
+    def rank_LEC(self) -> NDArray[np.int32]:
+        """int32 ``[L, E, C]``: the rank of each copy; padded with -1."""
+        return self.copy_slot_LEC // np.int32(self.slots_per_rank)
+
+    def sum_by_rank(self, quota_LEC: NDArray[np.int64], layers: slice = slice(None)) -> NDArray[np.int64]:
+        """int64 ``[L, R]``: tokens of each rank, of those of each copy, in these layers."""
+        rank_load_LR = np.zeros((len(quota_LEC), self.num_ranks), dtype=np.int64)
+        _sum_by_rank(quota_LEC, self.copy_slot_LEC[layers], self.slots_per_rank, rank_load_LR)
+        return rank_load_LR
+
+    @classmethod
+    def of(cls, placement: Placement) -> SplitTables:
+        slot = np.asarray(placement.logical_to_physical)
+        if placement.home is None:
+            slot = _first_on_each_rank(slot, placement.slots_per_rank)
+        rank = placement.rank_of(slot).astype(np.int32)
+        count = (slot >= 0).sum(axis=2).astype(np.int32)
+        orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
+        width = max(1, max(len(order) for order, _ in orders))
+        order_LN = np.full((placement.num_layers, width), -1, dtype=np.int32)
+        color_LN = np.full_like(order_LN, -1)
+        for layer, (order, color) in enumerate(orders):
+            order_LN[layer, : len(order)] = order
+            color_LN[layer, : len(color)] = color
+        expert = np.maximum(order_LN, 0)
+        layers = np.arange(placement.num_layers)[:, None]
+        ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
+        count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
+        first = np.ascontiguousarray(rank[:, :, 0])
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks, placement.slots_per_rank)
+
+
+@njit(nogil=True, cache=True)
+def _sum_by_rank(
+    quota_LEC: NDArray[np.int64], slot_LEC: NDArray[np.int32], slots_per_rank: int, rank_load_LR: NDArray[np.int64]
+) -> None:
+    layers, experts, copies = slot_LEC.shape
+    for layer in range(layers):
+        for expert in range(experts):
+            for copy in range(copies):
+                slot = slot_LEC[layer, expert, copy]
+                if slot < 0:
+                    break
+                rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
+
+
+def _first_on_each_rank(slot_LEC: NDArray[np.int32], slots_per_rank: int) -> NDArray[np.int32]:
+    last = np.iinfo(np.int32).max
+    rank = slot_LEC // slots_per_rank
+    kept = np.where(slot_LEC < 0, last, slot_LEC)
+    for copy in range(1, slot_LEC.shape[2]):
+        again = (rank[:, :, :copy] == rank[:, :, copy, None]).any(axis=2)
+        kept[again, copy] = last
+    kept = np.sort(kept, axis=2)
+    return np.where(kept == last, -1, kept).astype(np.int32)
+
+
+def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The replicated experts and their colors, by greedy coloring: most copies first, then expert id.
+
+    Args:
+        rank_EC: int32, ranks of each expert's copies.
+        count_E: int32, how many of them count.
+    """
+    several = np.flatnonzero(count_E > 1)
+    replicated: NDArray[np.int32] = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
+    color = _colors(replicated, np.ascontiguousarray(rank_EC), count_E, int(rank_EC.max(initial=0)) + 1)
+    by_color = np.argsort(color, kind="stable")
+    return replicated[by_color], color[by_color]
+
+
+@njit(nogil=True, cache=True)
+def _colors(
+    order_N: NDArray[np.int32], rank_EC: NDArray[np.int32], count_E: NDArray[np.int32], num_ranks: int
+) -> NDArray[np.int32]:
+    """The least color for each expert in turn that none of its ranks has."""
+    color_N = np.zeros(order_N.size, dtype=np.int32)
+    taken = np.zeros((order_N.size, num_ranks), dtype=np.bool_)
+    for index in range(order_N.size):
+        expert, color, clash = order_N[index], -1, True
+        while clash:
+            color += 1
+            clash = False
+            for copy in range(count_E[expert]):
+                clash = clash or taken[color, rank_EC[expert, copy]]
+        for copy in range(count_E[expert]):
+            taken[color, rank_EC[expert, copy]] = True
+        color_N[index] = color
+    return color_N

@@ -1,0 +1,1 @@
+"""What commands do beside training: simulate, verify, doctor, bubbles, engines' formats, benchmarks."""

@@ -1,0 +1,187 @@
+"""Measure what a balancer costs that has nothing to move: a training step attached, on one rank, beside one that is
+not.
+
+The model is a stack of MoE blocks as OLMoE has them, in bfloat16: a router, the library's experts, a norm. There is no
+attention, so a balancer's share of a step is larger here than in a model. Both train in one run and take turns. What a
+step takes longer that ends in a decision, in which one expert of each tensor is stepped alone, is measured with AdamW.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...balancer.balancer import Balancer
+from ...config import BalancerConfig
+from ...hosts import attach
+from ...moe.experts.lone_step import LoneSteps
+from .train import NEVER
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes of the model and of a batch; OLMoE-1B-7B has 64 experts, 8 choices, 2048 columns, experts of 1024."""
+
+    layers: int = 2
+    experts: int = 64
+    top_k: int = 8
+    hidden: int = 2048
+    width: int = 1024
+    tokens: int = 4096
+
+
+ON_A_CPU = Block(layers=2, experts=16, top_k=4, hidden=512, width=256, tokens=1024)
+INTERVAL = BalancerConfig().interval
+WARM_UP = 3
+"""Steps of each before timing."""
+
+
+class Blocks(nn.Module):
+    """Residual MoE blocks: norm, router, experts."""
+
+    def __init__(self, work: Block) -> None:
+        from transformers import OlmoeConfig
+        from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+        super().__init__()
+        config = OlmoeConfig(
+            hidden_size=work.hidden,
+            intermediate_size=work.width,
+            num_experts=work.experts,
+            num_experts_per_tok=work.top_k,
+        )
+        config._experts_implementation = "grouped_mm"
+        self._top_k = work.top_k
+        self.routers = nn.ModuleList(nn.Linear(work.hidden, work.experts, bias=False) for _ in range(work.layers))
+        self.experts = nn.ModuleList(OlmoeExperts(config) for _ in range(work.layers))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            normed_TD = functional.rms_norm(hidden_TD, hidden_TD.shape[-1:])
+            weights_TK, ids_TK = router(normed_TD).softmax(dim=-1, dtype=torch.float32).topk(self._top_k)
+            hidden_TD = hidden_TD + experts(normed_TD, ids_TK, weights_TK.to(hidden_TD.dtype))
+        return hidden_TD.float().square().mean()
+
+
+class _Variant:
+    """A model in training, and the seconds of its steps."""
+
+    def __init__(self, work: Block, device: torch.device, attached: bool) -> None:
+        torch.manual_seed(0)
+        self._model = Blocks(work).to(device, torch.bfloat16)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        config = BalancerConfig(interval=NEVER, policy="static")
+        self.balancer: Balancer | None = attach(self._model, self._optimizer, config=config) if attached else None
+        generator = torch.Generator().manual_seed(1)
+        self._hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator).to(device, torch.bfloat16)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step; its time is kept."""
+        _finish(self._hidden_TD.device)
+        began = time.perf_counter()
+        self._model(self._hidden_TD).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        _finish(self._hidden_TD.device)
+        self.seconds.append(time.perf_counter() - began)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def run(
+    device: torch.device,
+    repeats: int = 30,
+    *,
+    work: Block | None = None,
+    on_progress: Callable[[str], None] = lambda said: None,
+) -> dict[str, Any]:
+    """Steps attached and not attached, in turns; one that is not attached beside another says what chance does.
+
+    Args:
+        device: of this rank, which is the only one.
+        repeats: steps of each that count.
+        work: sizes; None: OLMoE's on a device, smaller ones on a CPU.
+
+    Returns:
+        JSON-able. ``step_ms`` not attached and ``attached_ms``: medians; ``attached_over_not`` and, as control,
+        ``not_over_not``: medians of the ratios of steps that followed each other. ``lone_step_ms``: what one expert of
+        each tensor takes that is stepped alone, twice, median; ``lone_step_share``: of all steps, at an interval of 50.
+
+    Raises:
+        ValueError: there are more ranks.
+    """
+    if dist.get_world_size() > 1:
+        raise ValueError(f"bench attached compares with a whole model: one rank, not {dist.get_world_size()}")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    work = work or (ON_A_CPU if device.type == "cpu" else Block())
+    plain, again, attached = (_Variant(work, device, one) for one in (False, False, True))
+    turns = [plain, attached, again]
+    on_progress("warming up")
+    for variant in turns * WARM_UP:
+        variant.step()
+    for variant in turns:
+        variant.seconds.clear()
+    for repeat in range(repeats):
+        on_progress(f"step {repeat + 1}/{repeats} of each")
+        for variant in turns[repeat % 3 :] + turns[: repeat % 3]:
+            variant.step()
+    assert attached.balancer is not None
+    attached.balancer.close()
+    on_progress("steps of single experts")
+    lone, step = _lone_steps(work, device, repeats)
+    return {
+        "step_ms": median(plain.seconds) * 1e3,
+        "attached_ms": median(attached.seconds) * 1e3,
+        "lone_step_ms": lone * 1e3,
+        "lone_step_share": lone / (INTERVAL * step),
+        "attached_over_not": _ratio(attached, plain),
+        "not_over_not": _ratio(again, plain),
+    }
+
+
+def _lone_steps(work: Block, device: torch.device, repeats: int) -> tuple[float, float]:
+    """Seconds of what is done beside a step that ends in a decision, and of the step without that: medians."""
+    torch.manual_seed(0)
+    model = Blocks(work).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    experts = {name: p for name, p in model.named_parameters() if name.startswith("experts.")}
+    lone = LoneSteps(experts, set, lambda: True)
+    hidden_TD = torch.randn(work.tokens, work.hidden).to(device, torch.bfloat16)
+    alone, steps = [], []
+    for _ in range(WARM_UP + repeats):
+        _finish(device)
+        times = [time.perf_counter()]
+        model(hidden_TD).backward()
+        for part in (lambda: lone.before(optimizer, has_closure=False), optimizer.step, lambda: lone.after(optimizer)):
+            _finish(device)
+            times.append(time.perf_counter())
+            part()
+        _finish(device)
+        times.append(time.perf_counter())
+        optimizer.zero_grad()
+        computing, before, step, after = (end - begin for begin, end in pairwise(times))
+        alone.append(before + after)
+        steps.append(computing + step)
+    if said := lone.judge(lone.take()):
+        raise RuntimeError(said)
+    return median(alone[WARM_UP:]), median(steps[WARM_UP:])
+
+
+def _ratio(one: _Variant, other: _Variant) -> float:
+    return median(mine / its for mine, its in zip(one.seconds, other.seconds, strict=True))

@@ -1,0 +1,205 @@
+"""Measure the engine: experts that change ranks with their whole state, beside the same bytes sent as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...distributed.agreement import Agreement
+from ...distributed.process_groups import ProcessGroups
+from ...distributed.ranks import Ranks
+from ...distributed.transports import TRANSPORTS
+from ...distributed.transports.automatic import probe
+from ...distributed.transports.base import Message, Pending, Transport
+from ...distributed.transports.meeting import tell_all
+from ...distributed.transports.neighbours import node_of_this_rank
+from ...migration.engine import MigrationEngine
+from ...moe.experts.record import RecordFormat
+from ...moe.experts.registry import ExpertTensors
+from ...placement import Placement
+
+CARRIERS = ("torch", "shm", "cuda_ipc", "nixl")
+SHAPES = ((256, 512), (1024, 1024))
+"""(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
+
+
+class _Weighed(Transport):
+    """A carrier whose messages to other ranks are added up."""
+
+    def __init__(self, carrier: Transport, rank: int) -> None:
+        self.device, self.hashes, self.one_by_one = carrier.device, carrier.hashes, carrier.one_by_one
+        self._carrier = carrier
+        self._rank = rank
+        self.nbytes = 0
+
+    def register(self, regions: Sequence[Tensor]) -> None:
+        self._carrier.register(regions)
+
+    def warm_up(self, deadline: float) -> None:
+        self._carrier.warm_up(deadline)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return self._carrier.empty(nbytes)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self.nbytes += sum(message.data.numel() for message in sends if message.peer != self._rank)
+        return self._carrier.post(sends, receives)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
+def run(
+    device: torch.device,
+    repeats: int = 10,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    experts_per_rank: int = 4,
+    staging_bytes: int = 256 << 20,
+    carriers: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
+
+    Args:
+        device: of this rank.
+        repeats: engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
+        staging_bytes: as in `BalancerConfig`.
+        carriers: names of transports; None: all that every rank can use.
+
+    Returns:
+        JSON-able; ``"migrate"`` rows have ``transport``, ``hidden``, ``width``, ``expert_mib`` (with state),
+        ``experts`` (that each rank sends and receives), ``gb_per_second``, ``transfer_gb_per_second`` and
+        ``plain_gb_per_second`` (received by a rank: the engine with its packing, checksums, vote and commit; of it what
+        posts, carries and checks; batched isend and irecv of one message an expert), ``ratio`` and ``transfer_ratio``
+        (1: as fast as the plain messages), ``wire_ratio`` (bytes sent over those of the experts) and
+        ``pause_ms_per_expert``.
+
+    Raises:
+        ValueError: there is one rank only.
+    """
+    if dist.get_world_size() < 2:
+        raise ValueError("bench migrate needs 2 ranks or more")
+    groups = ProcessGroups(Ranks(), [1], device, 60.0)
+    try:
+        if carriers is None:
+            carriers = _usable_everywhere(device, groups)
+        rows = [
+            _row(groups, device, repeats, carrier, *shape, experts_per_rank, staging_bytes)
+            for shape in shapes
+            for carrier in carriers
+        ]
+    finally:
+        groups.close()
+    return {"ranks": groups.job.ep_size, "device": device.type, "migrate": rows}
+
+
+def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:
+    usable = {finding.name for finding in probe(device) if finding.usable}
+    votes = torch.tensor([name in usable for name in CARRIERS], dtype=torch.int64)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
+    one_node = len(set(tell_all(groups.control, torch.device("cpu"), node_of_this_rank().encode(), soon()))) == 1
+    return [
+        name
+        for name, vote in zip(CARRIERS, votes.tolist(), strict=True)
+        if vote and (name not in ("shm", "cuda_ipc") or one_node)
+    ]
+
+
+def _row(
+    groups: ProcessGroups,
+    device: torch.device,
+    repeats: int,
+    carrier: str,
+    hidden: int,
+    width: int,
+    homes: int,
+    staging_bytes: int,
+) -> dict[str, Any]:
+    ranks = groups.job.ep_size
+    registry = _experts(homes, hidden, width, device)
+    transport = _Weighed(TRANSPORTS[carrier](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
+    transport.warm_up(soon())
+    agreement = Agreement(groups.control)
+    placement = Placement.initial(1, homes * ranks, ranks, 0)
+    rows = placement.home_rows()
+    engine = MigrationEngine(registry, transport, agreement, rows, groups.job.ep_rank, staging_bytes, 60.0)
+    payload = RecordFormat.of(registry.of_home(0)).payload_bytes
+    # Written once: memory that nobody has touched is read from one page of zeros, faster than any other.
+    messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
+    seconds = torch.zeros(repeats, 3, dtype=torch.float64)
+    for repeat in range(-1, repeats):  # the first one warms up
+        target = _next_rank(placement)
+        transport.nbytes = 0
+        dist.barrier(group=groups.control)
+        key = f"bench/{carrier}/{hidden}x{width}/{repeat}"
+        outcome = engine.migrate(placement, target, key, lambda *_: lambda: None)
+        if outcome.failed_phase is not None:
+            raise RuntimeError(f"the migration was dropped: {outcome.cause}")
+        placement = outcome.placement
+        dist.barrier(group=groups.control)
+        began = time.perf_counter()
+        _send_on(messages[:homes], messages[homes:], groups)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat >= 0:
+            carried = sum(outcome.seconds.get(part, 0.0) for part in ("post", "transfer", "verify"))
+            seconds[repeat] = torch.tensor([outcome.pause_seconds, carried, time.perf_counter() - began])
+    engine.close()
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
+    pause, carried, plain = seconds.median(dim=0).values.tolist()
+    return {
+        "transport": carrier,
+        "hidden": hidden,
+        "width": width,
+        "expert_mib": payload / 2**20,
+        "experts": homes,
+        "gb_per_second": homes * payload / pause / 1e9,
+        "transfer_gb_per_second": homes * payload / carried / 1e9,
+        "plain_gb_per_second": homes * payload / plain / 1e9,
+        "ratio": plain / pause,
+        "transfer_ratio": plain / carried,
+        "wire_ratio": transport.nbytes / (homes * payload),
+        "pause_ms_per_expert": pause / homes * 1e3,
+    }
+
+
+def soon() -> float:
+    return time.monotonic() + 60.0
+
+
+def _experts(homes: int, hidden: int, width: int, device: torch.device) -> ExpertTensors:
+    """Home rows of one layer, with the state that AdamW has after a step."""
+    shapes = ((homes, 2 * width, hidden), (homes, hidden, width))
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    registry = ExpertTensors(1, homes, [optimizer])
+    for index, parameter in enumerate(parameters):
+        registry.add(0, f"weight{index}", parameter)
+    return registry
+
+
+def _send_on(sent: Sequence[Tensor], received: Sequence[Tensor], groups: ProcessGroups) -> None:
+    """Plain messages to the next rank, and as many from the one before."""
+    ranks, me, data = groups.job.ep_size, groups.job.ep_rank, groups.data
+    operations = [dist.P2POp(dist.isend, m, (me + 1) % ranks, data, tag=i) for i, m in enumerate(sent)]
+    operations += [dist.P2POp(dist.irecv, m, (me - 1) % ranks, data, tag=i) for i, m in enumerate(received)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _next_rank(placement: Placement) -> Placement:
+    """Every expert in the same local slot, one rank further."""
+    assert placement.home is not None
+    home = (placement.home + placement.slots_per_rank) % placement.num_slots
+    map_ = np.empty_like(placement.physical_to_logical)
+    np.put_along_axis(map_, home.astype(np.int64), np.arange(placement.num_experts, dtype=np.int32)[None], axis=1)
+    return Placement(map_, placement.num_experts, placement.num_ranks, home, placement.epoch + 1)

@@ -1,0 +1,229 @@
+"""Playing a schedule: each rank takes its steps in order, each as soon as what it needs is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...utils.files import replacing
+
+FORWARD, INPUT, WEIGHT, BACKWARD = "F", "I", "W", "B"
+"""What is done with one micro-batch on one stage; ``B`` is ``I`` and ``W`` in one."""
+
+
+class BubbleError(ValueError):
+    """A schedule that does not exist or cannot run; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A forward, or a kind of backward, of a micro-batch on a stage."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+Step = tuple[Part, ...]
+"""One part; or a forward and a backward that run together."""
+Table = list[list[Step]]
+"""Steps of each rank, in order."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one micro-batch on one stage, in any unit.
+
+    Args:
+        forward, input, weight: a backward takes ``input + weight``.
+        overlapped: a forward and a backward together; None: as one after the other.
+    """
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    overlapped: float | None = None
+
+    @property
+    def backward(self) -> float:
+        return self.input + self.weight
+
+    @property
+    def together(self) -> float:
+        return self.forward + self.backward if self.overlapped is None else self.overlapped
+
+    def of(self, step: Step, stretch_S: Sequence[float]) -> float:
+        """Of a step, where each stage takes so many times as long."""
+        alone = {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight, BACKWARD: self.backward}
+        stretched = sum(alone[part.kind] * stretch_S[part.stage] for part in step)
+        if len(step) == 1:
+            return stretched
+        return stretched * self.together / sum(alone[part.kind] for part in step)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule with times.
+
+    Args:
+        span: from the first step to the last one's end.
+        busy_R: float64 ``[R]``, each rank's time in steps.
+        parameters_R: stages that each rank holds.
+        activations_R: most micro-batches, over its stages, whose forward a rank has done and not all of their backward.
+        began: when each rank's steps began, in the order of the table.
+        table: what was played.
+    """
+
+    span: float
+    busy_R: NDArray[np.float64]
+    parameters_R: NDArray[np.int64]
+    activations_R: NDArray[np.int64]
+    began: list[list[float]]
+    table: Table
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of a rank, mean over ranks."""
+        return float(self.span - self.busy_R.mean())
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able: ``step`` (the span), ``bubble``, ``bubble_share`` (of the step), ``parameters`` and
+        ``activations`` (of the rank that has most)."""
+        return {
+            "step": self.span,
+            "bubble": self.bubble,
+            "bubble_share": self.bubble / self.span,
+            "parameters": int(self.parameters_R.max()),
+            "activations": int(self.activations_R.max()),
+        }
+
+
+def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None) -> Played:
+    """Play a table: each rank takes its steps in order, each as soon as what it needs is there.
+
+    Args:
+        stretch_S: how many times as long each stage takes; None: all once.
+
+    Raises:
+        BubbleError: ranks wait for each other for ever, or something is done twice.
+    """
+    stages = stages_of(table)
+    if not stages:
+        raise BubbleError("the schedule is empty")
+    stretch_S = [1.0] * stages if stretch_S is None else list(stretch_S)
+    if len(stretch_S) != stages:
+        raise BubbleError(f"{len(stretch_S)} stages are given an imbalance, the schedule has {stages}")
+    done: dict[tuple[str, int, int], float] = {}
+    began: list[list[float]] = [[] for _ in table]
+    free_R = [0.0] * len(table)
+    waiting: dict[tuple[str, int, int], list[int]] = {}
+    ready = list(range(len(table)))
+    while ready:
+        rank = ready.pop()
+        while len(began[rank]) < len(table[rank]):
+            step = table[rank][len(began[rank])]
+            needs = [need for part in step for need in _needs(part, stages)]
+            missing = [need for need in needs if need not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            begin = max([free_R[rank], *(done[need] for need in needs)])
+            free_R[rank] = begin + times.of(step, stretch_S)
+            began[rank].append(begin)
+            for made in (key for part in step for key in _makes(part)):
+                if made in done:
+                    raise BubbleError(f"{made[0]} of micro-batch {made[2]} on stage {made[1]} is done twice")
+                done[made] = free_R[rank]
+                ready.extend(waiting.pop(made, ()))
+    stuck = [rank for rank, steps in enumerate(table) if len(began[rank]) < len(steps)]
+    if stuck:
+        part = table[stuck[0]][len(began[stuck[0]])][0]
+        raise BubbleError(
+            f"the schedule cannot run: rank {stuck[0]} waits for ever before {part.kind} of micro-batch "
+            f"{part.microbatch} on stage {part.stage}"
+        )
+    return Played(
+        span=max(free_R),
+        busy_R=np.array([sum(times.of(step, stretch_S) for step in steps) for steps in table]),
+        parameters_R=np.array([len(_stages_held(steps)) for steps in table]),
+        activations_R=np.array([_most_in_flight(steps) for steps in table]),
+        began=began,
+        table=table,
+    )
+
+
+def _needs(part: Part, stages: int) -> list[tuple[str, int, int]]:
+    kind, stage, microbatch = part.kind, part.stage, part.microbatch
+    if kind == FORWARD:
+        return [(FORWARD, stage - 1, microbatch)] if stage else []
+    if kind == WEIGHT:
+        return [(INPUT, stage, microbatch)]
+    behind = [(INPUT, stage + 1, microbatch)] if stage + 1 < stages else []
+    return [(FORWARD, stage, microbatch), *behind]
+
+
+def _makes(part: Part) -> list[tuple[str, int, int]]:
+    kinds = (INPUT, WEIGHT) if part.kind == BACKWARD else (part.kind,)
+    return [(kind, part.stage, part.microbatch) for kind in kinds]
+
+
+def _stages_held(steps: list[Step]) -> set[int]:
+    return {part.stage for step in steps for part in step}
+
+
+def _most_in_flight(steps: list[Step]) -> int:
+    """A forward that runs with a backward needs its memory before the backward has given its own back."""
+    most = live = 0
+    for step in steps:
+        live += sum(part.kind == FORWARD for part in step)
+        most = max(most, live)
+        live -= sum(part.kind in (WEIGHT, BACKWARD) for part in step)
+    return most
+
+
+def stages_of(table: Table) -> int:
+    return 1 + max((part.stage for steps in table for step in steps for part in step), default=-1)
+
+
+def plot(played: Played, times: Times, stretch_S: Sequence[float] | None, path: str | Path) -> None:
+    """Draw a row a rank: forwards, backwards, weights and what runs together, with micro-batches' numbers.
+
+    Args:
+        path: .png, .svg or .pdf; needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    colours = {FORWARD: "#7fb3e6", INPUT: "#8fcf9f", BACKWARD: "#5fae77", WEIGHT: "#f2c572"}
+    stretch_S = [1.0] * stages_of(played.table) if stretch_S is None else stretch_S
+    figure = Figure(figsize=(min(40.0, 2 + played.span / 5), 1 + 0.5 * len(played.table)))
+    axes = figure.add_subplot()
+    for rank, (steps, begins) in enumerate(zip(played.table, played.began, strict=True)):
+        for step, begin in zip(steps, begins, strict=True):
+            width = times.of(step, stretch_S)
+            height = 0.9 / len(step)
+            for level, part in enumerate(step):
+                bottom = rank - 0.45 + level * height
+                axes.add_patch(_box(begin, bottom, width, height, colours[part.kind]))
+                axes.text(
+                    begin + width / 2, bottom + height / 2, str(part.microbatch), ha="center", va="center", size=6
+                )
+    axes.set_xlim(0, played.span)
+    axes.set_ylim(len(played.table) - 0.5, -0.5)
+    axes.set_yticks(range(len(played.table)), [f"rank {rank}" for rank in range(len(played.table))])
+    axes.set_xlabel(
+        "time; blue forward, green backward (light: of inputs alone), yellow of weights; two rows: together"
+    )
+    figure.tight_layout()
+    with replacing(Path(path)) as file:
+        figure.savefig(file, format=Path(path).suffix[1:])
+
+
+def _box(left: float, bottom: float, width: float, height: float, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((left, bottom), width, height, facecolor=colour, edgecolor="white", linewidth=0.5)

@@ -1,0 +1,238 @@
+"""The tables of schedules by name; published formulas beside them.
+
+Those of ZB1P, ZBV, interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's and DualPipe's are made
+here.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ...utils.files import MIB, require_readable
+from .playing import BACKWARD, FORWARD, INPUT, WEIGHT, BubbleError, Part, Step, Table, Times
+
+MOST_STEPS = 4_000_000
+"""Of a table, over all ranks."""
+
+
+def one_forward_one_backward(ranks: int, microbatches: int) -> Table:
+    """1F1B. (torch's table of it numbers the last rank's forwards from 1, and cannot be played.)"""
+    table: Table = []
+    for rank in range(ranks):
+        ahead = min(ranks - 1 - rank, microbatches)
+        kinds = [FORWARD] * ahead + [FORWARD, BACKWARD] * (microbatches - ahead) + [BACKWARD] * ahead
+        counts = {FORWARD: 0, BACKWARD: 0}
+        steps: list[Step] = []
+        for kind in kinds:
+            steps.append((Part(kind, rank, counts[kind]),))
+            counts[kind] += 1
+        table.append(steps)
+    return table
+
+
+def dual_pipe(ranks: int, microbatches: int) -> Table:
+    """DeepSeek's DualPipe: two copies of each stage; half of the micro-batches enter at either end.
+
+    A rank speaks of micro-batches that entered at its own end ("near") and at the other ("far"). Facts of the order of
+    steps are those of DeepSeek's published description and code.
+
+    Args:
+        ranks: even.
+        microbatches: even, at least twice the ranks.
+    """
+    if ranks % 2 or microbatches % 2 or microbatches < 2 * ranks:
+        raise BubbleError(
+            f"dualpipe wants an even number of ranks and an even number of micro-batches, at least twice as many: "
+            f"{ranks} ranks, {microbatches} micro-batches"
+        )
+    return [_dual_pipe_rank(rank, ranks, microbatches // 2) for rank in range(ranks)]
+
+
+def _dual_pipe_rank(rank: int, ranks: int, chunks: int) -> list[Step]:
+    half = ranks // 2
+    mirrored = rank >= half
+    depth = ranks - 1 - rank if mirrored else rank  # from the nearer end
+    outer = half - depth - 1
+    counts: dict[tuple[str, bool], int] = {}
+    weights: list[Part] = []
+    steps: list[Step] = []
+
+    def part(kind: str, far: bool) -> Part:
+        """The next one of its kind and direction."""
+        counted = (FORWARD if kind == FORWARD else BACKWARD, far)
+        number = counts.get(counted, 0)
+        counts[counted] = number + 1
+        from_last = far != mirrored
+        made = Part(kind, ranks - 1 - rank if from_last else rank, number + chunks * from_last)
+        if kind == INPUT:
+            weights.append(Part(WEIGHT, made.stage, made.microbatch))
+        return made
+
+    def do(kind: str, far: bool) -> None:
+        steps.append((part(kind, far),))
+
+    def do_weight() -> None:
+        if weights:
+            steps.append((weights.pop(0),))
+
+    def together(forward_far: bool) -> None:
+        steps.append((part(FORWARD, forward_far), part(BACKWARD, not forward_far)))
+
+    for _ in range(2 * outer):
+        do(FORWARD, False)
+    for _ in range(depth + 1):
+        do(FORWARD, False)
+        do(FORWARD, True)
+    for _ in range(outer):
+        do(INPUT, True)
+        do_weight()
+        do(FORWARD, True)
+    for number in range(chunks - ranks + depth + 1):
+        if number == 0 and depth == half - 1:  # the two in the middle: apart, which leaves a smaller bubble
+            do(FORWARD, False)
+            do(BACKWARD, True)
+        else:
+            together(False)
+        together(True)
+    for _ in range(outer):
+        do(BACKWARD, True)
+        together(True)
+    late = False
+    for number in range(depth + 1):
+        late = late or (number == (depth + 1) // 2 and depth % 2 == 1)
+        do(INPUT if late else BACKWARD, True)
+        late = late or (number == (depth + 1) // 2 and depth % 2 == 0)
+        do(INPUT if late else BACKWARD, False)
+    for _ in range(outer):
+        do_weight()
+        do(INPUT, False)
+    while weights:
+        do_weight()
+    return steps
+
+
+def _of_torch(name: str, stages_per_rank: int) -> Callable[[int, int], Table]:
+    def table(ranks: int, microbatches: int) -> Table:
+        from torch.distributed.pipelining import schedules
+
+        kind: Any = getattr(schedules, name, None)
+        if kind is None:
+            raise BubbleError(f"this torch has no {name}")
+        stages = [
+            SimpleNamespace(
+                num_stages=ranks * stages_per_rank,
+                group_size=ranks,
+                group_rank=0,
+                stage_index=number,
+                is_first=number == 0,
+                is_last=False,
+                has_backward=True,
+                submod=None,
+            )
+            for number in range(stages_per_rank)
+        ]
+        try:
+            made = kind(stages, microbatches)
+        except ValueError as error:
+            raise BubbleError(" ".join(str(error).splitlines())) from None
+        order = made.pipeline_order
+        return [_steps_of_torch(order[rank]) for rank in range(ranks)]
+
+    return table
+
+
+def _steps_of_torch(actions: Sequence[Any]) -> list[Step]:
+    kinds = (FORWARD, INPUT, WEIGHT, BACKWARD)
+    steps: list[Step] = []
+    for action in actions:
+        parts = () if action is None else (action.sub_actions or (action,))
+        step = tuple(
+            Part(part.computation_type.value, part.stage_index, part.microbatch_index)
+            for part in parts
+            if part.computation_type.value in kinds
+        )
+        if step:
+            steps.append(step)
+    return steps
+
+
+_MOST_BYTES = 64 * MIB
+_PART = re.compile(r"(\d+)([FIWB])(\d+)")
+
+
+def read_table(path: str | Path) -> Table:
+    """A table as `torch.distributed.pipelining` dumps it: a row a rank, cells as ``0F3`` and ``(0F3;1B2)OVERLAP_F_B``.
+
+    Cells of other actions (sends, reductions) are left out.
+
+    Raises:
+        BubbleError: it holds nothing else, or is no text.
+        FileError: a device or a pipe, or more than 64 MiB.
+        OSError: it cannot be read.
+    """
+    require_readable(Path(path), _MOST_BYTES)
+    try:
+        with open(path, newline="") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BubbleError(f"{path} is no table of a schedule: {error}") from None
+    table: Table = []
+    for row in rows:
+        steps = []
+        for cell in row:
+            inner = cell[1:].split(")")[0].split(";") if cell.startswith("(") else [cell]
+            found = [_PART.fullmatch(text.strip()) for text in inner]
+            if all(found) and cell:
+                steps.append(tuple(Part(m[2], int(m[1]), int(m[3])) for m in found if m is not None))
+        table.append(steps)
+    if not any(table):
+        raise BubbleError(f"{path}: no cell names a forward or backward, as 0F3")
+    return table
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule that `bubbles` knows.
+
+    Args:
+        table: ``(ranks, microbatches) -> table``.
+        formula: bubble from ranks and times, as published; None: there is none here.
+    """
+
+    table: Callable[[int, int], Table]
+    formula: Callable[[int, Times], float] | None = None
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(one_forward_one_backward, lambda ranks, t: (ranks - 1) * (t.forward + t.backward)),
+    "zb1p": Schedule(
+        _of_torch("ScheduleInterleavedZeroBubble", 1),
+        lambda ranks, t: (ranks - 1) * (t.forward + t.backward - 2 * t.weight),
+    ),
+    "zbv": Schedule(_of_torch("ScheduleZBVZeroBubble", 2)),
+    "interleaved": Schedule(_of_torch("ScheduleInterleaved1F1B", 2)),
+    "dualpipe": Schedule(dual_pipe, lambda ranks, t: (ranks / 2 - 1) * (t.together + t.backward - 3 * t.weight)),
+    "dualpipev": Schedule(
+        _of_torch("ScheduleDualPipeV", 2), lambda ranks, t: (ranks - 1) * (t.together + t.backward - 3 * t.weight)
+    ),
+}
+"""Formulas are those of DeepSeek's announcement, with a step's stages counted as there (DualPipeV: two a rank)."""
+
+
+def table_of(name: str, ranks: int, microbatches: int) -> Table:
+    """The table of one of SCHEDULES.
+
+    Raises:
+        BubbleError: there is no such schedule, or not for so many ranks or micro-batches.
+    """
+    if name not in SCHEDULES:
+        raise BubbleError(f"schedule {name!r} is unknown; choose one of: {', '.join(SCHEDULES)}")
+    if ranks * microbatches * 6 > MOST_STEPS:
+        raise BubbleError(f"{ranks} ranks and {microbatches} micro-batches are more than is played here")
+    return SCHEDULES[name].table(ranks, microbatches)

@@ -1,0 +1,118 @@
+"""Which transports carry experts here, tried on the ranks that torchrun started, and how fast their links are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...config import launcher_environment
+from ...distributed.bandwidth import measure
+from ...distributed.process_groups import backend_for
+from ...distributed.transports import TRANSPORTS
+from ...distributed.transports.base import Transport, TransportError
+from ...topology import Topology
+from ...utils.errors import one_line
+
+TIMEOUT_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A transport as it was found. Bandwidths of a rank that sends and receives at once, the slowest one's; None: no
+    such link was there to measure."""
+
+    name: str
+    device: str
+    usable: bool
+    why: str
+    intra_node_gb_per_second: float | None
+    inter_node_gb_per_second: float | None
+
+
+def try_transports(
+    device: torch.device, names: Sequence[str] | None = None, on_progress: Callable[[str], None] = lambda said: None
+) -> tuple[Carrier, ...]:
+    """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
+    transport that cannot be used here.
+
+    Args:
+        device: of this rank.
+        names: of transports; None: all.
+        on_progress: told what is tried next.
+    """
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    found = []
+    try:
+        for name in TRANSPORTS if names is None else names:
+            on_progress(f"trying transport {name}")
+            found.append(_tried(name, device, control))
+    finally:
+        dist.destroy_process_group(control)
+    return tuple(found)
+
+
+def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Carrier:
+    backend = backend_for(device)
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    transport: Transport | None = None
+    try:
+        made, problem = _attempt(lambda: TRANSPORTS[name](group, backend, device, TIMEOUT_SECONDS))
+        transport = made
+        problem = _anyones(problem, control)
+        if problem or transport is None:
+            return Carrier(name, device.type, False, problem, None, None)
+        carrier = transport
+        _, problem = _attempt(lambda: carrier.warm_up(time.monotonic() + TIMEOUT_SECONDS))
+        problem = _anyones(problem, control)
+        if problem:
+            return Carrier(name, device.type, False, problem, None, None)
+        topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
+        measured, problem = _attempt(lambda: measure(topology, carrier, dist.get_rank(), control, TIMEOUT_SECONDS))
+        problem = _anyones(problem, control)
+        if problem or measured is None:
+            return Carrier(name, device.type, False, problem, None, None)
+        return _carrier(name, device, measured)
+    finally:
+        if transport is not None:
+            _attempt(transport.close)
+        dist.destroy_process_group(group)
+
+
+def _carrier(name: str, device: torch.device, measured: Topology) -> Carrier:
+    alone = measured.num_ranks == 1
+    inside = None if measured.ranks_per_node == 1 else measured.intra_node_bandwidth / 1e9
+    between = None if measured.num_nodes == 1 else measured.inter_node_bandwidth / 1e9
+    why = "made ready; start it with torchrun to measure links" if alone else f"tried on {measured.num_ranks} ranks"
+    return Carrier(name, device.type, True, why, inside, between)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """What it gives, or why it gives nothing."""
+    try:
+        return work(), ""
+    except (TransportError, RuntimeError, ImportError, OSError, ValueError) as error:
+        return None, one_line(error)
+
+
+def _anyones(problem: str, control: dist.ProcessGroup) -> str:
+    """The first problem that a rank has; all ranks go on, or none."""
+    said: list[str] = []
+    for rank in range(control.size()):
+        size = torch.tensor([len(problem.encode())])
+        source = dist.get_global_rank(control, rank)
+        dist.broadcast(size, src=source, group=control)
+        text = torch.zeros(int(size), dtype=torch.uint8)
+        if rank == control.rank() and problem:
+            text = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8)
+        if int(size):
+            dist.broadcast(text, src=source, group=control)
+            said.append(f"rank {rank}: {bytes(text.tolist()).decode(errors='replace')}")
+    return said[0] if said else ""

@@ -1,0 +1,88 @@
+"""Process groups for commands: join the ranks that torchrun started, be the only one, or start some."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ..config import launcher_environment
+
+
+class LaunchError(ValueError):
+    """The ranks and devices don't fit; one line that says what would."""
+
+
+def launched() -> bool:
+    """Whether torchrun (or a launcher that sets what it sets) started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= launcher_environment().keys()
+
+
+def is_first() -> bool:
+    """Whether this is the rank that speaks for all."""
+    return launcher_environment().get("RANK", "0") == "0"
+
+
+def start_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Run ``eplb-runtime`` with these arguments on so many ranks of this machine, one thread each; its exit status."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*torchrun, "-m", "eplb_runtime.cli", *arguments], check=False).returncode
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[torch.device]:
+    """Inside, torch.distributed is initialised: with torchrun's ranks, or with this process alone.
+
+    Args:
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL beside gloo; each rank of a node has its own GPU).
+
+    Yields:
+        This rank's device.
+
+    Raises:
+        LaunchError: there is no GPU, or fewer than ranks on this node.
+    """
+    local_rank = int(launcher_environment().get("LOCAL_RANK", "0"))
+    here = torch.device("cpu")
+    if device == "cuda":
+        here = _gpu(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if launched():
+        dist.init_process_group(backend)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield here
+    finally:
+        dist.destroy_process_group()
+
+
+def repeat_every_bit() -> None:
+    """Let a GPU compute the same bits each time; call it before the first kernel.
+
+    ``torch.use_deterministic_algorithms(True, warn_only=True)`` alone leaves the backward passes of flash and
+    memory-efficient attention as they are, which add in any order; so attention is computed by plain matrix products.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+def _gpu(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise LaunchError(
+            f"this node has {count} GPUs and a rank {local_rank}: start as many ranks as GPUs, or give --device cpu"
+        )
+    here = torch.device("cuda", local_rank)
+    torch.cuda.set_device(here)
+    return here

@@ -1,0 +1,450 @@
+"""Play a series of loads through policies: plan on the past, judge on what came next.
+
+Each policy starts from experts in logical order, sees only windows that are over, replans every few windows, and is
+judged window by window with the split that its layout really uses. Step times come from a small model, stated at
+:class:`StepModel`; they compare policies, they do not predict a cluster.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..placement import Placement
+from ..planner import CostModel, Plan, PlanError, plan
+from ..planner.cost import crossing_seconds
+from ..planner.evaluate import predicted_imbalance
+from ..planner.policies import LAYOUTS
+from ..planner.terms import Gate
+from ..planner.traffic import checked_sources, received
+from ..topology import Topology
+from ..utils.files import replacing, write_file
+
+FloatArray = NDArray[np.float64]
+
+WINDOW_ENDINGS = (".csv", ".json")
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """How long the expert layers of a step take, by the tokens of the busiest rank; nothing overlaps.
+
+    * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times that in
+      training (forward, and both gradients in backward), at ``flops``.
+    * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
+      where it is computed on its own rank. Links inside the node and between nodes work at the same time, so of the
+      rank that gets most the slower kind counts. Tokens of an expert come from all ranks alike unless sources say
+      otherwise, and go to copies that are near first; without copies (G - 1) / R of a rank's tokens travel inside the
+      node and (R - G) / R between nodes, for G ranks a node.
+
+    Args:
+        hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
+        flops: FLOP/s that a rank sustains on expert GEMMs.
+        activation_bytes: bytes of one element of a token on the wire.
+        training: count the backward pass.
+        stall_seconds: fixed cost of every rebalance, besides its bytes.
+    """
+
+    hidden_size: int = 7168
+    expert_hidden_size: int = 2048
+    flops: float = 400e12
+    activation_bytes: int = 2
+    training: bool = True
+    stall_seconds: float = 0.0
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of one expert's bf16 weights."""
+        return 2 * 3 * self.hidden_size * self.expert_hidden_size
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments."""
+        return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
+
+    def slot_bytes(self, placement: Placement) -> int:
+        """Bytes to fill a slot that is no home: one expert's weights in the home layout.
+
+        In the free layout no copy is marked as the owner, whose optimizer state must move in training: there each slot
+        counts as the average of E owners and P - E copies.
+        """
+        if placement.layout == "home":
+            return self.replica_bytes
+        owners = placement.num_experts / placement.num_slots
+        return round(owners * self.home_bytes + (1 - owners) * self.replica_bytes)
+
+    def seconds(
+        self, busiest_rank_tokens: FloatArray, topology: Topology, received_LR2: FloatArray | None = None
+    ) -> float:
+        """Seconds of all layers.
+
+        Args:
+            busiest_rank_tokens: ``[L]``, token-expert pairs on the busiest rank.
+            received_LR2: ``[L, R, 2]``, pairs that each rank gets from other ranks of its node and from other nodes
+                (``planner.traffic.received``); None: as without copies, from all ranks alike.
+        """
+        ranks, node = topology.num_ranks, topology.ranks_per_node
+        compute = 6 * self.hidden_size * self.expert_hidden_size * (3 if self.training else 1) / self.flops
+        if received_LR2 is None:
+            shares = np.array([(node - 1) / ranks, (ranks - node) / ranks])
+            received_LR2 = busiest_rank_tokens[:, None, None] * shares
+        bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
+        exchange = (received_LR2 / bandwidth).max(axis=(1, 2)) * self.token_bytes
+        return float((busiest_rank_tokens * compute + exchange).sum())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on the wire of one token-expert pair in a step."""
+        return (4 if self.training else 2) * self.hidden_size * self.activation_bytes
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """One judged window of one policy; the replan just before it, if there was one. Bytes and seconds of the replan.
+
+    ``crossing_share``: of all tokens, those that are computed on another node than they come from.
+    """
+
+    policy: str
+    window: int
+    balancedness_mean: float
+    imbalance_mean: float
+    imbalance_max: float
+    step_seconds: float
+    crossing_share: float
+    decision: str = ""
+    moved_slots: int = 0
+    moved_homes: int = 0
+    bytes_intra_node: int = 0
+    bytes_inter_node: int = 0
+    plan_seconds: float = 0.0
+    migration_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyRun:
+    """One policy over the series. ``imbalance``: float64 [W, L], max / mean rank load of each judged window."""
+
+    policy: str
+    layout: str
+    num_slots: int
+    steps_per_window: int
+    imbalance: FloatArray
+    windows: tuple[WindowResult, ...]
+
+    @property
+    def replans(self) -> list[WindowResult]:
+        return [window for window in self.windows if window.decision]
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(window.bytes_intra_node + window.bytes_inter_node for window in self.windows)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the ``simulate`` command.
+
+        Balancedness (mean / max rank load) and imbalance are over all judged windows and layers. ``step_seconds``
+        includes the time that migrations took, spread over all steps; ``plan_seconds`` is the mean of one plan.
+        """
+        balancedness, replans = 1 / self.imbalance, self.replans
+        all_slots = self.num_slots * self.imbalance.shape[1]
+        seconds = sum(window.step_seconds + window.migration_seconds / self.steps_per_window for window in self.windows)
+        return {
+            "policy": self.policy,
+            "balancedness": {
+                "mean": float(balancedness.mean()),
+                "p5": float(np.percentile(balancedness, 5)),
+                "min": float(balancedness.min()),
+            },
+            "imbalance": {
+                "mean": float(self.imbalance.mean()),
+                "p95": float(np.percentile(self.imbalance, 95)),
+                "max": float(self.imbalance.max()),
+            },
+            "crossing_share": float(np.mean([window.crossing_share for window in self.windows])),
+            "moved_slots_share": float(np.mean([replan.moved_slots for replan in replans]) / all_slots),
+            "rebalances": sum(replan.decision == "rebalance" for replan in replans),
+            "plan_seconds": float(np.mean([replan.plan_seconds for replan in replans])),
+            "step_seconds": seconds / len(self.windows),
+        }
+
+
+@dataclass(frozen=True)
+class Series:
+    """A series of loads, and when it is planned for.
+
+    Args:
+        load: float64 [T, L, E], tokens per logical expert, oldest window first. The first ``every`` windows are only
+            planned on, the others are judged.
+        every: windows between plans.
+        history: how many windows of the past a plan sees; None: ``4 * every``.
+        steps_per_window: training steps that a window stands for.
+    """
+
+    load: FloatArray
+    every: int
+    history: int | None = None
+    steps_per_window: int = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every plan is asked for.
+
+    Args:
+        groups, max_moves, gate, options: as in ``planner.plan``; the payoff gate takes seconds from the step model and
+            a horizon of ``10 * every`` windows.
+        sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
+            than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
+    """
+
+    groups: int = 1
+    max_moves: int | None = None
+    gate: Gate = "always"
+    options: Mapping[str, Any] | None = None
+    sources: FloatArray | None = None
+
+
+def simulate(
+    series: Series,
+    topology: Topology,
+    *,
+    slots_per_rank: int,
+    policies: Sequence[str],
+    asked: Asked | None = None,
+    step_model: StepModel | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> list[PolicyRun]:
+    """Run each policy over the series.
+
+    Args:
+        topology: ranks and nodes.
+        slots_per_rank: S.
+        policies: names of ``planner.policies.POLICIES``, each in its own layout.
+        asked, step_model: None: the defaults of :class:`Asked` and :class:`StepModel`.
+        on_progress: called after each plan with what it led to judged, ``len(policies) * num_replans`` times in all.
+
+    Raises:
+        PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
+    """
+    load, every, asked, model = series.load, series.every, asked or Asked(), step_model or StepModel()
+    if not 0 < every < len(load):
+        raise PlanError(
+            f"a series of {len(load)} windows cannot be replanned every {every}: give --every between 1 and "
+            f"{len(load) - 1}, or a longer series"
+        )
+    _, layers, experts = load.shape
+    mean_tokens = load.sum(axis=2).mean(axis=0) / topology.num_ranks / series.steps_per_window
+    crossing, share_LNE = 0.0, None
+    if asked.sources is not None:
+        crossing = crossing_seconds(mean_tokens, model.token_bytes, topology)
+        share_LNE = checked_sources(asked.sources, layers, experts, topology)
+    starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
+    game = _Game(series, topology, model, share_LNE)
+    runs = []
+    for policy, current in zip(policies, starts, strict=True):
+        cost = CostModel(
+            home_bytes=model.home_bytes,
+            replica_bytes=model.slot_bytes(current),
+            step_seconds=model.seconds(mean_tokens, topology),
+            moe_share=1.0,
+            horizon_steps=10 * every * series.steps_per_window,
+            stall_seconds=model.stall_seconds,
+            crossing_seconds=crossing,
+        )
+        runs.append(game.play(policy, current, cost, _asking(policy, topology, cost, asked), on_progress))
+    return runs
+
+
+def _asking(policy: str, topology: Topology, cost: CostModel, asked: Asked) -> Callable[[FloatArray, Placement], Plan]:
+    """The policy as a function of the past and the placement that stands; its refusals name it."""
+
+    def ask(past: FloatArray, current: Placement) -> Plan:
+        try:
+            return plan(
+                past,
+                topology,
+                slots_per_rank=current.slots_per_rank,
+                current=current,
+                policy=policy,
+                layout=current.layout,
+                cost=cost,
+                groups=asked.groups,
+                max_moves=asked.max_moves,
+                gate=asked.gate,
+                options=dict(asked.options or {}),
+                sources=asked.sources,
+            )
+        except PlanError as error:
+            raise PlanError(f"policy {policy}: {error}") from None
+
+    return ask
+
+
+@dataclass(frozen=True)
+class _Game:
+    """A series, and what is asked of everyone who plays through it."""
+
+    series: Series
+    topology: Topology
+    model: StepModel
+    share_LNE: FloatArray | None
+
+    def play(
+        self,
+        policy: str,
+        current: Placement,
+        cost: CostModel,
+        ask: Callable[[FloatArray, Placement], Plan],
+        on_progress: Callable[[], None],
+    ) -> PolicyRun:
+        """Replan every few windows on what is over; judge on what comes until the next replan."""
+        load, every = self.series.load, self.series.every
+        history = self.series.history or 4 * every
+        ask(load[:1], current)  # compiles, so that no measured plan does
+        imbalance: list[FloatArray] = []
+        windows: list[WindowResult] = []
+        for start in range(every, len(load), every):
+            planned = ask(load[max(0, start - history) : start], current)
+            moves, slots = planned.moves, current.slots_per_rank
+            migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
+            current = planned.placement
+            for window in range(start, min(start + every, len(load))):
+                judged = predicted_imbalance(load[window], current)
+                imbalance.append(judged)
+                result = self._result(policy, window, judged, current)
+                windows.append(result if window > start else _with_replan(result, planned, migration, self.model))
+            on_progress()
+        slots, steps = current.num_slots, self.series.steps_per_window
+        return PolicyRun(policy, current.layout, slots, steps, np.array(imbalance), tuple(windows))
+
+    def _result(self, policy: str, window: int, judged: FloatArray, placement: Placement) -> WindowResult:
+        load_LE, steps = self.series.load[window], self.series.steps_per_window
+        received_LR2 = received(load_LE, placement, self.topology, self.share_LNE)
+        mean_tokens = load_LE.sum(axis=1) / self.topology.num_ranks / steps
+        return WindowResult(
+            policy=policy,
+            window=window,
+            balancedness_mean=float((1 / judged).mean()),
+            imbalance_mean=float(judged.mean()),
+            imbalance_max=float(judged.max()),
+            step_seconds=self.model.seconds(judged * mean_tokens, self.topology, received_LR2 / steps),
+            crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
+        )
+
+
+def num_replans(num_windows: int, every: int) -> int:
+    """How often each policy plans in a series."""
+    return len(range(every, num_windows, every))
+
+
+def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int) -> Placement:
+    """Where a policy starts: experts in logical order; replica slots empty (home) or again in logical order (free).
+
+    Raises:
+        PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
+    """
+    if policy not in LAYOUTS:
+        raise PlanError(f"policy {policy!r} is unknown; choose of: {', '.join(LAYOUTS)}")
+    if num_ranks * slots_per_rank < num_experts:
+        raise PlanError(
+            f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "
+            f"give at least {-(-num_experts // num_ranks)} slots per rank"
+        )
+    if slots_per_rank > num_experts:
+        raise PlanError(
+            f"policy {policy}: {slots_per_rank} slots per rank for {num_experts} experts: a rank would hold an expert "
+            f"twice; give at most {num_experts}"
+        )
+    layouts = LAYOUTS[policy]
+    if layouts[0] == "home" and num_experts % num_ranks == 0:
+        return Placement.initial(num_layers, num_experts, num_ranks, slots_per_rank - num_experts // num_ranks)
+    if "free" not in layouts:
+        raise PlanError(f"policy {policy}: {num_ranks} ranks do not divide {num_experts} experts, as homes need")
+    row = np.arange(num_ranks * slots_per_rank) % num_experts
+    return Placement(np.broadcast_to(row, (num_layers, len(row))), num_experts, num_ranks)
+
+
+def merge_windows(load: FloatArray, count: int) -> FloatArray:
+    """The series in windows ``count`` times as long; a last incomplete one is left out.
+
+    Raises:
+        PlanError: the series has fewer windows than that.
+    """
+    whole = len(load) // count
+    if whole < 1:
+        raise PlanError(f"a series of {len(load)} windows cannot be merged by {count}: give a smaller number")
+    return np.asarray(load[: whole * count].reshape(whole, count, *load.shape[1:]).sum(axis=1))
+
+
+def write_windows(runs: Sequence[PolicyRun], path: str | Path) -> None:
+    """Every judged window of every policy, as ``.csv`` (one row each) or ``.json`` (with the summaries).
+
+    Raises:
+        PlanError: another ending.
+    """
+    path = Path(path)
+    rows = [asdict(window) for run in runs for window in run.windows]
+    if path.suffix == ".csv":
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(path, table.getvalue())
+    elif path.suffix == ".json":
+        write_file(path, json.dumps({"policies": [run.summary() for run in runs], "windows": rows}))
+    else:
+        raise PlanError(f"{path}: results are written as .csv or .json")
+
+
+def plot(runs: Sequence[PolicyRun], path: str | Path) -> None:
+    """Balancedness by window, and slots moved so far, one line a policy, as ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        PlanError: matplotlib is missing, or another ending.
+    """
+    path = Path(path)
+    if path.suffix not in PLOT_ENDINGS:
+        raise PlanError(f"{path}: a plot is drawn as .png, .svg or .pdf")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("a plot needs matplotlib: pip install 'eplb-runtime[plot]'") from None
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    for run in runs:
+        numbers = [window.window for window in run.windows]
+        moved = np.cumsum([window.moved_slots for window in run.windows])
+        upper.plot(numbers, [window.balancedness_mean for window in run.windows], label=run.policy)
+        lower.step(numbers, moved / (run.num_slots * run.imbalance.shape[1]), where="post", label=run.policy)
+    upper.set_ylabel("balancedness, mean over layers")
+    upper.legend()
+    lower.set_ylabel("slots moved so far / all slots")
+    lower.set_xlabel("window")
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:])
+
+
+def _with_replan(result: WindowResult, planned: Plan, migration_seconds: float, model: StepModel) -> WindowResult:
+    moved = planned.decision == "rebalance"
+    return WindowResult(
+        **{
+            **asdict(result),
+            "decision": planned.decision,
+            "moved_slots": planned.moved_slots,
+            "moved_homes": planned.moved_homes,
+            "bytes_intra_node": planned.bytes_intra_node,
+            "bytes_inter_node": planned.bytes_inter_node,
+            "plan_seconds": planned.plan_seconds,
+            "migration_seconds": migration_seconds + model.stall_seconds * moved,
+        }
+    )

@@ -1,0 +1,1 @@
+"""Helpers without torch.distributed: files, worker thread, tables, profiler spans, checksums, Triton."""

@@ -1,0 +1,81 @@
+"""Events and a balancer in words: tables of 80 columns, and a line in the log for each rebalance."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from eplb_runtime.balancer.status import RebalanceLine, balancer_table
+from eplb_runtime.config import BalancerConfig
+from eplb_runtime.events import (
+    BalancingPaused,
+    EventLog,
+    GuardFinding,
+    LoadMeasured,
+    RebalanceAborted,
+    RebalanceCommitted,
+    RebalancePlanned,
+)
+from eplb_runtime.placement import Placement
+from eplb_runtime.topology import Topology
+
+PLANNED = RebalancePlanned(60, 3, 4, "rebalance", "saves 5 s for 0.1 s", 1.9, 1.2, 0.01, 1.1, 5.0, 0.1)
+COMMITTED = RebalanceCommitted(60, 3, "ab" * 16, 4, 3 * 2**20, 0.025)
+
+
+def log() -> EventLog:
+    events = EventLog()
+    events.emit(LoadMeasured(60, 50, ((1.5, 2.5), (1.0, 2.0))))
+    events.emit(PLANNED)
+    events.emit(COMMITTED)
+    events.emit(RebalanceAborted(120, 3, "staged", "rank 2 has waited 30 s for rank 1: " + "a long story " * 20))
+    events.emit(BalancingPaused(120, "connection lost"))
+    events.emit(GuardFinding(130, "ranks differ in lm_head"))
+    return events
+
+
+def test_the_log_prints_as_a_table_of_eighty_columns() -> None:
+    shown = str(log())
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "50 steps, imbalance 1.750 on average, 2.500 at worst" in shown
+    assert "epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause" in shown
+    assert shown.splitlines()[0].split() == ["step", "event", "what"]
+    assert [line.split()[1] for line in shown.splitlines()[2:] if line[0] != " "] == [
+        "measured",
+        "planned",
+        "committed",
+        "dropped",
+        "paused",
+        "guard",
+    ]
+
+
+def test_a_long_log_prints_its_newest_events() -> None:
+    events = EventLog()
+    for step in range(100):
+        events.emit(BalancingPaused(step, "x"))
+    shown = str(events).splitlines()
+    assert shown[-1] == "(70 earlier)" and shown[2].startswith("70 ") and shown[-2].startswith("99 ")
+
+
+def test_a_balancer_prints_as_a_table_of_eighty_columns() -> None:
+    placement = Placement.initial(58, 256, 32, replica_slots=1)
+    shown = balancer_table(BalancerConfig(interval=25), Topology(32, 8), placement, 130, log())
+    assert max(map(len, shown.splitlines())) <= 80
+    for said in ("58 layers of 256", "32 share a layer, 8 a node", "a decision every 25 steps", "1, 4 experts moved"):
+        assert said in shown
+
+
+def test_each_rebalance_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    events.subscribe(RebalanceLine())
+    with caplog.at_level(logging.INFO, "eplb_runtime"):
+        for event in log():
+            events.emit(event)
+        events.emit(COMMITTED)  # without a plan before it, as restoring does
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, imbalance 1.900 -> 1.200 predicted, to "
+        "save 5 s for 0.1 s",
+        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause",
+    ]

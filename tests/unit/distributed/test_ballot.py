@@ -1,0 +1,196 @@
+"""All that can happen to three ranks in one decision: answers that come late or never, ranks that stand still at any
+point, counts that break off. The table is the code's own; the rule that it replaced is shown to part ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+
+from eplb_runtime.distributed.ballot import DECIDED, TABLE, Act, Ballot, Heard, State, Verdict
+
+RANKS = 3
+Table = Mapping[tuple[State, Heard], tuple[State, Act]]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Args:
+    said: to the other ranks: "" (nothing yet), "yes" or "no".
+    counted: whether its count of what all have said is over.
+    asks: the words it has proposed for the record; each may reach it at any time from then on, or never.
+    told: what it told the others where it met them.
+    """
+
+    state: State = State.OPEN
+    said: str = ""
+    counted: bool = False
+    asks: frozenset[bool] = frozenset()
+    told: State | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks, whichever is which, and what the record holds: nothing, commit or abort."""
+
+    ranks: tuple[Rank, ...] = (Rank(),) * RANKS
+    record: bool | None = None
+
+    def but(self, number: int, rank: Rank, record: bool | None = None) -> World:
+        others = (old for each, old in enumerate(self.ranks) if each != number)
+        ranks = tuple(sorted((rank, *others), key=in_order))
+        return World(ranks, self.record if record is None else record)
+
+
+@cache
+def in_order(rank: Rank) -> str:
+    return f"{rank.state} {rank.said} {rank.counted} {sorted(rank.asks)} {rank.told}"
+
+
+def steps(world: World, table: Table, *, store_answers: bool = True, follows_itself: bool = False) -> Iterator[World]:
+    """What may happen next. A rank that stands still is one to which nothing happens for a while.
+
+    Args:
+        store_answers: whether the record can be asked at all.
+        follows_itself: the old rule: a rank that hears no answer does what it has proposed.
+    """
+    for number, rank in enumerate(world.ranks):
+        yield from (world.but(number, after) for after in alone(rank, world, table))
+        for proposed in rank.asks:
+            if store_answers:
+                record = proposed if world.record is None else world.record
+                yield world.but(number, rank, record)  # and the answer is lost
+                yield world.but(number, heard(rank, Heard.COMMIT if record else Heard.ABORT, table), record)
+            if follows_itself and rank.state is State.DOUBT:
+                yield world.but(number, replace(rank, state=State.COMMITTED if proposed else State.ABORTED))
+        if rank.state in (State.DOUBT, State.COMMITTED, State.ABORTED) and rank.told is None:
+            yield world.but(number, replace(heard(rank, Heard.MEET, table), told=rank.state))
+        if rank.state is State.MEETING:
+            yield world.but(number, heard(rank, Heard.BROKEN_OFF, table))
+            told = [other.told for other in world.ranks]
+            if None not in told:
+                what = Heard.SOME_COMMITTED if State.COMMITTED in told else Heard.NONE_COMMITTED
+                yield world.but(number, heard(rank, what, table))
+
+
+def alone(rank: Rank, world: World, table: Table) -> Iterator[Rank]:
+    """What a rank does, or hears of the others' votes."""
+    if rank.state is State.OPEN:
+        yield replace(heard(rank, Heard.VOTE, table), said="yes")
+        for said in ("", "no"):  # one that cannot even say no hangs up
+            yield replace(heard(rank, Heard.REFUSE, table, proposes=False), said=said, counted=not said)
+    elif rank.state is State.DOUBT and False not in rank.asks:
+        yield heard(rank, Heard.REFUSE, table, proposes=False)
+    if rank.said and not rank.counted:
+        counted = replace(rank, counted=True)
+        yield heard(counted, Heard.LOST, table, proposes=False)
+        if all(other.said == "yes" for other in world.ranks):
+            yield heard(counted, Heard.ALL_YES, table, proposes=True)
+        if any(other.said == "no" for other in world.ranks):
+            yield heard(counted, Heard.A_NO, table, proposes=False)
+
+
+def heard(rank: Rank, what: Heard, table: Table, proposes: bool | None = None) -> Rank:
+    state, act = table.get((rank.state, what), (rank.state, Act.NOTHING))
+    asks = rank.asks | {proposes} if act is Act.RECORD and proposes is not None else rank.asks
+    return replace(rank, state=state, asks=asks)
+
+
+def explored(table: Table, **rules: bool) -> dict[World, set[World]]:
+    """All worlds that can be, each with those that may follow; ends at the first where ranks have parted."""
+    begin = World()
+    found: dict[World, set[World]] = {}
+    ahead = [begin]
+    while ahead:
+        world = ahead.pop()
+        if world in found:
+            continue
+        found[world] = set(steps(world, table, **rules)) - {world}
+        if parted(world):
+            break
+        ahead += found[world]
+    return found
+
+
+def parted(world: World) -> bool:
+    return {State.COMMITTED, State.ABORTED} <= {rank.state for rank in world.ranks}
+
+
+def can_end(worlds: dict[World, set[World]]) -> set[World]:
+    """Those from which all ranks can still come to a decision, without a meeting that breaks off."""
+    before: dict[World, set[World]] = {}
+    for world, following in worlds.items():
+        for later in following:
+            before.setdefault(later, set()).add(world)
+    good = {world for world in worlds if all(rank.state in DECIDED for rank in world.ranks)}
+    ahead = list(good)
+    while ahead:
+        for world in before.get(ahead.pop(), set()) - good:
+            good.add(world)
+            ahead.append(world)
+    return good
+
+
+def test_ranks_never_part_and_always_can_come_to_a_decision() -> None:
+    worlds = explored(TABLE)
+    assert len(worlds) > 1_000
+    assert not any(map(parted, worlds))
+    for world in worlds:
+        if world.record:
+            apart = [rank for rank in world.ranks if rank.state is State.ABORTED and rank.told is None]
+            assert not apart, "who has refused alone, or read the record, never finds a commit there"
+    assert can_end(worlds) == set(worlds)
+    ends = {frozenset(rank.state for rank in world.ranks) for world in worlds}
+    assert {frozenset({State.COMMITTED}), frozenset({State.ABORTED})} <= ends
+
+
+def test_where_the_record_never_answers_ranks_that_meet_come_to_a_decision_all_the_same() -> None:
+    worlds = explored(TABLE, store_answers=False)
+    assert not any(map(parted, worlds))
+    assert can_end(worlds) == set(worlds)
+
+
+OTHER_RULES: dict[str, tuple[Table, dict[str, bool]]] = {
+    "who hears no answer follows itself": (TABLE, {"follows_itself": True}),
+    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, Heard.REFUSE): (State.ABORTED, Act.RECORD)}, {}),
+    "who has counted all yes commits": ({**TABLE, (State.DOUBT, Heard.ALL_YES): (State.COMMITTED, Act.RECORD)}, {}),
+    "who meets the others hears the record, too": (
+        {**TABLE, (State.MEETING, Heard.COMMIT): (State.COMMITTED, Act.NOTHING)},
+        {},
+    ),
+    "who leaves a meeting is in doubt again": (
+        {**TABLE, (State.MEETING, Heard.BROKEN_OFF): (State.DOUBT, Act.RECORD)},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", OTHER_RULES)
+def test_any_simpler_rule_parts_ranks(rule: str) -> None:
+    table, rules = OTHER_RULES[rule]
+    assert any(map(parted, explored(table, **rules)))
+
+
+def test_a_ballot_takes_the_steps_of_the_table() -> None:
+    no = Verdict(False, "no memory")
+    refused = Ballot("a")
+    assert refused.hear(Heard.REFUSE, no) is Act.RECORD
+    assert refused.hear(Heard.VOTE, Verdict(True)) is Act.NOTHING, "its no stands"
+    assert refused.refusal == "no memory" and refused.verdict is None, "another rank's words may stand"
+    refused.hear(Heard.ABORT, Verdict(False, "rank 1: odd bytes"))
+    assert refused.verdict == Verdict(False, "rank 1: odd bytes") and refused.wait(0.0)
+
+    alone = Ballot("without a store")
+    alone.hear(Heard.REFUSE, no)
+    alone.hear(Heard.SILENCE, no)
+    assert alone.verdict == Verdict(False, "no memory", connections_broken=True)
+
+    voted = Ballot("b")
+    assert voted.hear(Heard.VOTE, Verdict(True)) is Act.SAY_YES
+    assert voted.hear(Heard.REFUSE, no) is Act.RECORD
+    assert voted.verdict is None and not voted.wait(0.0), "its yes may have been counted"
+    voted.hear(Heard.COMMIT, Verdict(True))
+    voted.hear(Heard.ABORT, no)
+    assert voted.verdict == Verdict(True) and voted.state is State.COMMITTED

@@ -1,0 +1,105 @@
+"""Connections that are made anew: who gives up which."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eplb_runtime.distributed import reconnect
+from eplb_runtime.distributed.process_groups import Connections
+from eplb_runtime.distributed.reconnect import Link, Reconnection, Standing
+
+
+class Store:
+    """The launcher's, in this process."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self.counters: dict[str, int] = {}
+
+    def look(self, key: str) -> str:
+        return self.words.get(key, "")
+
+    def compare_set(self, key: str, word: str) -> str:
+        return self.words.setdefault(key, word)
+
+    def add(self, key: str, amount: int) -> int:
+        self.counters[key] = self.counters.get(key, 0) + amount
+        return self.counters[key]
+
+
+class Groups:
+    """Of a job of one rank; connections are names."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.job = SimpleNamespace(ranks=(0,), rank=0)
+        self.timeout_seconds = self.setup_seconds = 5.0
+        self.standing = Connections("first", "first")  # type: ignore[arg-type]
+        self.hung_up: list[Any] = []
+        self.given_back: list[Any] = []
+
+    def connect(self, attempt: int, key: str, seconds: float) -> Connections:
+        return Connections(f"attempt {attempt}", f"attempt {attempt}")  # type: ignore[arg-type]
+
+    def hang_up(self, connections: Connections) -> None:
+        self.hung_up.append(connections.control)
+
+    def give_back(self, connections: Connections) -> None:
+        self.given_back.append(connections.control)
+
+
+class Agreeing:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def highest(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, Standing]]:
+    monkeypatch.setattr(reconnect, "Agreement", Agreeing)
+    groups, standing = Groups(), Standing(step_seconds=1e-3)
+    made = Reconnection(groups, standing, lambda connections, seconds: None, lambda: None)  # type: ignore[arg-type, return-value]
+    yield made, groups, standing
+    made.close(5.0)
+
+
+def train_until_connected(made: Reconnection, groups: Groups, standing: Standing) -> Link:
+    while True:
+        time.sleep(0)  # lets the other thread run
+        standing.steps += 1
+        link = made.at_boundary()
+        if link is not None:
+            groups.standing = link.connections
+            return link
+
+
+def test_connections_that_break_as_soon_as_they_hold_are_made_anew_once(
+    job: tuple[Reconnection, Groups, Standing],
+) -> None:
+    """Training loses them again before the thread that made them has seen that they hold: it must not try on for the
+    pause that is over, nor hang up what stands when it comes to the next one."""
+    made, groups, standing = job
+    interval = sys.getswitchinterval()
+    stood = [groups.standing]
+    made.begin()
+    try:
+        for _ in range(3):
+            sys.setswitchinterval(100.0)  # this thread goes on until it waits: the other learns all of it later
+            stood.append(train_until_connected(made, groups, standing).connections)
+            made.begin()
+            sys.setswitchinterval(interval)
+        train_until_connected(made, groups, standing)
+    finally:
+        sys.setswitchinterval(interval)
+    made.close(5.0)
+    assert groups.hung_up == [connections.control for connections in stood]
+    assert groups.standing.control not in groups.hung_up + groups.given_back

@@ -1,0 +1,119 @@
+"""Waits that end: work on a thread of ours, and words in the launcher's store."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
+from eplb_runtime.utils.worker import Worker
+
+
+def test_work_that_never_ends_is_not_waited_for_and_what_nobody_waits_for_is_left_out() -> None:
+    worker, release, done = Worker("test"), threading.Event(), []
+    with pytest.raises(TimeoutError):
+        worker.do(release.wait, 0.01)
+    with pytest.raises(TimeoutError):
+        worker.do(lambda: done.append("too late"), 0.01)
+    assert not worker.close(0.0)
+    release.set()
+    assert worker.close(10.0)
+    assert done == []
+
+
+def test_what_work_returns_and_raises_is_handed_back() -> None:
+    worker = Worker("test")
+    assert worker.do(lambda: 7, 10.0) == 7
+    with pytest.raises(KeyError):
+        worker.do(lambda: {}["nothing"], 10.0)
+    with pytest.raises(TimeoutError, match="its own"):
+        worker.do(lambda: (_ for _ in ()).throw(TimeoutError("its own")), 10.0)
+    assert worker.close(10.0)
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(lambda: 7)
+
+
+def test_a_worker_that_nobody_has_any_more_leaves_no_thread() -> None:
+    worker = Worker("a test's own")
+    worker.do(lambda: None, 10.0)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "a test's own"]
+    del worker
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+class Stuck:
+    """A store whose server has gone silent until it is released."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.release, self.clones = store, threading.Event(), 0
+
+    def clone(self) -> dist.Store:
+        self.clones += 1
+        self.release.wait()
+        return self.store
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout() -> None:
+    stuck = Stuck(dist.HashStore())
+    store = JobStore(stuck, "job", 0.05)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="does not answer"):
+            store.compare_set("decision", "commit")
+    assert stuck.clones == 1, "one thread and one connection wait, however often it was asked"
+    stuck.release.set()
+    patient = JobStore(stuck, "job", 10.0)
+    assert patient.compare_set("another decision", "abort") == "abort"
+    assert patient.compare_set("another decision", "commit") == "abort"
+    assert (patient.look("another decision"), patient.look("a third")) == ("abort", "")
+    assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
+
+
+def test_a_silent_store_costs_one_timeout_until_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, waits, do = Stuck(dist.HashStore()), [], Worker.do
+
+    def waiting(self: Worker, *arguments: object) -> object:
+        waits.append(1)
+        return do(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "do", waiting)
+    store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
+    for _ in range(14):
+        with pytest.raises(StoreError, match="does not answer"):
+            store.look("decision")
+    assert len(waits) == 1 and store.silent
+    with pytest.raises(StoreError):
+        store.compare_set("decision", "commit", patient=True)
+    assert len(waits) == 2, "who is in doubt waits all the same"
+    silence = store._silence
+    assert silence is not None
+    stuck.release.set()
+    silence.result(10.0)
+    store._seconds = 10.0
+    assert store.compare_set("decision", "commit") == "commit" and not store.silent
+
+
+def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    names = []
+    for life in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
+        for _ in range(2):
+            here = [name_of_job(store, (0, 1), rank) for rank in (0, 1)]
+            assert here[0] == here[1], "ranks of one job find the same name"
+            names.append(here[0])
+        names.append(name_of_job(store, (0, 2), 0))
+    assert len(set(names)) == 6
+
+
+def test_hosts_that_count_lives_differently_find_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an elastic job: a launcher that follows the others into a new life does not count it."""
+    for own_store, names in (("False", 1), ("True", 2)):
+        store, said = dist.HashStore(), set()
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", own_store)
+        for rank, life in enumerate(("2", "1")):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
+            said.add(name_of_job(store, (0, 1), rank))
+        assert len(said) == names

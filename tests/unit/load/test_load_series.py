@@ -1,0 +1,158 @@
+"""A recorded series survives what befalls a run: crashes, restarts, other people's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from eplb_runtime.load import series
+from eplb_runtime.load.series import SeriesWriter, read_series
+from eplb_runtime.observe import recorder as recorder_module
+from eplb_runtime.observe.recorder import Recorder
+from eplb_runtime.tools.formats.errors import LoadFileError
+from eplb_runtime.tools.formats.loads import read_load
+from eplb_runtime.utils.files import FileError
+
+LAYERS, EXPERTS = 2, 3
+
+
+def windows(first: int, count: int) -> NDArray[np.int64]:
+    return first + np.arange(count * LAYERS * EXPERTS, dtype=np.int64).reshape(count, LAYERS, EXPERTS)
+
+
+def written(run: Path, *parts: NDArray[np.int64], steps: int = 1) -> None:
+    writer = SeriesWriter(run, LAYERS, EXPERTS)
+    for part in parts:
+        writer.append(part, steps)
+    writer.close()
+
+
+def test_what_is_appended_is_read_in_its_order_over_restarts(tmp_path: Path) -> None:
+    written(tmp_path, windows(0, 2), windows(100, 1), steps=5)
+    written(tmp_path, windows(200, 3))
+    load, steps = read_series(tmp_path)
+    assert np.array_equal(load, np.concatenate([windows(0, 2), windows(100, 1), windows(200, 3)]))
+    assert steps == [5, 5, 5, 1, 1, 1]
+    assert np.array_equal(read_series(tmp_path / "load")[0], load)
+    assert np.array_equal(read_load(tmp_path), load)
+
+
+@given(cut=st.integers(1, 400))
+def test_a_crash_costs_the_last_line_at_most(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = tmp_path_factory.mktemp("run")
+    written(run, windows(0, 1), windows(100, 1))
+    path = run / "load" / "000001.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    lines = path.read_bytes().count(b"\n") - 1
+    written(run, windows(200, 1))
+    left = [windows(0, 1), windows(100, 1)][: max(0, lines)]
+    assert np.array_equal(read_series(run)[0], np.concatenate([*left, windows(200, 1)]))
+
+
+def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
+    written(tmp_path, windows(0, 1), windows(100, 1))
+    path = tmp_path / "load" / "000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    line = json.loads(lines[1])
+    line["data"] = line["data"][:20] + ("A" if line["data"][20] != "A" else "B") + line["data"][21:]
+    path.write_bytes(lines[0] + json.dumps(line).encode() + b"\n" + lines[2])
+    with pytest.raises(LoadFileError, match=r"000001.jsonl, line 2: .*(cannot be read|another size)"):
+        read_load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"format": "something else"}', "is no recorded load"),
+        ('{"format": "eplb-runtime-load", "version": 1, "layers": 100000, "experts": 100000}', "is no recorded load"),
+        ("[" * 100_000, "is no recorded load"),
+        ("no JSON", "is no recorded load"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text(line[:4000] + "\n")
+    with pytest.raises(LoadFileError, match=said):
+        read_load(tmp_path)
+
+
+def test_a_line_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, windows(0, 1))
+    path = tmp_path / "load" / "000001.jsonl"
+    line = {"steps": 1, **series.encode(np.zeros((1000, LAYERS, EXPERTS), dtype=np.int64))}
+    with open(path, "a") as file:
+        file.write(json.dumps({**line, "shape": [1, LAYERS, EXPERTS]}) + "\n")
+    with pytest.raises(FileError, match="another size than it says"):
+        read_series(tmp_path)
+
+
+def test_a_run_of_another_model_is_not_mixed_in(tmp_path: Path) -> None:
+    written(tmp_path, windows(0, 1))
+    with pytest.raises(FileError, match="holds the load of 2 layers of 3 experts, not 2 of 4: name another folder"):
+        SeriesWriter(tmp_path, LAYERS, EXPERTS + 1)
+
+
+def test_a_large_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "_FILE_BYTES", 100)
+    written(tmp_path, *[windows(number, 1) for number in range(5)])
+    assert len(list((tmp_path / "load").iterdir())) == 5
+    assert np.array_equal(read_series(tmp_path)[0], np.concatenate([windows(number, 1) for number in range(5)]))
+
+
+def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older = Recorder(tmp_path, LAYERS, EXPERTS)
+    newer = Recorder(tmp_path, LAYERS, EXPERTS)
+    older.write(windows(0, 1), 1)
+    newer.write(windows(7, 1), 1)
+    older.close()
+    newer.close()
+    assert np.array_equal(read_series(tmp_path)[0], windows(7, 1))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: load is not recorded any more: another job writes its load to {tmp_path} now"
+    ]
+
+
+def test_a_full_disk_ends_the_recording_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: SeriesWriter, load: NDArray[np.int64], steps: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SeriesWriter, "append", full)
+    recorder = Recorder(tmp_path, LAYERS, EXPERTS)
+    for number in range(5):
+        recorder.write(windows(number, 1), 1)
+    recorder.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: load is not recorded any more: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_disk_that_hangs_makes_nobody_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import threading
+
+    free = threading.Event()
+    monkeypatch.setattr(SeriesWriter, "append", lambda *_: free.wait())
+    monkeypatch.setattr(recorder_module, "CLOSING_SECONDS", 0.0)
+    recorder = Recorder(tmp_path, LAYERS, EXPERTS)
+    for number in range(recorder_module.MOST_WAITING + 3):
+        recorder.write(windows(number, 1), 1)
+    recorder.close()
+    free.set()
+    assert any("the disk is too slow" in record.getMessage() for record in caplog.records)
+
+
+def test_a_sample_comes_along_unless_something_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    load = read_load("sample")
+    assert load.shape == (60, 4, 64) and (load.sum(axis=2) == 16_384).all()
+    written(tmp_path / "sample", windows(0, 1))
+    assert read_load("sample").shape == (1, LAYERS, EXPERTS)

@@ -1,0 +1,285 @@
+"""DeepEP without a GPU: the double is called as the real buffer would be, rows keep their bits, refusals say why."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from dataclasses import replace
+from importlib import util
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepep_double
+import pytest
+import torch
+
+from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
+from eplb_runtime.distributed.transports import deepep_package, packages
+from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
+from eplb_runtime.moe.dispatch.choosing import Choice, choose, maker
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
+from eplb_runtime.moe.dispatch.permute import PLAIN
+from eplb_runtime.tools.verification import runs
+from eplb_runtime.topology import Topology
+
+SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
+"""A folder with DeepEP's Python sources, if the package is not installed."""
+FILES = ("buffers/legacy.py", "buffer.py")
+SETTINGS = ("set_num_sms", "get_dispatch_config", "get_combine_config", "get_low_latency_rdma_size_hint")
+LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine")
+CALLED = ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *LOW_LATENCY)
+KINDS = {
+    "all_to_all": (AllToAll, AllToAll),
+    "hierarchical": (Hierarchical, HierarchicalByRank),
+    "deepep": (Carried, CarriedByRank),
+}
+"""Dispatchers in logical order and by rank."""
+
+
+def real_buffer() -> ast.ClassDef:
+    """The class as it is written; nothing is imported, for that needs a GPU."""
+    found = util.find_spec("deep_ep")
+    folders = list(found.submodule_search_locations or []) if found is not None else []
+    folders += [os.environ[SOURCE]] if SOURCE in os.environ else []
+    for path in (Path(folder) / file for folder in folders for file in FILES):
+        for node in ast.parse(path.read_text()).body if path.exists() else ():
+            if isinstance(node, ast.ClassDef) and node.name == "Buffer":
+                return node
+    pytest.skip(f"no sources of DeepEP here: install it or set {SOURCE}")
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_the_double_has_the_signatures_of_the_real_buffer(method: str) -> None:
+    written = next(node for node in real_buffer().body if isinstance(node, ast.FunctionDef) and node.name == method)
+    parameters = [argument.arg for argument in written.args.args]
+    given = list(inspect.signature(getattr(deepep_double.Buffer, method)).parameters)
+    assert [parameter for parameter in parameters if parameter in given] == given, "the same names, in the same order"
+    needed = parameters[: len(parameters) - len(written.args.defaults)]
+    assert set(needed) <= set(given), "what the double leaves out may be left out"
+
+
+# -- what is in a row --------------------------------------------------------------------------------------------------
+
+
+def of_all_bits(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**31), 2**31, (rows, columns), generator=generator, dtype=torch.int64).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_rows_and_their_weights_keep_every_bit_on_the_way_there(dtype: torch.dtype) -> None:
+    hidden, weights = of_all_bits(3, 4, dtype), torch.rand(3, 2, dtype=torch.float64)
+    rows = row_bytes.pack(hidden, weights, 2)
+    assert rows.shape[0] == 6 and rows.shape[1] * rows.element_size() % 32 == 0
+    back = row_bytes.unpack(rows, torch.tensor([5, 0]), hidden.shape[1], dtype)
+    assert torch.equal(back.view(torch.uint8), hidden[[2, 0]].view(torch.uint8))
+    behind = row_bytes.unpack_weights(rows, dtype, hidden.shape[1], 1, torch.float64)
+    assert torch.equal(behind.view(3, 2), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_no_tokens_may_be_a_view(dtype: torch.dtype) -> None:
+    grad = torch.ones((), dtype=dtype).expand(0, 16)
+    assert row_bytes.pack(grad, None).shape[0] == 0
+    rows, values = row_bytes.unpack_sums(row_bytes.pack_sums(grad, grad[:, :1]), 16, dtype, 1, dtype)
+    assert rows.shape == (0, 16) and values.shape == (0, 1)
+
+
+ODDLY_LYING = {
+    "one column": torch.rand(1, 5).T,
+    "one value": torch.rand(1, 1, 2)[..., 0],
+    "one for all": torch.rand(1, 1).expand(4, 2),
+    "none": torch.rand(1, 1).expand(0, 2),
+    "in a row": torch.rand(4, 2),
+}
+
+
+@pytest.mark.parametrize("weights", ODDLY_LYING.values(), ids=ODDLY_LYING)
+def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor) -> None:
+    (tokens, choices), odd = weights.shape, 33
+    rows = row_bytes.pack(torch.rand(tokens, odd).bfloat16(), weights)
+    assert torch.equal(row_bytes.unpack_weights(rows, torch.bfloat16, odd, choices, weights.dtype), weights)
+    in_float8 = float8.pack(torch.rand(tokens, 128).bfloat16(), weights.double())
+    assert torch.equal(float8.unpack_weights(in_float8, choices, torch.float64), weights.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_single_summand_keeps_every_bit_on_the_way_back(dtype: torch.dtype) -> None:
+    rows, values = of_all_bits(3, 4, dtype), of_all_bits(3, 1, torch.float32)
+    carried = row_bytes.pack_sums(rows, values)
+    summed = (torch.zeros(carried.shape) + carried.float()).to(torch.bfloat16)
+    again, again_values = row_bytes.unpack_sums(summed, rows.shape[1], dtype, values.shape[1], torch.float32)
+    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("times", [1, 3])
+def test_float8_keeps_every_bit_of_weights_and_some_of_hidden_states(weights_dtype: torch.dtype, times: int) -> None:
+    hidden = torch.randn(5, 384, generator=torch.Generator().manual_seed(0)).bfloat16() * 1000
+    hidden[0], hidden[1, :128] = 0, float("inf")
+    weights = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)).to(weights_dtype)
+    rows, scales = float8.pack(hidden, weights, times)
+    assert rows.dtype == float8.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
+    assert torch.equal(float8.unpack_weights((rows, scales), 3 // times, weights_dtype).view(5, 3), weights)
+    back = float8.unpack((rows, scales), torch.arange(5) * times)
+    assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
+    torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
+    assert not torch.equal(back[2:], hidden[2:])
+
+
+def test_no_tokens_travel_in_float8() -> None:
+    rows = float8.pack(torch.empty(0, 256, dtype=torch.bfloat16), torch.empty(0, 2))
+    assert float8.unpack(rows, torch.empty(0, dtype=torch.int64)).shape == (0, 256)
+    assert float8.unpack_weights(rows, 2, torch.float32).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "choices", "said"),
+    [
+        (256, torch.bfloat16, 8, ""),
+        (15360, torch.bfloat16, 8, ""),
+        (256, torch.float32, 8, "torch.float32: train in bfloat16"),
+        (200, torch.bfloat16, 8, "the hidden size is 200"),
+        (16384, torch.bfloat16, 8, "has more"),
+    ],
+)
+def test_hidden_states_that_float8_does_not_carry_are_refused(
+    width: int, dtype: torch.dtype, choices: int, said: str
+) -> None:
+    refused = float8.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, choices))
+    assert said in refused and bool(said) == bool(refused) and "\n" not in refused
+
+
+def test_control_bits_that_are_taken_for_bfloat16_do_not_survive_a_sum() -> None:
+    rows = torch.tensor([0x80007F81], dtype=torch.int64).to(torch.int32).view(torch.bfloat16)
+    assert not torch.equal((torch.zeros(2) + rows.float()).to(torch.bfloat16).view(torch.int16), rows.view(torch.int16))
+
+
+# -- what is refused, and what is chosen -------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    assert "GPU" in deepep_package.missing(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        assert deepep_package.missing() == "torch sees no CUDA device"
+
+
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
+    with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
+        deepep_package.imported()
+    assert "\n" not in str(said.value)
+
+
+def not_there() -> ModuleNotFoundError:
+    return ModuleNotFoundError("No module named 'deep_ep'", name="deep_ep")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "said"),
+    [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
+)
+def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
+    found = deepep_package.unfit(ranks, per_node)
+    assert said in found and bool(found) == bool(said)
+
+
+def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with pytest.raises(RuntimeError, match="fill_uninitialized_memory = False"):
+        deepep_package.refuse_filled_memory()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    deepep_package.refuse_filled_memory()
+
+
+def test_auto_takes_deepep_where_every_rank_has_it() -> None:
+    assert choose("auto", ["", ""]).name == "deepep"
+    one_lacks_it = choose("auto", ["", "torch sees no CUDA device"])
+    assert (one_lacks_it.name, one_lacks_it.why) == ("all_to_all", "no deepep: rank 1: torch sees no CUDA device")
+    assert not one_lacks_it.problem
+
+
+def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
+    assert choose("deepep", ["", "no GPU"]).problem == "dispatch='deepep': rank 1: no GPU"
+    assert not choose("deepep", ["", ""]).problem
+
+
+def test_the_order_of_sums_picks_the_kind() -> None:
+    asked = {order: BalancerConfig(dispatch="auto", combine_order=order) for order in ("logical", "by_rank")}
+    job = Topology(8, 4)
+    moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
+    made = {(order, name): maker(asked[order], Choice(name, ""), job, moves) for order in asked for name in KINDS}
+    assert {key: make.func for key, make in made.items()} == {  # type: ignore[attr-defined]
+        (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
+    }
+    assert all(make.keywords["moves"] is moves for make in made.values())  # type: ignore[attr-defined]
+    assert made["by_rank", "hierarchical"].keywords["ranks_per_node"] == 4  # type: ignore[attr-defined]
+    assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"most_tokens": -1}, "most_tokens=-1: give at least 0"),
+        ({"most_tokens": 64}, "most_tokens=64 with dispatch='all_to_all': only 'deepep'"),
+        ({"most_tokens": 64, "dispatch": "hierarchical"}, "only 'deepep' has use for it"),
+        (
+            {"most_tokens": 64, "dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 64},
+            "give one of them",
+        ),
+    ],
+)
+def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BalancerConfig(**settings)
+
+
+def test_most_tokens_are_for_one_node() -> None:
+    group = SimpleNamespace(size=lambda: 16)
+    with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
+        Carried(group, 4, make_carrier=lambda *_: None, most_tokens=64)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="logical order"):
+        BalancerConfig(combine_order="by_rank")
+    for dispatch in ("all_to_all", "hierarchical", "auto"):
+        with pytest.raises(ConfigError, match="only 'deepep' carries it"):
+            BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
+    for tokens in (-4, 6, 512):
+        with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
+            BalancerConfig(dispatch="deepep", combine_order="by_rank", low_latency_tokens=tokens)
+    for setting in ({"dispatch": "deepep"}, {"dispatch": "hierarchical", "combine_order": "by_rank"}):
+        with pytest.raises(ConfigError, match="need dispatch='deepep' and combine_order='by_rank'"):
+            BalancerConfig(low_latency_tokens=128, **setting)
+    with pytest.raises(ConfigError, match="even"):
+        BalancerConfig(dispatch_sms=7)
+    with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
+        BalancerConfig(dispatch="deepep", combine_order="both")  # type: ignore[arg-type]
+
+
+def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so")))
+    assert "libx.so" in choosing.lacks(torch.device("cuda"), 8, 8)
+
+
+def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: deepep_double)
+    assert choosing.lacks(torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
+    assert choosing.lacks(torch.device("cuda"), 16, 8) == ""
+
+
+def test_a_verification_notes_that_sums_are_by_rank() -> None:
+    task = SimpleNamespace(ep_sets=[[0, 1]])
+    by_rank = BalancerConfig(dispatch="deepep", combine_order="by_rank")
+    assert runs._notes(task, by_rank, 3) == (choosing.SUMS_BY_RANK,)  # type: ignore[arg-type]
+    assert runs._notes(task, BalancerConfig(), 3) == ()  # type: ignore[arg-type]
+    in_float8 = BalancerConfig(dispatch="deepep", dispatch_dtype="float8")
+    assert runs._notes(task, in_float8, 3) == (choosing.IN_FLOAT8,)  # type: ignore[arg-type]

@@ -1,0 +1,242 @@
+"""Two things at once on streams of their own: who waits for whom, and whose memory is used again when. No device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stream_double import Memory, Module, Stream
+
+from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
+from eplb_runtime.moe.dispatch.streams import OneAfterAnother, TwoStreams
+
+DEVICE = torch.device("meta")
+
+
+class Deaf(Stream):
+    """Waits for nobody."""
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+class WithoutStart(TwoStreams):
+    """A fault to be noticed: the two do not wait for the caller's."""
+
+    def _pair(self) -> Any:
+        self._made = self._made or (Deaf(), Deaf())
+        return self._made
+
+
+class WithoutEnd(TwoStreams):
+    """Another: the caller's does not wait for them."""
+
+    def apart(self, *args: Any) -> Any:
+        one, other, _ = super().apart(*args)
+        return one, other, lambda: None
+
+
+class OnTheCallers(TwoStreams):
+    """Another: the first has no stream of its own."""
+
+    def _pair(self) -> Any:
+        caller = self._module.current_stream(self._device)
+        self._made = self._made or (caller, self._module.Stream(self._device))
+        return self._made
+
+
+FAULTS = [WithoutStart, WithoutEnd, OnTheCallers]
+
+
+def lanes_of(kind: type[TwoStreams] = TwoStreams) -> tuple[Lanes, Module, Memory]:
+    module = Module()
+    first, second = Lane(None, None), Lane(None, None)
+    lanes = Lanes(first, in_order=True, streams=kind(DEVICE, module))
+    lanes.open(second)
+    return lanes, module, Memory(module)
+
+
+def results_cross(lanes: Lanes, memory: Memory) -> None:
+    """Both read what the caller wrote; it reads what they give."""
+    given = memory.make("given")
+    both = lanes.both(lambda: (memory.use(given, "here"), memory.make("a"))[1], lambda: memory.make("b"))
+    for block in both:
+        memory.use(block, "result")
+    memory.use(given, "written again")
+
+
+def freed_inside(lanes: Lanes, memory: Memory) -> None:
+    """What the caller made is dropped beside, after its last use there is queued; who gets its memory, and when?"""
+    given, dropped = memory.make("given"), threading.Event()
+
+    def here() -> None:
+        assert dropped.wait(10)
+        memory.make("here")
+
+    def beside() -> None:
+        memory.use(given, "beside")
+        memory.free(given)
+        dropped.set()
+
+    lanes.both(here, beside)
+    memory.make("the caller, afterwards")
+
+
+def freed_outside(lanes: Lanes, memory: Memory) -> None:
+    """What was made inside is used by the caller and dropped; the next two may have its memory."""
+    for _ in range(2):
+        both = lanes.both(lambda: memory.make("here"), lambda: memory.make("beside"))
+        for block in both:
+            memory.use(block, "outside")
+            memory.free(block)
+
+
+SCENES = [results_cross, freed_inside, freed_outside]
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_what_is_used_on_two_streams_has_been_waited_for(scene: Callable[[Lanes, Memory], None]) -> None:
+    lanes, _, memory = lanes_of()
+    scene(lanes, memory)
+    scene(lanes, memory)
+    assert not memory.races
+
+
+@pytest.mark.parametrize(
+    ("fault", "scene"), list(zip(FAULTS, [freed_outside, results_cross, freed_inside], strict=True))
+)
+def test_control_a_missing_wait_is_noticed(fault: type[TwoStreams], scene: Callable[[Lanes, Memory], None]) -> None:
+    lanes, _, memory = lanes_of(fault)
+    scene(lanes, memory)
+    assert memory.races
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_both_write_is_written_one_after_the_other(shared: bool) -> None:
+    lanes, _, memory = lanes_of()
+    block = memory.make("counts")
+
+    def count() -> None:
+        for _ in range(3):
+            if shared:
+                with lanes.shared("counts"):
+                    memory.use(block, "counts")
+            else:
+                memory.use(block, "counts")
+
+    lanes.both(count, count)
+    assert bool(memory.races) != shared
+
+
+def test_one_stream_waits_for_no_event_of_its_own() -> None:
+    class Talking(Stream):
+        waited = 0
+
+        def wait_event(self, event: Any) -> None:
+            self.waited += 1
+
+    module = Module()
+    module.default = stream = Talking()
+    order = OneAfterAnother(DEVICE, module)
+    for _ in range(3):
+        with order():
+            pass
+    assert stream.waited == 0
+
+
+def test_both_threads_have_the_device_and_neither_has_the_callers_stream() -> None:
+    lanes, module, _ = lanes_of()
+
+    def look() -> tuple[int, Stream]:
+        return threading.get_ident(), module.current_stream()
+
+    (here, left), (beside, right) = lanes.both(look, look)
+    (_, turned_left), (_, turned_right) = lanes.both(look, look, turned=True)
+    assert here == threading.get_ident() != beside
+    assert module.devices == {here: DEVICE, beside: DEVICE}
+    assert len({left, right, module.default}) == 3 and (turned_left, turned_right) == (right, left)
+    assert lanes.alone(module.current_stream) is left and lanes.alone(module.current_stream, True) is right
+    assert module.current_stream() is module.default
+
+
+@pytest.mark.parametrize("fails", ["here", "beside", "both"])
+def test_after_a_failure_the_callers_stream_waits_all_the_same(fails: str) -> None:
+    lanes, module, memory = lanes_of()
+    begun = threading.Event()
+    blocks = []
+
+    def work(name: str) -> None:
+        if name == "here":
+            assert begun.wait(10)  # both have queued something
+        blocks.append(memory.make(name))
+        begun.set()
+        if fails in (name, "both"):
+            raise ValueError(name)
+
+    with pytest.raises(ValueError, match=r"here|beside"):
+        lanes.both(lambda: work("here"), lambda: work("beside"))
+    for block in blocks:
+        memory.use(block, "after")
+    assert not memory.races and not lanes.busy
+    results_cross(lanes, memory)
+    assert not memory.races and module.current_stream() is module.default
+
+
+def test_autocast_of_the_device_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)  # as with a GPU
+    lanes = Lanes(Lane(None, None), torch.device("cuda"), streams=TwoStreams(DEVICE, Module()))
+    lanes.open(Lane(None, None))
+
+    def modes() -> tuple[Any, ...]:
+        kinds = ("cpu", "cuda")
+        return *map(torch.is_autocast_enabled, kinds), *map(torch.get_autocast_dtype, kinds), torch.is_grad_enabled()
+
+    with torch.autocast("cpu"), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
+        here, beside = lanes.both(modes, modes)
+    assert here == beside == (True, True, torch.bfloat16, torch.float16, False)
+    assert lanes.both(modes, modes)[1][:2] == (False, False)
+
+
+def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_next_launch() -> None:
+    lanes, _, memory = lanes_of()
+    computed, begun = [], threading.Event()
+
+    def here() -> None:
+        with lanes.launching():
+            begun.set()
+            lanes.after_the_other()
+            for block in computed:
+                memory.use(block, "received")
+            assert len(computed) == 3
+
+    def beside() -> None:
+        assert begun.wait(10)
+        computed.extend(memory.make("computed") for _ in range(3))
+        with lanes.launching():
+            assert computed
+
+    lanes.both(here, beside)
+    lanes.both(lambda: None, lambda: None)  # one that has ended is not waited for
+    assert not memory.races
+
+
+def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() -> None:
+    lanes, _, memory = lanes_of()
+    lanes._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
+    computed: list[Any] = []
+
+    def here() -> None:
+        with lanes.launching():
+            lanes.after_the_other()
+            memory.use(computed[0], "received")
+
+    def beside() -> None:
+        computed.append(memory.make("computed"))
+        with lanes.launching():
+            pass
+
+    lanes.both(here, beside)
+    assert memory.races

@@ -1,0 +1,106 @@
+"""Exchanges of two batches are launched in one order, however fast either comes to its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
+from eplb_runtime.moe.dispatch.launch_order import LaunchOrder
+
+Turn = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+def launched(turn: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[int], None]) -> list[tuple[int, int]]:
+    """What was launched, where the way ``ahead`` asks first, and is through before the other asks if nobody waits."""
+    seen: list[tuple[int, int]] = []
+    asked = threading.Event()
+
+    def run(way: int) -> None:
+        for number in range(lengths[way]):
+            asked.set()
+            with turn(way):
+                seen.append((way, number))
+        end(way)
+        asked.set()
+
+    thread = threading.Thread(target=run, args=(ahead,))
+    thread.start()
+    assert asked.wait(10)
+    if turn is nobody_waits:
+        thread.join()
+    run(1 - ahead)
+    thread.join()
+    return seen
+
+
+def nobody_waits(way: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+LENGTHS = [(3, 3), (4, 2), (1, 4), (0, 2), (2, 0)]
+
+
+def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(way, number) for number in range(max(lengths)) for way in (0, 1) if number < lengths[way]]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
+    order = LaunchOrder()
+    assert launched(order.turn, lengths, ahead, order.end) == in_turns(lengths)
+
+
+def test_control_without_turns_it_follows_from_who_comes_first() -> None:
+    none = launched(nobody_waits, (3, 3), 1, lambda _: None)
+    assert none == [*((1, number) for number in range(3)), *((0, number) for number in range(3))]
+
+
+def lanes(in_order: bool = True) -> Lanes:
+    made = Lanes(Lane(None, None), in_order=in_order)
+    made.open(Lane(None, None))
+    return made
+
+
+@pytest.mark.parametrize("fails", ["here", "beside", "a launch"])
+def test_who_fails_is_not_waited_for(fails: str) -> None:
+    both, seen = lanes(), []
+
+    def launch(name: str, times: int) -> None:
+        for _ in range(times):
+            with both.launching():
+                seen.append(name)
+                if fails == "a launch" and name == "here":
+                    raise ValueError(name)
+        if fails == name:
+            raise ValueError(name)
+
+    over = threading.Event()
+
+    def beside() -> None:
+        try:
+            launch("beside", 1 if fails == "beside" else 4)
+        finally:
+            over.set()
+
+    with pytest.raises(ValueError, match=r"here|beside"):
+        both.both(lambda: launch("here", 4 if fails == "beside" else 1), beside)
+    assert over.wait(10)
+    assert seen.count("here") == (4 if fails == "beside" else 1)
+    assert seen.count("beside") == (1 if fails == "beside" else 4)
+    assert both.both(lambda: 1, lambda: 2) == (1, 2)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_alone_nobody_takes_turns(in_order: bool) -> None:
+    one = lanes(in_order)
+    seen: list[Any] = []
+    for _ in range(3):
+        with one.launching():
+            seen.append(one.here())
+    assert seen == [one._first] * 3

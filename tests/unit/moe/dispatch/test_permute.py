@@ -1,0 +1,148 @@
+"""Orders of rows and sums over choices, each against what it stands for, written as loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_runtime.moe.dispatch import permute
+from eplb_runtime.moe.dispatch.manifest import worth_sending_once
+from eplb_runtime.moe.dispatch.memory import RowMemory
+
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+]
+"""(rows, router weights)."""
+
+
+def choices(tokens: int, top_k: int, slots: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(slots, (tokens, top_k), generator=torch.Generator().manual_seed(seed))
+
+
+def rows_and_places(
+    tokens: int, top_k: int, width: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows in some order, where each choice lies, and the same rows as ``[T, K, D]``."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens * top_k, width, generator=generator).to(dtype)
+    place = torch.randperm(tokens * top_k, generator=generator)
+    return rows, place.view(tokens, top_k), rows[place].view(tokens, top_k, width)
+
+
+def in_order(terms_TKD: torch.Tensor) -> torch.Tensor:
+    """One after another, in float32 at least, rounded once at the end."""
+    total = terms_TKD[:, 0].to(torch.promote_types(terms_TKD.dtype, torch.float32))
+    for choice in range(1, terms_TKD.shape[1]):
+        total = total + terms_TKD[:, choice]
+    return total.to(terms_TKD.dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_choices_are_ordered_by_slot_with_those_of_this_rank_first(rank: int) -> None:
+    slots = choices(40, 3, 6).reshape(-1)
+    order = permute.order_by_slot(slots, 2 * rank, 2, 6)
+    here = [2 * rank, 2 * rank + 1]
+    expected = []
+    for slot in [*here, *(slot for slot in range(6) if slot not in here)]:
+        expected += [choice for choice in range(120) if slots[choice] == slot]
+    assert order.tolist() == expected
+    assert permute.inverse(order)[order].tolist() == list(range(120))
+
+
+def test_counts_are_of_every_slot() -> None:
+    assert permute.count(torch.tensor([3, 0, 3, 3]), 5).tolist() == [1, 0, 0, 3, 0]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_arrive_by_rank_are_regrouped_by_slot(first: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).integers(0, 4, (3, 5)) * np.random.default_rng(seed + 9).integers(0, 2, (3, 5))
+    arriving = [
+        (rank, slot, row)
+        for rank in [first, *(rank for rank in range(3) if rank != first)]
+        for slot in range(5)
+        for row in range(counts[rank, slot])
+    ]
+    by_slot = sorted(arriving, key=lambda key: (key[1], key[0], key[2]))
+    found = permute.arriving(counts, first, 5, torch.device("cpu"))
+    assert [arriving[index] for index in found.arrived_M.tolist()] == by_slot
+    assert [by_slot[index] for index in found.slot_place_M.tolist()] == arriving
+    assert found.ends_S.tolist() == counts.sum(axis=0).cumsum().tolist() and found.row_M is found.arrived_M
+
+
+@pytest.mark.parametrize("me", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+def test_what_leaves_names_for_each_choice_the_token_that_its_rank_is_sent(me: int, tokens: int) -> None:
+    slots = choices(tokens, 4, 6)
+    found = permute.leaving(slots, me, 3, 2, once=True, word=7)
+    told, order = found.told_2RW[0].tolist(), [me, *(rank for rank in range(3) if rank != me)]
+    begin, sent = {}, []
+    for rank in order:
+        begin[rank] = len(sent)
+        sent += [token for token in range(tokens) if (slots[token] // 2 == rank).any()]
+        assert told[rank] == [*[int((slots == 2 * rank + s).sum()) for s in range(2)], len(sent) - begin[rank], 7]
+    assert found.token_N[: len(sent)].tolist() == sent
+    for choice, meant in zip(found.choice_N.tolist(), found.meant_N1.view(-1).tolist(), strict=True):
+        rank = int(slots.view(-1)[choice]) // 2
+        assert sent[begin[rank] + meant] == choice // 4
+    alone = permute.leaving(slots, me, 3, 2, once=False)
+    assert torch.equal(alone.token_N, alone.choice_N // 4) and alone.meant_N1 is None
+    assert torch.equal(alone.told_2RW[0], found.told_2RW[0, :, :2])
+    assert torch.equal(alone.place_TK.view(-1)[alone.choice_N], torch.arange(4 * tokens))
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_a_weighted_sum_adds_rounded_products_in_the_routers_order(
+    dtype: torch.dtype, weight_dtype: torch.dtype, top_k: int
+) -> None:
+    rows, place, stacked = rows_and_places(19, top_k, 48, dtype)
+    weights = torch.rand(19, top_k, generator=torch.Generator().manual_seed(1)).to(weight_dtype)
+    found = permute.sum_choices(rows, place, RowMemory(), weights)
+    products = stacked * weights.unsqueeze(-1)
+    assert found.dtype == products.dtype
+    if weight_dtype == torch.float32 == dtype:  # products need not be rounded
+        torch.testing.assert_close(found, in_order(products), rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(found, in_order(products))
+    torch.testing.assert_close(found, products.sum(dim=1))
+    assert torch.equal(permute.sum_choices(rows, place, RowMemory()), in_order(stacked))
+
+
+def test_control_another_order_of_choices_gives_another_sum() -> None:
+    rows, place, stacked = rows_and_places(19, 8, 48, torch.float32)
+    assert not torch.equal(permute.sum_choices(rows, place.flip(1), RowMemory()), in_order(stacked))
+
+
+@pytest.mark.parametrize("tokens", [0, 17])
+def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
+    slots = choices(tokens, 4, 6)
+    visits = permute.visits(slots, 2, 3)
+    by_rank = [sorted({token for token in range(tokens) if (slots[token] // 2 == rank).any()}) for rank in range(3)]
+    assert visits.sum(dim=0).tolist() == [len(tokens_of) for tokens_of in by_rank]
+    order = [1, 0, 2]  # rank 1 comes first
+    begin, total = {}, 0
+    for rank in order:
+        begin[rank], total = total, total + len(by_rank[rank])
+    sent, within = permute.each_once(visits, torch.tensor([begin[rank] for rank in range(3)]), total)
+    assert sent.tolist() == [token for rank in order for token in by_rank[rank]]
+    for token in range(tokens):
+        for rank in (slots[token] // 2).tolist():
+            assert sent[begin[rank] + within[token, rank]] == token
+
+
+def test_sending_once_is_worth_it_where_many_choices_meet_few_ranks() -> None:
+    assert worth_sending_once(2, 4) and worth_sending_once(8, 8) and worth_sending_once(1, 2)
+    assert not worth_sending_once(2, 1) and not worth_sending_once(64, 8) and not worth_sending_once(1, 1)
+
+
+def test_no_tokens_and_no_rows_are_no_special_case() -> None:
+    rows, place, stacked = rows_and_places(0, 2, 8, torch.float32)
+    assert torch.equal(permute.sum_choices(rows, place, RowMemory()), stacked.sum(dim=1))
+    found = permute.arriving(np.zeros((2, 3), dtype=np.int64), 1, 3, torch.device("cpu"))
+    assert found.arrived_M.numel() == found.slot_place_M.numel() == 0

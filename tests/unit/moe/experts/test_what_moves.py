@@ -1,0 +1,260 @@
+"""What belongs to an expert: parameters, optimizer state found through the optimizer, and their record on the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from eplb_runtime.migration.records import formats_of
+from eplb_runtime.moe.experts.element_wise import check_element_wise
+from eplb_runtime.moe.experts.optimizer_state import (
+    OptimizerStateError,
+    expert_state,
+    is_per_expert,
+    replace_parameter,
+)
+from eplb_runtime.moe.experts.record import ALIGNMENT, RecordFormat
+from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from eplb_runtime.utils.checksums import as_bytes, checksum
+
+ELEMENT_WISE = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+def stepped(name: str, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **ELEMENT_WISE.get(name, {}))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    optimizer = stepped(name, parameter)
+    check_element_wise(optimizer)
+    found = dict(expert_state(optimizer, parameter))
+    kept = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor) and v.numel() > 1}
+    assert found.keys() == kept.keys()
+    assert found
+    assert all(found[key] is kept[key] for key in kept), "state must be written in place"
+
+
+def test_state_that_does_not_exist_yet_is_not_in_the_record() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW([parameter])
+    registry = ExpertTensors(1, 4, [optimizer])
+    registry.add(0, "w", parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w"]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/exp_avg", "w/exp_avg_sq"]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_optimizers_that_mix_experts_are_refused(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.randn(4, 3))])
+    with pytest.raises(OptimizerStateError, match=name):
+        check_element_wise(optimizer)
+
+
+class PerTensorTrust(torch.optim.SGD):
+    """As LAMB does: the step is scaled by norms over the whole tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad)
+
+
+def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
+    import transformers
+
+    parameters = [nn.Parameter(torch.randn(4, 3, 5))]
+    for mixing in (PerTensorTrust(parameters, lr=0.1), transformers.Adafactor(parameters)):
+        with pytest.raises(OptimizerStateError, match="mixes the experts"):
+            check_element_wise(mixing)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"lr": torch.tensor(1e-3)}, {"amsgrad": True}, {"lr": 0.0}, {"maximize": True}]
+)
+def test_options_of_an_element_wise_optimizer_change_nothing(options: dict, caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [nn.Parameter(torch.randn(4, 3, 5))]
+    check_element_wise(torch.optim.AdamW(parameters, **options))
+    assert not caplog.records and all(p.grad is None for p in parameters)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check_element_wise(torch.optim.Muon([nn.Parameter(torch.randn(4, 3))]))
+    assert ["Muon cannot be tried" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    with pytest.raises(OptimizerStateError, match="cannot be split by expert"):
+        is_per_expert("odd", torch.zeros(7), parameter)
+    assert not is_per_expert("step", torch.tensor(3.0), parameter)
+
+
+class KeepsAList(torch.optim.SGD):
+    """As optimizers with a history of gradients do, or with one preconditioner for each dimension."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter].setdefault("history", {"last": [torch.zeros_like(parameter)]})
+                parameter.sub_(kept["last"][0] + parameter.grad, alpha=group["lr"])
+                kept["last"][0].copy_(parameter.grad)
+
+
+def test_state_inside_of_containers_is_refused_because_it_would_stay_behind() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3))
+    optimizer = KeepsAList([parameter], lr=0.1)
+    with pytest.raises(OptimizerStateError, match="'history' is a dict that holds tensors"):
+        check_element_wise(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(OptimizerStateError, match="would stay behind"):
+        expert_state(optimizer, parameter)
+    assert not is_per_expert("betas", (0.9, 0.99), parameter)
+
+
+def test_a_replaced_parameter_keeps_group_options_and_its_rows_of_state() -> None:
+    one, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2))
+    optimizer = torch.optim.AdamW([{"params": [other]}, {"params": [one], "lr": 0.7}], lr=0.1)
+    one.grad, other.grad = torch.randn(4, 3), torch.randn(2)
+    optimizer.step()
+    momentum = optimizer.state[one]["exp_avg"].clone()
+    local = nn.Parameter(one.detach()[[3, 1]])
+    replace_parameter(optimizer, one, local, lambda tensor: tensor[[3, 1]])
+    assert optimizer.param_groups[1]["params"] == [local]
+    assert optimizer.param_groups[1]["lr"] == 0.7
+    assert torch.equal(optimizer.state[local]["exp_avg"], momentum[[3, 1]])
+    assert one not in optimizer.state
+    with pytest.raises(OptimizerStateError, match="does not hold"):
+        replace_parameter(optimizer, one, local, lambda tensor: tensor)
+
+
+def test_wrong_rows_and_taken_names_are_refused() -> None:
+    registry = ExpertTensors(2, 4)
+    registry.add(0, "w", torch.zeros(4, 3))
+    registry.add(1, "w", torch.zeros(4, 3))
+    with pytest.raises(RegistryError, match="registered already"):
+        registry.add(0, "w", torch.zeros(4, 3))
+    with pytest.raises(RegistryError, match="first dimension must be the 4 experts"):
+        registry.add(0, "v", torch.zeros(3, 4))
+
+
+def test_tensors_that_no_expert_could_be_written_into_are_refused_before_ranks_agree() -> None:
+    with torch.inference_mode():
+        of_inference = torch.zeros(4, 3)
+    for tensor, why in ((of_inference, "inference_mode"), (torch.zeros(4, 1).expand(4, 3), "share memory")):
+        registry = ExpertTensors(1, 4)
+        registry.add(0, "w", torch.zeros(4, 3))
+        assert formats_of(registry, [0])[1] == ""
+        registry.add(0, "average", tensor, "buffer")
+        assert why in formats_of(registry, [0])[1] and why in why_not_written(tensor)
+    assert not why_not_written(torch.zeros(1, 3).expand(1, 3)) and not why_not_written(torch.zeros(3, 4).T)
+
+
+def test_memory_that_has_two_names_moves_once() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 5))
+    optimizer = stepped("SGD", parameter)
+    kept = {
+        "master": parameter.detach().float(),
+        "flat": parameter.detach().view(4, 15, 1),
+        "own": torch.zeros(4, 3, 5),
+    }
+    kept |= {"column": kept["own"][:, :, :1], "same column": kept["own"][:, :, :1], "none": torch.zeros(4, 0, 1)}
+    optimizer.state[parameter] = {**kept, "none either": torch.zeros(4, 0, 1)}
+    registry = ExpertTensors(1, 4, [optimizer])
+    registry.add(0, "w", parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/column", "w/none", "w/none either", "w/own"]
+
+
+def left_behind(move_gradients: bool = False) -> tuple[ExpertTensors, nn.Parameter]:
+    """A parameter with a gradient, whose experts have moved."""
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    parameter.grad = torch.ones(3, 2)
+    registry = ExpertTensors(1, 3, move_gradients=move_gradients)
+    registry.add(0, "w", parameter)
+    registry.leave_gradients(0)
+    return registry, parameter
+
+
+def test_gradients_left_behind_may_be_zeroed_but_not_used() -> None:
+    registry, parameter = left_behind()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the gradient of w from before, which has not moved along"):
+            registry.refuse_left_behind()
+    parameter.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="has not moved along"):
+        registry.refuse_left_behind(parameter)
+    parameter.grad.zero_()
+    registry.refuse_left_behind(parameter)
+    parameter.grad.add_(1)
+    registry.refuse_left_behind(parameter)
+    registry, parameter = left_behind()
+    parameter.grad = torch.ones(3, 2)
+    registry.refuse_left_behind()
+    assert not registry.has_left_behind
+
+
+def test_gradients_that_move_along_may_be_used() -> None:
+    registry, parameter = left_behind(move_gradients=True)
+    registry.refuse_left_behind(parameter)
+    assert [t.name for t in registry.of_home(0)] == ["w", "w/grad"]
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+
+
+def layout_of(rows: int = 3) -> tuple[RecordFormat, list[torch.Tensor]]:
+    tensors = [torch.randint(0, 100, (rows, 5, 7)).to(dtype) for dtype in DTYPES] + [torch.randn(rows)]
+    named = [ExpertTensor(f"t{i}", tensor, "buffer") for i, tensor in enumerate(tensors)]
+    return RecordFormat.of(named), tensors
+
+
+def test_a_record_carries_every_bit_of_every_dtype() -> None:
+    record_format, tensors = layout_of()
+    before = [tensor.clone() for tensor in tensors]
+    record = torch.zeros(record_format.nbytes, dtype=torch.uint8)
+    record_format.pack(2, record)
+    record_format.unpack(record, 0)
+    for old, new in zip(before, tensors, strict=True):
+        assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
+        assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
+    assert all(field.offset % ALIGNMENT == 0 for field in record_format.fields)
+
+
+def test_layouts_that_cannot_be_exchanged_have_other_digests() -> None:
+    record_format, tensors = layout_of()
+    fewer = RecordFormat.of([f.source for f in record_format.fields][:-1])
+    other_type = RecordFormat.of([ExpertTensor("t0", tensors[0].float(), "buffer")])
+    same = RecordFormat.of([ExpertTensor("t0", tensors[0], "buffer")])
+    assert len({record_format.digest(), fewer.digest(), other_type.digest(), same.digest()}) == 4
+
+
+def test_a_checksum_notices_every_single_bit() -> None:
+    data = torch.randint(0, 256, (100,), dtype=torch.uint8)
+    whole = checksum([data[:60], data[60:]])
+    for position in range(100):
+        for bit in range(8):
+            changed = data.clone()
+            changed[position] ^= 1 << bit
+            assert checksum([changed[:60], changed[60:]]) != whole

@@ -1,0 +1,165 @@
+"""Kernels of dispatch give what `permute` gives, bit for bit; run as `interpreted.py` is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eplb_runtime.moe.dispatch import kernels, permute
+from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.experts import aligned, aligned_kernel
+from eplb_runtime.moe.experts.compute import SlotCounts
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+JOBS = [(2, 4), (1, 5), (3, 1), (5, 7), (1, 1)]
+"""(ranks, slots of each)."""
+BATCHES = [(0, 3), (1, 1), (100, 1), (1, 6), (65, 4), (200, 3)]
+"""(tokens, choices)."""
+
+
+def slots_of(tokens: int, top_k: int, slots: int, seed: int = 0) -> Tensor:
+    """The first slots more often."""
+    generator = torch.Generator().manual_seed(seed + tokens)
+    return (torch.rand(tokens, top_k, generator=generator) ** 2 * slots).long()
+
+
+def same(found: tuple, expected: tuple) -> None:
+    for name, one, other in zip(type(expected)._fields, found, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), name
+
+
+def leave_alike(slots_TK: Tensor, me: int, ranks: int, slots: int, once: bool, word: int | None) -> None:
+    found, expected = (
+        function(slots_TK, me, ranks, slots, once=once, word=word) for function in (kernels.leaving, permute.leaving)
+    )
+    sent = int(expected.told_2RW[0, :, slots].sum()) if once else slots_TK.numel()
+    same(*(one._replace(told_2RW=one.told_2RW[0], token_N=one.token_N[:sent]) for one in (found, expected)))
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize(("ranks", "slots"), JOBS)
+@pytest.mark.parametrize(("tokens", "top_k"), BATCHES)
+def test_what_leaves(tokens: int, top_k: int, ranks: int, slots: int, once: bool) -> None:
+    slots_TK = slots_of(tokens, top_k, ranks * slots)
+    for me in {0, ranks // 2, ranks - 1}:
+        leave_alike(slots_TK, me, ranks, slots, once, (3 << 40) + 1 if me else None)
+
+
+def test_what_leaves_where_all_choose_one_slot_and_where_choices_do_not_lie_in_a_row() -> None:
+    leave_alike(torch.full((150, 4), 3), 1, 2, 4, True, 0)
+    leave_alike(slots_of(4, 150, 8).T, 1, 2, 4, True, 0)
+    leave_alike(slots_of(150, 8, 8)[:, ::2], 0, 2, 4, True, 0)
+    leave_alike(slots_of(40000, 1, 70), 0, 7, 10, False, None)  # more blocks than are counted at once
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_slots_of_32_bits(once: bool) -> None:
+    slots_TK = slots_of(90, 3, 8)
+    found = kernels.leaving(slots_TK.int(), 0, 2, 4, once=once)
+    same(found._replace(told_2RW=found.told_2RW[0], token_N=found.token_N[:1]), _first_token(slots_TK, once))
+
+
+def _first_token(slots_TK: Tensor, once: bool) -> permute.Leaving:
+    expected = permute.leaving(slots_TK, 0, 2, 4, once=once)
+    return expected._replace(told_2RW=expected.told_2RW[0], token_N=expected.token_N[:1])
+
+
+@pytest.mark.parametrize("slot", [-1, 8])
+def test_a_slot_that_there_is_not_is_noticed_on_the_device(slot: int, asserting: None) -> None:
+    kernels.leaving(slots_of(90, 3, 8), 0, 2, 4, once=True)
+    slots_TK = slots_of(90, 3, 8)
+    slots_TK[40, 1] = slot
+    with pytest.raises(Exception, match="a slot that there is not"):
+        kernels.leaving(slots_TK, 0, 2, 4, once=True)
+
+
+@pytest.mark.parametrize("meant", [True, False])
+@pytest.mark.parametrize(("ranks", "slots"), JOBS)
+@pytest.mark.parametrize("most", [0, 3, 900])
+def test_what_arrives(ranks: int, slots: int, most: int, meant: bool) -> None:
+    generator = np.random.default_rng(ranks + most)
+    told_RW = generator.integers(0, most + 1, (ranks, slots + 2)) * generator.integers(0, 2, (ranks, slots + 2))
+    rows = int(told_RW[:, :slots].sum())
+    meant_M1 = torch.randint(1000, (rows, 1)) if meant else None
+    for first in {0, ranks - 1}:
+        for told in (None, torch.from_numpy(told_RW)):
+            found, expected = (
+                function(told_RW, first, slots, CPU, meant_M1, told)
+                for function in (kernels.arriving, permute.arriving)
+            )
+            same(found, expected)
+            assert (found.row_M is found.arrived_M) == (not meant)
+
+
+def test_a_group_of_more_rows_than_its_programs_number_at_once() -> None:
+    told_RW = np.array([[9000, 1], [0, 5000]])
+    same(kernels.arriving(told_RW, 1, 2, CPU), permute.arriving(told_RW, 1, 2, CPU))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(("rows", "width", "staying"), [(0, 8, 0), (7, 1, 3), (5, 1500, 5), (90, 33, 0), (3, 0, 1)])
+def test_rows_that_stay_and_rows_that_leave(rows: int, width: int, staying: int, dtype: torch.dtype) -> None:
+    source = torch.randint(0, 100, (rows + 2, width)).to(dtype)
+    index = torch.randint(rows + 2, (rows,))
+    stays, leaves = torch.full((staying, width), 101).to(dtype), torch.full((rows - staying, width), 101).to(dtype)
+    kernels.part(source, index, stays, leaves)
+    assert torch.equal(torch.cat([stays, leaves]), source[index])
+
+
+ODDLY_LYING = [torch.rand(30, 2)[:, :1], torch.rand(1).expand(10, 3), torch.rand(10, 6)[:, ::2]]
+
+
+@pytest.mark.parametrize("weights_TK", ODDLY_LYING)
+def test_router_weights_that_do_not_lie_in_a_row(weights_TK: Tensor) -> None:
+    column = weights_TK.reshape(-1, 1)  # as they travel: a view of some of them
+    assert column.stride(0) != 1
+    index, stays, leaves = torch.arange(29, -1, -1), torch.empty(10, 1), torch.empty(20, 1)
+    kernels.part(column, index, stays, leaves)
+    assert torch.equal(torch.cat([stays, leaves]), column[index])
+
+
+@pytest.mark.parametrize("weight_dtype", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_a_tokens_choices(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
+    for tokens, top_k, width in ((0, 2, 8), (1, 1, 1), (9, 8, 48), (3, 3, 1100), (2, 2, 0)):
+        generator = torch.Generator().manual_seed(top_k)
+        rows = torch.randn(tokens * top_k, width, generator=generator).to(dtype)
+        place = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k)
+        weights = None if weight_dtype is None else torch.rand(top_k, tokens, generator=generator).to(weight_dtype).T
+        found = kernels.sum_choices(rows, place, RowMemory(), weights)
+        expected = permute.sum_one_by_one(rows, place, RowMemory(), weights)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_a_sum_of_one_negative_zero_is_one() -> None:
+    found = kernels.sum_choices(torch.tensor([[-0.0]]), torch.tensor([[0]]), RowMemory())
+    assert torch.equal(found.signbit(), torch.tensor([[True]]))
+
+
+def test_control_products_that_are_not_rounded_give_other_sums() -> None:
+    rows, weights = torch.randn(400, 64), torch.rand(100, 4)
+    place = torch.randperm(400).view(100, 4)
+    rounded = kernels.sum_choices(rows, place, RowMemory(), weights)
+    assert not torch.equal((rows[place].double() * weights[..., None]).sum(1).float(), rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("counts", [(3, 0, 17, 16, 1), (0, 0, 0), (5,), (0, 40)], ids=str)
+@pytest.mark.parametrize("width", [1, 200])
+def test_rows_are_filled_up_by_slot_and_come_back(counts: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
+    packed, rows = SlotCounts.of(counts, CPU), sum(counts)
+    for told in (packed, SlotCounts(packed.offsets_S, None, spare=True)):
+        spaced, places = aligned.aligned(told, 16, rows + 3)
+        ends = packed.offsets_S, spaced.offsets_S, packed.offsets_S
+        source = torch.randint(1, 100, (rows + 3, width)).to(dtype)
+        filled = aligned_kernel.launch(source, *ends, places)
+        assert torch.equal(filled, aligned.regroup(source, *ends, places))
+        assert int((filled != 0).sum()) == rows * width
+        back = ends[1], ends[0], ends[2], rows + 3
+        assert torch.equal(aligned_kernel.launch(filled, *back), aligned.regroup(filled, *back))
+        assert torch.equal(aligned_kernel.launch(filled, *back)[:rows], source[:rows])

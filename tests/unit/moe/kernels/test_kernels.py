@@ -1,0 +1,67 @@
+"""Kernels in Triton's interpreter, and what stands in for them where there is no Triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+from eplb_runtime.cli import main
+
+HERE = Path(__file__).parent
+INTERPRETED = (HERE / "interpreted.py", HERE / "interpreted_moves.py")
+MODULES = (
+    "utils.checksums_triton",
+    "moe.dispatch.kernels",
+    "moe.experts.aligned_kernel",
+    "moe.routing.kernels",
+    "moe.routing.sources_kernel",
+    "moe.routing.water_filling_kernel",
+)
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
+def test_kernels_give_what_their_references_give() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, INTERPRETED)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+@pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
+def test_kernels_compile_for_gpus_that_are_not_here() -> None:
+    """What the interpreter lets through need not be what the compiler takes."""
+    done = subprocess.run([sys.executable, str(HERE / "compile_all.py")], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["80", "90"]
+
+
+def test_without_triton_all_of_it_imports() -> None:
+    work = f"""
+import sys
+sys.modules["triton"] = None
+import importlib
+for name in {MODULES}:
+    importlib.import_module("eplb_runtime." + name)
+"""
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_blocks_are_powers_of_2() -> None:
+    from eplb_runtime.utils.triton import power_of_2
+
+    assert [power_of_2(number) for number in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_kernels_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels"]) == 2
+    said = capsys.readouterr().err
+    assert "a GPU: nothing was measured" in said and said.count("\n") == 1

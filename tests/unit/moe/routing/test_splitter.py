@@ -1,0 +1,84 @@
+"""One batch's route: what a rank sends fits what the others expect, whatever the placement."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_runtime.moe.routing.splitter import BatchSplitter
+from eplb_runtime.placement import Placement
+
+HOME = Placement([[0, 1, 2, -1, 2, 3, 1, 0]], 4, 2, [[0, 1, 4, 5]])
+FREE_WITH_AN_EXPERT_TWICE_ON_A_RANK = Placement([[0, 0, 1, 2, 3, 0]], 4, 2)
+
+
+@pytest.mark.parametrize("placement", [HOME, FREE_WITH_AN_EXPERT_TWICE_ON_A_RANK], ids=["home", "free"])
+@pytest.mark.parametrize("least_tokens", [0, 10**6], ids=["split", "all at home"])
+def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Placement, least_tokens: int) -> None:
+    splitters = [
+        BatchSplitter(
+            placement,
+            torch.device("cpu"),
+            ep_rank=rank,
+            ranks_per_node=1,
+            mode="water_filling",
+            locality=True,
+            least_tokens=least_tokens,
+        )
+        for rank in range(2)
+    ]
+    chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
+    counts_RE = np.stack([splitter.counts(ids)[0].numpy() for splitter, ids in zip(splitters, chosen, strict=True)])
+    routes = [splitter.route(0, ids, counts_RE) for splitter, ids in zip(splitters, chosen, strict=True)]
+    in_slot = torch.from_numpy(np.array(placement.physical_to_logical[0]))
+    for rank, (ids, (slots, counts)) in enumerate(zip(chosen, routes, strict=True)):
+        assert torch.equal(in_slot[slots], ids.to(in_slot.dtype))
+        assert np.array_equal(np.bincount(slots.reshape(-1), minlength=placement.num_slots), counts.sent_P)
+        expected = np.stack([other.sent_P.reshape(2, -1)[rank] for _, other in routes])
+        assert np.array_equal(counts.received_RS, expected)
+
+
+def splitter(placement: Placement, rank: int = 0) -> BatchSplitter:
+    return BatchSplitter(
+        placement,
+        torch.device("cpu"),
+        ep_rank=rank,
+        ranks_per_node=1,
+        mode="water_filling",
+        locality=True,
+        least_tokens=0,
+    )
+
+
+PLACEMENTS = (
+    Placement([[0, 1, 2, -1, 2, 3, 1, 0]] * 3, 4, 2, [[0, 1, 4, 5]] * 3),
+    Placement(
+        [[0, 1, 2, -1, 2, 3, 1, 0], [3, 1, 2, 0, 2, 0, 1, 3], [0, 1, 2, 3, 2, 3, 1, 0]],
+        4,
+        2,
+        [[0, 1, 4, 5], [5, 1, 4, 0], [0, 1, 4, 5]],
+    ),
+    Placement(
+        [[0, 1, -1, -1, 2, 3, -1, -1], [3, 1, 2, 0, 2, 0, 1, 3], [0, 2, 1, 3, 1, 3, -1, 0]],
+        4,
+        2,
+        [[0, 1, 4, 5], [5, 1, 4, 0], [0, 4, 1, 5]],
+    ),
+)
+
+
+def test_following_placements_gives_what_a_new_splitter_gives() -> None:
+    following = splitter(PLACEMENTS[0])
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (50, 2)))
+    counts_RE = np.stack([following.counts(ids)[0].numpy(), np.array([7, 30, 1, 62])])
+    for placement in (*PLACEMENTS, PLACEMENTS[0]):
+        following.follow(placement)
+        fresh = splitter(placement)
+        for layer in range(3):
+            assert following.splits(layer) == fresh.splits(layer) == (placement.copy_count[layer].max() > 1)
+            slots, counts = following.route(layer, ids, counts_RE)
+            expected_slots, expected = fresh.route(layer, ids, counts_RE)
+            assert torch.equal(slots, expected_slots)
+            assert np.array_equal(counts.sent_P, expected.sent_P)
+            assert np.array_equal(counts.received_RS, expected.received_RS)

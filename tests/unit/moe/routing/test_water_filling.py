@@ -1,0 +1,239 @@
+"""The splitter: exact sums, near the linear program's optimum, the same integers in numba and in torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from eplb_runtime.moe.routing import sources, water_filling, water_filling_torch
+from eplb_runtime.moe.routing.speeds import split_by_speed
+from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.planner import plan
+from eplb_runtime.topology import Topology
+
+
+def random_placement(generator: np.random.Generator, layers: int, ranks: int, homes: int, replicas: int) -> Placement:
+    """Homes in logical order, random replicas where they may stand."""
+    start = Placement.initial(layers, ranks * homes, ranks, replicas)
+    slots = start.physical_to_logical.reshape(layers, ranks, -1).copy()
+    for layer in range(layers):
+        for rank in range(ranks):
+            foreign = np.setdiff1d(np.arange(ranks * homes), slots[layer, rank])
+            chosen = generator.permutation(foreign)[:replicas]
+            slots[layer, rank, homes : homes + len(chosen)] = np.where(
+                generator.random(len(chosen)) < 0.8, chosen, EMPTY
+            )
+    return Placement(slots.reshape(layers, -1), ranks * homes, ranks, start.home)
+
+
+def rank_loads(quota_EC: np.ndarray, slot_EC: np.ndarray, placement: Placement) -> np.ndarray:
+    loads = np.zeros(placement.num_ranks, dtype=np.int64)
+    there = slot_EC >= 0
+    np.add.at(loads, slot_EC[there] // placement.slots_per_rank, quota_EC[there])
+    return loads
+
+
+def optimum(
+    totals_E: np.ndarray, slot_EC: np.ndarray, placement: Placement, speed_R: np.ndarray | float = 1.0
+) -> float:
+    """The exact minimum of the busiest rank's load, or of the slowest rank's time, by HiGHS."""
+    expert, copy = np.nonzero(slot_EC >= 0)
+    rank = slot_EC[expert, copy] // placement.slots_per_rank
+    count = len(expert)
+    variables = np.arange(count)
+    at_most = coo_matrix(
+        (
+            np.r_[np.ones(count), -np.ones(placement.num_ranks) * speed_R],
+            (np.r_[rank, np.arange(placement.num_ranks)], np.r_[variables, np.full(placement.num_ranks, count)]),
+        )
+    )
+    exactly = coo_matrix((np.ones(count), (expert, variables)), shape=(len(totals_E), count + 1))
+    solved = linprog(
+        np.r_[np.zeros(count), 1.0],
+        A_ub=at_most,
+        b_ub=np.zeros(placement.num_ranks),
+        A_eq=exactly,
+        b_eq=totals_E,
+        method="highs",
+    )
+    return float(solved.fun)
+
+
+def planned_for(load: np.ndarray, generator: np.random.Generator) -> tuple[Placement, np.ndarray]:
+    """A placement on 32 ranks with 64 replica slots, and totals of batches that differ from what it was planned for."""
+    placement = plan(load, Topology(32, 8), slots_per_rank=load.shape[1] // 32 + 2).placement
+    batches = [generator.dirichlet(layer / layer.sum() * 4 * load.shape[1] + 1e-9) for layer in load]
+    return placement, np.array([generator.multinomial(32 * 8192, batch) for batch in batches])
+
+
+def every_row(counts_RE: np.ndarray, tables: SplitTables, **options: object) -> np.ndarray:
+    """int64 ``[R, E, C]``: what each rank says by itself that it sends."""
+    rows = [sources.split_for_rank(counts_RE, tables, 0, rank, **options)[0] for rank in range(tables.num_ranks)]
+    return np.stack(rows)
+
+
+shapes = st.tuples(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(1, 5), st.integers(1, 3))
+scales = st.sampled_from([0, 1, 7, 1000, 10**6, 10**12])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, scale=scales, mode=st.sampled_from(["water_filling", "even"]), locality=st.booleans())
+def test_numba_and_torch_give_the_same_quotas_that_sum_exactly(shape, scale, mode, locality) -> None:
+    seed, ranks, homes, replicas = shape
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 1, ranks, homes, replicas)
+    tables, (device,) = SplitTables.of(placement), water_filling_torch.DeviceTables.of(placement)
+    counts = (generator.pareto(1.0, (ranks, ranks * homes)).clip(0, 1) * scale).astype(np.int64)
+    per_node = next(n for n in (4, 3, 2, 1) if ranks % n == 0)
+    options = {"ranks_per_node": per_node, "mode": mode, "locality": locality}
+    sent = every_row(counts, tables, **options)
+    assert np.array_equal(sent.sum(axis=2), counts)
+    assert (sent >= 0).all() and (sent[:, tables.copy_slot_LEC[0] < 0] == 0).all()
+    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables, mode=mode)[0])
+    there = water_filling_torch.split_counts(torch.from_numpy(counts), device, **options)
+    assert np.array_equal(there.numpy(), sent)
+    warm = sent.sum(axis=0)
+    again = every_row(counts[::-1], tables, warm_EC=warm, **options)
+    there = water_filling_torch.split_counts(
+        torch.from_numpy(counts[::-1].copy()), device, warm_EC=torch.from_numpy(warm), **options
+    )
+    assert np.array_equal(there.numpy(), again)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numba_and_torch_agree_where_all_sweeps_are_needed(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placement, totals = planned_for(generator.lognormal(0, 1, (3, 256)), generator)
+    tables, devices = SplitTables.of(placement), water_filling_torch.DeviceTables.of(placement)
+    quotas = water_filling.split_totals(totals, tables)
+    assert not np.array_equal(quotas, water_filling.split_totals(totals, tables, sweeps=5))
+    for layer, device in enumerate(devices):
+        there = water_filling_torch.split_totals(torch.from_numpy(totals[layer]), device)
+        assert np.array_equal(there.numpy(), quotas[layer])
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes, scale=scales, locality=st.booleans())
+def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale, locality) -> None:
+    seed, ranks, homes, replicas = shape
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 1, ranks, homes, replicas)
+    tables = SplitTables.of(placement)
+    counts = (generator.random((ranks, ranks * homes)) * scale).astype(np.int64)
+    sent = every_row(counts, tables, ranks_per_node=1, locality=locality)
+    sent_RP = np.zeros((ranks, placement.num_slots), dtype=np.int64)
+    expert, copy = np.nonzero(tables.copy_slot_LEC[0] >= 0)
+    sent_RP[:, tables.copy_slot_LEC[0, expert, copy]] = sent[:, expert, copy]
+    assert sent_RP.sum() == counts.sum()
+    for rank in range(ranks):
+        _, received = sources.split_for_rank(counts, tables, 0, rank, ranks_per_node=1, locality=locality)
+        assert np.array_equal(received, sent_RP.reshape(ranks, ranks, -1)[:, rank])
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=shapes, scale=scales)
+def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) -> None:
+    seed, ranks, homes, replicas = shape
+    generator = np.random.default_rng(seed)
+    placement = random_placement(generator, 1, ranks, homes, replicas)
+    tables = SplitTables.of(placement)
+    totals = (generator.random((1, ranks * homes)) * scale).astype(np.int64)
+    slots = tables.copy_slot_LEC[0]
+    filled = rank_loads(water_filling.split_totals(totals, tables)[0], slots, placement)
+    even = rank_loads(water_filling.split_totals(totals, tables, mode="even")[0], slots, placement)
+    assert filled.max() <= even.max()
+    assert filled.sum() == even.sum() == totals.sum()
+
+
+def test_where_rounding_would_cost_more_than_it_gains_the_even_split_stays() -> None:
+    placement = Placement([[0, 1, 2, 3, 7, 6, 4, 5, 6, 7, 2, 1]], 8, 2, [[0, 1, 2, 3, 6, 7, 8, 9]])
+    tables = SplitTables.of(placement)
+    quotas = water_filling.split_totals(np.array([[2, 2, 1, 0, 1, 2, 2, 2]]), tables)
+    assert rank_loads(quotas[0], tables.copy_slot_LEC[0], placement).max() == 6
+
+
+def gaps(totals: np.ndarray, tables: SplitTables, placement: Placement, **options: int) -> np.ndarray:
+    """Percent by which each layer's busiest rank is above the optimum, but for two tokens of rounding."""
+    quotas = water_filling.split_totals(totals, tables, **options)
+    above = []
+    for quota, slots, total in zip(quotas, tables.copy_slot_LEC, totals, strict=True):
+        above.append((rank_loads(quota, slots, placement).max() - 2) / optimum(total, slots, placement) - 1)
+    return np.array(above) * 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_layer_comes_within_half_a_percent_of_the_linear_program(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    spread = generator.uniform(0.4, 1.4, (40, 1))
+    placement, totals = planned_for(np.exp(spread * generator.standard_normal((40, 256))), generator)
+    tables = SplitTables.of(placement)
+    assert gaps(totals, tables, placement).max() <= 0.5
+    assert gaps(totals, tables, placement, sweeps=4).max() > 0.5  # or the loads would say nothing
+
+
+@pytest.mark.parametrize("workload", range(6))
+def test_every_layer_of_measured_loads_comes_within_half_a_percent_too(shared_data: Path, workload: int) -> None:
+    load = np.load(shared_data / "deepseek_v3_expert_load.npz")["load"][workload].astype(float)
+    placement, totals = planned_for(load, np.random.default_rng(workload))
+    tables = SplitTables.of(placement)
+    assert gaps(totals, tables, placement).max() <= 0.5
+    assert gaps(totals, tables, placement, sweeps=4).max() > 0.5  # or the loads would say nothing
+
+
+def test_a_warm_start_saves_sweeps() -> None:
+    ring = Placement([[e for r in range(16) for e in (r, (r - 1) % 16)]], 16, 16, [list(range(0, 32, 2))])
+    tables = SplitTables.of(ring)
+    totals = np.arange(16, 0, -1)[None] * 10_000
+    best = water_filling.split_totals(totals, tables, sweeps=100)
+    warm = water_filling.split_totals(totals, tables, sweeps=1, warm_LEC=best)
+    cold = water_filling.split_totals(totals, tables, sweeps=1)
+    peak = [rank_loads(q[0], tables.copy_slot_LEC[0], ring).max() for q in (best, warm, cold)]
+    assert peak[1] <= peak[0] * 1.001 < peak[2]
+
+
+def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
+    placement = Placement([[0, 1, 1, 0, 2, -1, 3, 0]], 4, 4, [[0, 2, 4, 6]])
+    tables = SplitTables.of(placement)
+    counts = np.array([[0, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0]])
+    sent = every_row(counts, tables, ranks_per_node=2, mode="even")
+    assert sent[:, 0].tolist() == [[0, 0, 0], [0, 30, 0], [30, 0, 0], [0, 0, 30]]
+
+
+def test_a_slow_rank_gets_tokens_by_its_speed() -> None:
+    ring = Placement([[0, 1, 1, 2, 2, 3, 3, 0]], 4, 4, [[0, 2, 4, 6]])
+    tables, counts = SplitTables.of(ring), np.full((4, 4), 250)
+    for speed in ([1.0, 1.0, 0.5, 1.0], [1.0, 0.25, 1.0, 0.25]):
+        sent = every_row(counts, tables, ranks_per_node=4, speed_R=np.array(speed))
+        loads = rank_loads(sent.sum(axis=0), tables.copy_slot_LEC[0], ring)
+        assert np.abs(loads / speed - 4000 / np.sum(speed)).max() <= 8, "equally long, to a few tokens"
+        assert np.array_equal(sent.sum(axis=2), counts)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_slow_ranks_cannot_be_filled_the_others_take_no_longer_than_they_must(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    ranks, homes = [(4, 1), (6, 1), (4, 4), (16, 4)][seed % 4]
+    placement = random_placement(generator, 1, ranks, homes, 1 + seed % 3)
+    totals_E = (generator.pareto(1.0, ranks * homes) * 10**6).astype(np.int64)
+    speed_R = generator.choice([1.0, 0.8, 0.5, 0.2], ranks)
+    speed_R[0] = 1.0
+    tables = SplitTables.of(placement)
+    quota_EC = split_by_speed(totals_E[None], tables, speed_R)[0]
+    assert (quota_EC.sum(axis=1) == totals_E).all()
+    slowest = (rank_loads(quota_EC, tables.copy_slot_LEC[0], placement) / speed_R).max()
+    assert slowest <= 1.005 * optimum(totals_E, tables.copy_slot_LEC[0], placement, speed_R)
+
+
+def test_choices_fill_the_copies_in_order_of_tokens() -> None:
+    expert = torch.tensor([[0, 1], [0, -1], [1, 0], [0, 1]])
+    slots = torch.tensor([[5, 7], [2, -1]])
+    sent = torch.tensor([[3, 1], [3, 0]])
+    assert water_filling_torch.assign_slots(expert, sent, slots).tolist() == [[5, 2], [5, -1], [2, 5], [7, 2]]

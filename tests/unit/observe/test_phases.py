@@ -1,0 +1,46 @@
+"""Spans of a profiler's trace that say what a rank does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from eplb_runtime.observe.profiling import Profiler
+from eplb_runtime.observe.traces import analyse
+from eplb_runtime.observe.traces.kinds import phase_of
+from eplb_runtime.utils.spans import phase, phase_name
+
+
+def test_names_are_read_back() -> None:
+    for given in (("dispatch", "F", 3), ("migration: commit", "", 0), ("reduce gradients", "", -1)):
+        found = phase_of(phase_name(given[0], given[1], None if given[2] < 0 else given[2], 7))
+        assert found is not None and (found.phase, found.direction, found.layer) == given
+    assert phase_name("combine", "B", 2, 5) == "eplb_runtime combine(B) layer=2 epoch=5"
+
+
+def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.profiler, "record_function", lambda name: pytest.fail("it was recorded"))
+    with phase("dispatch", "F", 0, 0):
+        pass
+
+
+def test_phases_of_all_threads_are_in_the_trace(tmp_path: Path) -> None:
+    def work(name: str) -> None:
+        with phase(name, "", 1, 0):
+            torch.ones(3).add(1)
+
+    with Profiler(tmp_path / "traces", steps=2, skip=1) as profiler:
+        for _ in range(5):
+            work("here")
+            beside = threading.Thread(target=work, args=("beside",))
+            beside.start()
+            beside.join()
+            profiler.step()
+    work("here")
+    assert profiler.path == tmp_path / "traces" / "rank0.json.gz"
+    found = analyse(profiler.path)
+    assert found.steps == 2
+    assert {(p.phase, p.layer, p.spans) for p in found.phases} == {("here", 1, 2), ("beside", 1, 2)}

@@ -1,0 +1,248 @@
+"""Placements and loads survive the way to every engine's format and back; each file meets its reader's demands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_runtime.placement import EMPTY, Placement, PlacementError
+from eplb_runtime.tools.formats.convert import (
+    FORMATS,
+    ConvertError,
+    convert,
+    fill_empty_slots,
+    read_placement,
+    write_placement,
+)
+from eplb_runtime.tools.formats.loads import read_load, write_load
+
+LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
+ENDING = {"eplb-runtime": ".json", "tensorrt-llm": ".yaml"}
+
+
+def free_placement(seed: int = 0, layers: int = LAYERS, experts: int = EXPERTS, ranks: int = RANKS) -> Placement:
+    """Every expert once and a second copy of some, in any order; slots a multiple of the ranks."""
+    random = np.random.default_rng(seed)
+    slots = -(-experts // ranks) * ranks + ranks
+    rows = [random.permutation(np.arange(slots) % experts) for _ in range(layers)]
+    return Placement(rows, experts, ranks)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("via", FORMATS)
+def test_a_free_placement_goes_through_any_two_formats_unchanged(tmp_path: Path, via: str, to: str) -> None:
+    placement = free_placement()
+    paths = [tmp_path / f"{number}{ENDING.get(name, '.json')}" for number, name in enumerate((via, to))]
+    dense = [DENSE if {via, name} & {"sglang", "tensorrt-llm"} else 0 for name in (via, to)]
+    write_placement(paths[0], placement, via, dense[0])
+    done = convert(paths[0], paths[1], to=to, num_ranks=RANKS, dense_layers=dense[1])
+    assert (done.kind, done.source_format, done.format, done.filled_slots) == ("placement", via, to, 0)
+    assert read_placement(paths[1], RANKS, dense[1] if to == "sglang" else 0, layout="free") == placement
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    layers=st.integers(1, 12),
+    experts=st.integers(1, 20),
+    ranks=st.integers(1, 5),
+    to=st.sampled_from(FORMATS),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_placement_reads_back_as_written(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, layers: int, experts: int, ranks: int, to: str
+) -> None:
+    placement = free_placement(seed, layers, experts, ranks)
+    path = tmp_path_factory.mktemp("convert") / f"map{ENDING.get(to, '.json')}"
+    write_placement(path, placement, to)
+    assert read_placement(path, ranks, layout="free") == placement
+
+
+def test_home_layout_keeps_homes_and_empty_slots_in_our_own_files(tmp_path: Path) -> None:
+    placement = Placement.initial(LAYERS, EXPERTS, RANKS, replica_slots=1)
+    placement.save(tmp_path / "a.json")
+    assert convert(tmp_path / "a.json", tmp_path / "b.safetensors").filled_slots == 0
+    assert read_placement(tmp_path / "b.safetensors", RANKS) == placement
+
+
+# -- what each reader demands --------------------------------------------------------------------------------------
+
+
+def test_sglang_map_stands_alone_and_has_a_row_for_every_layer_of_the_model(tmp_path: Path) -> None:
+    write_placement(tmp_path / "map.json", free_placement(), "sglang", dense_layers=DENSE)
+    content = json.loads((tmp_path / "map.json").read_text())
+    assert list(content) == ["physical_to_logical_map"], "its reader passes every key on as an argument"
+    rows = np.array(content["physical_to_logical_map"])
+    assert rows.shape == (DENSE + LAYERS, 12)
+    assert all(set(row) == set(range(EXPERTS)) for row in rows.tolist()), "dense rows too must be valid"
+    assert np.array_equal(rows[DENSE:], free_placement().physical_to_logical)
+
+
+def test_sglang_map_as_pt_loads_with_weights_only(tmp_path: Path) -> None:
+    write_placement(tmp_path / "map.pt", free_placement(), "sglang")
+    content = torch.load(tmp_path / "map.pt", weights_only=True)
+    assert content["physical_to_logical_map"].tolist() == free_placement().physical_to_logical.tolist()
+    assert read_placement(tmp_path / "map.pt", RANKS, layout="free") == free_placement()
+
+
+def test_tensorrt_llm_configuration_has_its_three_keys_and_model_layer_numbers(tmp_path: Path) -> None:
+    write_placement(tmp_path / "map.yaml", free_placement(), "tensorrt-llm", dense_layers=DENSE)
+    content = yaml.safe_load((tmp_path / "map.yaml").read_text())
+    assert set(content) == {"num_slots", "layer_updates_per_iter", "initial_global_assignments"}
+    assert content["num_slots"] == 12 and content["layer_updates_per_iter"] == 0
+    assert list(content["initial_global_assignments"]) == [2, 3, 4]
+    for row in content["initial_global_assignments"].values():
+        assert len(row) == 12 and set(row) == set(range(EXPERTS))
+
+
+def test_vllm_map_is_one_list_of_slots_a_moe_layer(tmp_path: Path) -> None:
+    write_placement(tmp_path / "map.json", free_placement(), "vllm")
+    assert json.loads((tmp_path / "map.json").read_text()) == free_placement().physical_to_logical.tolist()
+
+
+def test_vllm_ascend_map_lists_each_devices_experts(tmp_path: Path) -> None:
+    write_placement(tmp_path / "map.json", free_placement(), "vllm-ascend")
+    content = json.loads((tmp_path / "map.json").read_text())
+    assert content["moe_layer_count"] == LAYERS
+    for layer, row in zip(content["layer_list"], free_placement().physical_to_logical, strict=True):
+        assert layer["device_count"] == RANKS == len(layer["device_list"])
+        assert [expert for device in layer["device_list"] for expert in device["device_expert"]] == row.tolist()
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "vllm-ascend", "tensorrt-llm"])
+def test_no_engine_gets_an_empty_slot(tmp_path: Path, to: str) -> None:
+    path = tmp_path / f"map{ENDING.get(to, '.json')}"
+    filled = write_placement(path, Placement.initial(LAYERS, EXPERTS, RANKS, replica_slots=1), to)
+    assert filled == LAYERS * RANKS
+    assert (read_placement(path, RANKS).physical_to_logical != EMPTY).all()
+
+
+def test_empty_slots_get_the_rarest_experts_and_none_twice_on_a_rank() -> None:
+    rows = fill_empty_slots(Placement.initial(1, EXPERTS, RANKS, replica_slots=2))
+    by_rank = rows.reshape(RANKS, -1)
+    assert np.bincount(rows[0]).tolist() == [2] * EXPERTS
+    assert all(len(set(rank)) == len(rank) for rank in by_rank.tolist())
+
+
+# -- loads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".pt", ".json"])
+def test_a_load_goes_to_sglang_and_back(tmp_path: Path, ending: str) -> None:
+    load = np.arange(1, 25).reshape(2, 3, 4)
+    write_load(tmp_path / "load.npz", load)
+    done = convert(tmp_path / "load.npz", tmp_path / f"dump{ending}", to="sglang", dense_layers=DENSE)
+    assert (done.kind, done.shape) == ("load", (2, 3, 4))
+    assert read_load(tmp_path / f"dump{ending}").shape == (2, DENSE + 3, 4), "SGLang counts dense layers too"
+    back = convert(tmp_path / f"dump{ending}", tmp_path / "back.safetensors", dense_layers=DENSE)
+    assert back.source_format == "sglang"
+    assert np.array_equal(read_load(tmp_path / "back.safetensors"), load)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+    def text(name: str, content: str) -> Path:
+        (tmp_path / name).write_text(content)
+        return tmp_path / name
+
+    Placement.initial(1, 4, 2).save(tmp_path / "own.json")
+    write_load(tmp_path / "load.json", [[1, 2]])
+    out, sglang = tmp_path / "out.json", '{"physical_to_logical_map": [[0, 1], [1, 0]]}'
+    cases: list[tuple[Path, dict[str, object], str]] = [
+        (tmp_path / "missing.json", {}, "No such file"),
+        (text("sglang.json", sglang), {}, "does not say how many ranks it is for: give --ranks R"),
+        (text("dense.json", sglang), {"num_ranks": 2, "dense_layers": 2}, "2 dense layers of 2: none would be left"),
+        (text("three.json", "[[0, 1, 2]]"), {"num_ranks": 2}, "3 slots cannot be spread evenly over 2 ranks"),
+        (text("gap.json", "[[0, 2, 2]]"), {"num_ranks": 1}, "expert 1 stands in no slot"),
+        (text("ragged.json", "[[0, 1], [0]]"), {"num_ranks": 1}, "ragged"),
+        (text("flat.json", "[0, 1]"), {"num_ranks": 1}, "must be [layers, slots]"),
+        (text("words.json", '[["a"]]'), {"num_ranks": 1}, "must be [layers, slots] of expert ids"),
+        (text("else.json", '{"weights": 1}'), {}, "neither a placement nor a load: it holds 'weights'"),
+        (text("broken.json", "{"), {}, "not JSON"),
+        (text("broken.yaml", "a: ["), {}, "not YAML"),
+        (text("other.yaml", "num_slots: 3"), {}, "neither a placement nor a load: it holds 'num_slots'"),
+        (text("none.yaml", "initial_global_assignments: []"), {}, "initial_global_assignments holds no layers"),
+        (text("layers.yaml", "initial_global_assignments: {a: [0]}"), {}, "a layer of initial_global_assignments"),
+        (text("ascend.json", '{"layer_list": [{"device_list": [{}]}]}'), {}, "without 'device_expert'"),
+        (text("no.safetensors", "hello"), {}, "not a safetensors file"),
+        (tmp_path / "own.json", {"num_ranks": 4}, "the placement is for 2 ranks, not 4"),
+        (tmp_path / "load.json", {"to": "vllm"}, "vllm reads no load file"),
+        (tmp_path / "own.json", {"to": "excel"}, "choose one of: eplb-runtime, sglang"),
+        (tmp_path / "own.json", {"to": "vllm", "dense_layers": 1}, "neither eplb-runtime nor vllm files number dense"),
+    ]
+    for source, arguments, says in cases:
+        with pytest.raises((ConvertError, PlacementError)) as refusal:
+            convert(source, out, **arguments)  # type: ignore[arg-type]
+        message = str(refusal.value)
+        assert says in message and "\n" not in message, message
+        if "to" not in arguments:
+            assert str(source) in message, message
+    assert not out.exists()
+
+
+def test_a_load_is_no_placement(tmp_path: Path) -> None:
+    write_load(tmp_path / "load.npz", [[1, 2]])
+    with pytest.raises(ConvertError, match="holds a load, not a placement"):
+        read_placement(tmp_path / "load.npz", 1)
+
+
+LEAF = (
+    st.none() | st.booleans() | st.integers(-3, 10) | st.floats() | st.just("eplb-runtime-placement") | st.just(10**30)
+)
+ROWS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=3), min_size=1, max_size=3)
+MAP_KEYS = ["physical_to_logical_map", "layer_list", "device_list", "device_expert", "initial_global_assignments", "3"]
+LOAD_KEYS = ["load", "logical_count", "records", "last_physical_to_logical_map"]
+HYGON_KEYS = ["model_maps", "model_class", "num_moe_layers", "num_logical_experts", "expert_map"]
+OWN_KEYS = ["format", "version", "layers", "experts", "ranks", "slots_per_rank", "epoch", "physical_to_logical", "home"]
+KEYS = st.sampled_from(MAP_KEYS + LOAD_KEYS + HYGON_KEYS + OWN_KEYS)
+ANYTHING = st.recursive(
+    LEAF | ROWS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
+)
+
+
+@given(
+    content=ANYTHING,
+    to=st.sampled_from(FORMATS),
+    dense=st.sampled_from([None, 0, 1, 2]),
+    ranks=st.sampled_from([None, 1, 2]),
+    layout=st.sampled_from([None, "home", "free"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_content_gets_more_than_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory,
+    content: object,
+    to: str,
+    dense: int | None,
+    ranks: int | None,
+    layout: str | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("anything")
+    (folder / "in.json").write_text(json.dumps(content))
+    (folder / "in.yaml").write_text(yaml.safe_dump(content))
+    torch.save(content, folder / "in.pt")
+    for source in ("in.json", "in.yaml", "in.pt"):
+        out = folder / f"out{ENDING.get(to, '.json')}"
+        try:
+            convert(folder / source, out, to=to, num_ranks=ranks, dense_layers=dense, layout=layout)
+        except (ConvertError, PlacementError) as refusal:
+            assert "\n" not in str(refusal)
+
+
+def test_the_sample_that_comes_along_is_converted_unless_a_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = convert("sample", "series.npz")
+    assert (done.kind, done.shape) == ("load", (60, 4, 64))
+    assert np.array_equal(read_load("series.npz"), read_load("sample"))
+    (tmp_path / "sample").write_text('{"load": [[1, 2]]}')
+    with pytest.raises(ConvertError):
+        convert("sample", "other.npz")  # a file without an ending is no load

@@ -1,0 +1,241 @@
+"""Whatever stands in a file, reading it ends with its content or with this room's own error in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.lib import format as npy
+from safetensors.torch import save
+
+from eplb_runtime.placement import Placement, PlacementError
+from eplb_runtime.tools.formats.convert import ConvertError, convert, read_placement, write_placement
+from eplb_runtime.tools.formats.errors import LoadFileError
+from eplb_runtime.tools.formats.loads import read_load, write_load
+from eplb_runtime.tools.formats.own import Own
+from eplb_runtime.tools.formats.sglang import SGLang
+
+PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
+LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
+HYGON = {"version": 2, "model_maps": {"A": {"num_moe_layers": 1, "physical_to_logical_map": [[0, 1]]}}}
+RECORDS = {
+    "records": [{"forward_pass_id": 0, "global_physical_count": torch.ones(1, 2, dtype=torch.int32)}],
+    "last_physical_to_logical_map": torch.tensor([[0, 1]]),
+}
+SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "load.npz": (".npz", lambda path: write_load(path, LOAD)),
+    "load.safetensors": (".safetensors", lambda path: write_load(path, LOAD)),
+    "load.json": (".json", lambda path: write_load(path, LOAD)),
+    "placement.json": (".json", PLACEMENT.save),
+    "placement.safetensors": (".safetensors", PLACEMENT.save),
+    "sglang.json": (".json", lambda path: write_placement(path, PLACEMENT, "sglang")),
+    "sglang.pt": (".pt", lambda path: write_placement(path, PLACEMENT, "sglang")),
+    "sglang load.pt": (".pt", lambda path: SGLang().save_load(path, LOAD, 0)),
+    "sglang records.pt": (".pt", lambda path: torch.save(RECORDS, path)),
+    "vllm.json": (".json", lambda path: write_placement(path, PLACEMENT, "vllm")),
+    "vllm-ascend.json": (".json", lambda path: write_placement(path, PLACEMENT, "vllm-ascend")),
+    "tensorrt-llm.yaml": (".yaml", lambda path: write_placement(path, PLACEMENT, "tensorrt-llm")),
+    "hygon.json": (".json", lambda path: path.write_text(json.dumps(HYGON))),
+}
+WHOLE: dict[str, bytes] = {}
+ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".yaml"]
+calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+def whole(seed: str) -> bytes:
+    if seed not in WHOLE:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / f"seed{SEEDS[seed][0]}"
+            SEEDS[seed][1](path)
+            WHOLE[seed] = path.read_bytes()
+    return WHOLE[seed]
+
+
+def read_every_way(ending: str, content: bytes) -> int:
+    """How many ways of reading were refused, each in one line that names the file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"in{ending}"
+        path.write_bytes(content)
+        ways: list[tuple[Callable[[], object], tuple[type[Exception], ...]]] = [
+            (lambda: read_load(path), (LoadFileError,)),
+            (lambda: read_placement(path, 2), (ConvertError, PlacementError)),
+            (lambda: convert(path, path.with_name("out.json"), num_ranks=2), (ConvertError, PlacementError)),
+            (lambda: Placement.load(path), (PlacementError,)),
+        ]
+        refused = 0
+        for way, errors in ways:
+            try:
+                way()
+            except errors as error:
+                said = str(error)
+                assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < 1000, said
+                refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_seeds_are_read_one_way_or_the_other(seed: str) -> None:
+    assert read_every_way(SEEDS[seed][0], whole(seed)) < 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@given(data=st.data())
+@calm
+def test_a_file_that_breaks_off(seed: str, data: st.DataObject) -> None:
+    content = whole(seed)
+    read_every_way(SEEDS[seed][0], content[: data.draw(st.integers(0, len(content) - 1))])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@given(data=st.data())
+@calm
+def test_a_file_with_wrong_bytes(seed: str, data: st.DataObject) -> None:
+    content = bytearray(whole(seed))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(content) - 1))
+        content[start : start + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
+    read_every_way(SEEDS[seed][0], bytes(content))
+
+
+@pytest.mark.parametrize("seed", ["sglang.pt", "sglang load.pt", "sglang records.pt"])
+@given(data=st.data())
+@calm
+def test_a_torch_file_whose_structure_has_wrong_bytes(seed: str, data: st.DataObject) -> None:
+    """Past the archive's own checksums, which find what the test above does to it."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole(seed))) as plain, zipfile.ZipFile(packed, "w") as broken:
+        for name in plain.namelist():
+            content = bytearray(plain.read(name))
+            if name.endswith("data.pkl"):
+                for _ in range(data.draw(st.integers(1, 4))):
+                    start = data.draw(st.integers(0, len(content) - 1))
+                    content[start : start + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+            broken.writestr(name, bytes(content))
+    read_every_way(".pt", packed.getvalue())
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@given(
+    content=st.binary(max_size=200),
+    start=st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x93NUMPY\x01\x00", b"{"]),
+)
+@calm
+def test_random_bytes(ending: str, content: bytes, start: bytes) -> None:
+    assert read_every_way(ending, start + content) == 4
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("opened", ["[", '{"load":', '{"layer_list":[', "- ", "{a: ", "? "])
+def test_deep_nesting(ending: str, opened: str) -> None:
+    for depth in (5, 70, 2_000, 200_000):
+        closing = {"[": "]", "{": "}"}.get(opened[0], "")
+        assert read_every_way(ending, (opened * depth + "1" + closing * depth).encode()) == 4
+
+
+# -- what is well-formed and still wrong -----------------------------------------------------------------------------
+
+
+def in_every_torch_dtype(write: Callable[[torch.Tensor], bytes]) -> list[bytes]:
+    """A tensor of each dtype that torch makes and ``write`` knows, as bytes of a file."""
+    files = []
+    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
+        with suppress(RuntimeError, TypeError, KeyError, ValueError):
+            plain = torch.zeros(2, 4, dtype=torch.uint8)
+            files.append(write(plain.view(dtype) if dtype.itemsize == 1 else plain.to(dtype)))
+    assert len(files) > 10
+    return files
+
+
+NUMPY_DTYPES = ["?", "i1", "u8", "f2", "f8", "g", "c16", "S3", "U3", "M8[s]", "m8[s]", "V4", "i4,f4", ">i4", "O"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["logical_count", "physical_to_logical_map"])
+def test_torch_files_of_every_dtype(name: str) -> None:
+    def write(values: torch.Tensor) -> bytes:
+        file = io.BytesIO()
+        torch.save({name: values}, file)
+        return file.getvalue()
+
+    for content in in_every_torch_dtype(write):
+        read_every_way(".pt", content)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("metadata", [{}, {"format": "eplb-runtime-placement"}])
+def test_safetensors_of_every_dtype(metadata: dict[str, str]) -> None:
+    for content in in_every_torch_dtype(
+        lambda values: save({"load": values, "physical_to_logical": values.clone()}, metadata)
+    ):
+        read_every_way(".safetensors", content)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_arrays_of_every_dtype(dtype: str) -> None:
+    array = np.zeros((1, 2), dtype=dtype)
+    file = io.BytesIO()
+    np.savez(file, load=array)
+    reads_load = 3 if np.dtype(dtype).kind in "iuf" else 4
+    assert read_every_way(".npz", file.getvalue()) in (reads_load, reads_load - 1), "as a load, or converted as one"
+
+
+HEADERS = st.fixed_dictionaries(
+    {
+        "descr": st.sampled_from(["<f8", "|O", "<U1000000", "|V0", "f8", "i4,f4", 3, ["x"], "<f16", ""]),
+        "fortran_order": st.sampled_from([True, False, 1, None]),
+        "shape": st.lists(st.integers(-2, 2**64), max_size=4).map(tuple) | st.sampled_from([3, None, "ab", (1.5,)]),
+    }
+)
+
+
+@given(header=HEADERS, rest=st.binary(max_size=64), version=st.sampled_from([(1, 0), (2, 0), (3, 0), (9, 9)]))
+@calm
+def test_npz_headers_of_every_kind(header: dict[str, object], rest: bytes, version: tuple[int, int]) -> None:
+    text = (repr(header) + "\n").encode()
+    length = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("load.npy", npy.MAGIC_PREFIX + bytes(version) + length + text + rest)
+    read_every_way(".npz", file.getvalue())
+
+
+SAFETENSORS_HEADERS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 2**64)
+    | st.sampled_from(["I64", "F32", "BF16", "x", "eplb-runtime-placement"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["load", "physical_to_logical", "home", "dtype", "shape", "data_offsets", "__metadata__", "format"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(header=SAFETENSORS_HEADERS, rest=st.binary(max_size=64))
+@calm
+def test_safetensors_headers_of_every_kind(header: object, rest: bytes) -> None:
+    text = json.dumps(header).encode()
+    read_every_way(".safetensors", struct.pack("<Q", len(text)) + text + rest)
+
+
+def test_what_is_written_for_the_fuzz_is_what_own_writes(tmp_path: Path) -> None:
+    Own().save_load(tmp_path / "a.json", LOAD, 0)
+    assert (tmp_path / "a.json").read_bytes() == whole("load.json")

@@ -1,0 +1,189 @@
+"""Load files are read whatever wrote them, and bad ones are refused in one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+
+from eplb_runtime.tools.formats.errors import LoadFileError
+from eplb_runtime.tools.formats.loads import layers_without_tokens, read_load, write_load
+
+LOAD = np.arange(24).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors", ".json"])
+def test_what_is_written_is_read_back(tmp_path: Path, ending: str) -> None:
+    write_load(tmp_path / f"load{ending}", LOAD)
+    read = read_load(tmp_path / f"load{ending}")
+    assert read.dtype == np.float64
+    assert np.array_equal(read, LOAD)
+
+
+@given(counts=st.lists(st.integers(0, 10**12), min_size=6, max_size=6))
+@settings(max_examples=20, deadline=None)
+def test_counts_up_to_a_trillion_survive(tmp_path_factory: pytest.TempPathFactory, counts: list[int]) -> None:
+    path = tmp_path_factory.mktemp("load") / "load.npz"
+    write_load(path, np.array(counts).reshape(2, 3))
+    assert read_load(path)[0].ravel().tolist() == counts
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8", "<i4", ">i2", "u1", "<f2", "g"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npz_arrays_of_every_number_type_and_order_are_read(
+    tmp_path: Path, dtype: str, save: Callable[..., None], order: Literal["C", "F"]
+) -> None:
+    save(tmp_path / "load.npz", load=np.array(LOAD, dtype=dtype, order=order), other=np.arange(3))
+    assert np.array_equal(read_load(tmp_path / "load.npz"), LOAD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint16])
+def test_safetensors_of_every_number_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    small = torch.from_numpy(LOAD % 8)
+    save_torch({"load": small.to(dtype)}, tmp_path / "load.safetensors")
+    assert np.array_equal(read_load(tmp_path / "load.safetensors"), small)
+
+
+def test_one_window_gets_a_time_axis(tmp_path: Path) -> None:
+    write_load(tmp_path / "load.npz", LOAD[0])
+    assert read_load(tmp_path / "load.npz").shape == (1, 3, 4)
+
+
+def test_dense_layers_are_left_out(tmp_path: Path) -> None:
+    with_dense = np.concatenate([np.zeros((2, 1, 4)), LOAD + 1], axis=1)
+    write_load(tmp_path / "load.npz", with_dense)
+    assert layers_without_tokens(read_load(tmp_path / "load.npz")) == 1
+    assert np.array_equal(read_load(tmp_path / "load.npz", dense_layers=1), LOAD + 1)
+
+
+def test_sglang_summary_dump_drops_passes_that_were_never_filled(tmp_path: Path) -> None:
+    ring = np.concatenate([LOAD, np.zeros((5, 3, 4), dtype=np.int64)])
+    dump = {"rank": 0, "logical_count": torch.from_numpy(ring), "average_utilization_rate_over_window": None}
+    torch.save(dump, tmp_path / "expert_distribution_recorder_1.pt")
+    assert np.array_equal(read_load(tmp_path / "expert_distribution_recorder_1.pt"), LOAD)
+
+
+def test_sglang_records_are_summed_over_ranks_and_copies_in_order_of_the_passes(tmp_path: Path) -> None:
+    # 1 layer, 2 experts, 3 slots: expert 0 stands in slots 0 and 2
+    physical_to_logical = torch.tensor([[0, 1, 0]])
+    for rank in range(2):
+        records = [
+            {
+                "forward_pass_id": number,
+                "rank": rank,
+                "gatherer_key": "primary",
+                "global_physical_count": torch.tensor([[number, 10 + rank, 100]], dtype=torch.int32),
+            }
+            for number in (7, 3)
+        ]
+        dump = {"records": records, "last_physical_to_logical_map": physical_to_logical}
+        torch.save(dump, tmp_path / f"expert_distribution_recorder_1_{rank}.pt")
+    assert read_load(tmp_path).tolist() == [[[206, 21]], [[214, 21]]]
+
+
+def test_tensorrt_llm_statistics_are_summed_over_ranks(tmp_path: Path) -> None:
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 2, "num_experts_per_token": 1}')
+    for rank in range(2):
+        counts = {
+            f"{iteration}_{layer}": np.array([iteration, layer], dtype=np.int32)
+            for iteration in (100, 101)
+            for layer in (3, 4)
+        }
+        save_file(counts, tmp_path / f"rank{rank}.safetensors")
+    save_file({"100_3": np.zeros((5, 1), dtype=np.int32)}, tmp_path / "rank0_raw.safetensors")
+    assert read_load(tmp_path).tolist() == [[[200, 6], [200, 8]], [[202, 6], [202, 8]]]
+
+
+def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    def write(name: str, content: bytes | str) -> Path:
+        path = folder / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    np.savez(folder / "other_name.npz", counts=LOAD)
+    np.savez(folder / "objects.npz", load=np.array([object()]))
+    with open(folder / "bare.npz", "wb") as file:
+        np.save(file, LOAD)
+    save_file({"counts": LOAD}, folder / "other_name.safetensors")
+    torch.save({"code": Path("/")}, folder / "code.pt")
+    torch.save({"weights": torch.zeros(2)}, folder / "other.pt")
+    one = torch.ones(1, 2, dtype=torch.int32)
+    record = {"forward_pass_id": 0, "global_physical_count": one}
+    torch.save({"records": [], "last_physical_to_logical_map": one}, folder / "nothing.pt")
+    torch.save({"records": [{}], "last_physical_to_logical_map": one}, folder / "record.pt")
+    torch.save({"records": [record], "last_physical_to_logical_map": 2 * one}, folder / "ids.pt")
+    torch.save({"records": [record], "last_physical_to_logical_map": one[:, :1] - 1}, folder / "slots.pt")
+    (folder / "empty").mkdir()
+    return {
+        "missing": (folder / "missing.npz", "No such file"),
+        "missing safetensors": (folder / "missing.safetensors", "No such file"),
+        "unknown ending": (write("load.txt", "1 2"), "give .npz, .safetensors, .json"),
+        "another array": (folder / "other_name.npz", "no \"load\" in it, only 'counts'"),
+        "another tensor": (folder / "other_name.safetensors", "no \"load\" in it, only 'counts'"),
+        "python objects": (folder / "objects.npz", "not an .npz of plain numbers"),
+        "bare array": (folder / "bare.npz", "numpy.savez"),
+        "no zip": (write("text.npz", "hello"), "not an .npz"),
+        "cut zip": (write("cut.npz", (folder / "other_name.npz").read_bytes()[:90]), "not an .npz"),
+        "no safetensors": (write("text.safetensors", "hello, world"), "not a safetensors file"),
+        "no json": (write("text.json", "{"), "not JSON"),
+        "bare list": (write("list.json", "[[1, 2]]"), 'write a load as {"load": [...]}'),
+        "ragged": (write("ragged.json", '{"load": [[1, 2], [3]]}'), "ragged"),
+        "words": (write("words.json", '{"load": [["a", "b"]]}'), "it must hold numbers"),
+        "one axis": (write("axis.json", '{"load": [1, 2]}'), "[layers, experts] or [windows, layers, experts]"),
+        "empty": (write("empty.json", '{"load": [[], []]}'), "it must be"),
+        "NaN": (write("nan.json", '{"load": [[1, NaN]]}'), "window 0, layer 0, expert 1: nan"),
+        "negative": (write("negative.json", '{"load": [[1, 2], [-3, 4]]}'), "layer 1, expert 0: -3.0"),
+        "code in a .pt": (folder / "code.pt", "not a torch file of tensors and plain values"),
+        "another .pt": (
+            folder / "other.pt",
+            'no "logical_count" (or "records" with "last_physical_to_logical_map") in it, only \'weights\'',
+        ),
+        "nothing recorded": (folder / "nothing.pt", "the recorder had recorded nothing"),
+        "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
+        "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
+        "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
+        "empty folder": (folder / "empty", "it has no *.pt or rank*.safetensors"),
+    }
+
+
+def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+    for name, (path, says) in bad_files(tmp_path).items():
+        with pytest.raises(LoadFileError) as refusal:
+            read_load(path)
+        message = str(refusal.value)
+        assert str(path) in message and says in message and "\n" not in message, f"{name}: {message}"
+
+
+def test_leaving_out_every_layer_is_refused(tmp_path: Path) -> None:
+    write_load(tmp_path / "load.npz", LOAD)
+    with pytest.raises(LoadFileError, match="3 dense layers of 3: none would be left"):
+        read_load(tmp_path / "load.npz", dense_layers=3)
+
+
+def test_writing_refuses_what_reading_would_refuse(tmp_path: Path) -> None:
+    with pytest.raises(LoadFileError, match="no token count"):
+        write_load(tmp_path / "load.json", np.full((1, 2), -1.0))
+    with pytest.raises(LoadFileError, match=r"must end in \.npz or"):
+        write_load(tmp_path / "load.txt", LOAD)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_series_reads_as_windows_layers_experts(shared_data: Path) -> None:
+    load = read_load(shared_data / "gpt_oss_20b_expert_load_shuffled.npz")
+    assert load.shape[1:] == (24, 32)
+    assert set(load.sum(axis=2).ravel()) == {4000.0}, "1,000 tokens a window, 4 experts a token"
+
+
+def test_json_is_what_other_tools_can_read(tmp_path: Path) -> None:
+    write_load(tmp_path / "load.json", LOAD)
+    assert json.loads((tmp_path / "load.json").read_text())["load"] == LOAD.tolist()

@@ -1,0 +1,178 @@
+"""Pipeline schedules played by a small simulator: the published formulas, and tables that cannot run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_runtime.cli.program import main
+from eplb_runtime.tools.bubbles import (
+    SCHEDULES,
+    BubbleError,
+    Part,
+    Times,
+    follow,
+    read_table,
+    stage_imbalance,
+    stages_of,
+    stretch,
+    table_of,
+)
+from eplb_runtime.tools.bubbles.playing import BACKWARD, FORWARD, INPUT, WEIGHT
+from eplb_runtime.tools.bubbles.tables import one_forward_one_backward
+
+PUBLISHED = {"1f1b": (3, 9, 21), "zb1p": (1, 3, 7), "dualpipe": (0, 2, 6), "dualpipev": (2, 6, 14)}
+"""Bubbles on 2, 4 and 8 ranks at F = I = W = 1, a forward and a backward together 3."""
+RANKS = (2, 4, 8)
+UNIT = Times(overlapped=3)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bubbles_are_those_of_the_published_formulas(name: str) -> None:
+    formula = SCHEDULES[name].formula
+    assert formula is not None
+    for ranks, bubble in zip(RANKS, PUBLISHED[name], strict=True):
+        played = follow(table_of(name, ranks, 32), UNIT)
+        assert played.bubble == bubble == formula(ranks, UNIT)
+        assert np.ptp(played.busy_R) == 0
+
+
+@pytest.mark.parametrize(("name", "parameters", "more"), [("1f1b", 1, 0), ("zb1p", 1, 0), ("dualpipe", 2, 1)])
+def test_memory_is_that_of_the_announcement(name: str, parameters: int, more: int) -> None:
+    for ranks in RANKS:
+        summary = follow(table_of(name, ranks, 32), UNIT).summary()
+        assert summary["parameters"] == parameters and summary["activations"] == ranks + more
+
+
+def test_dualpipev_holds_two_stages_and_one_micro_batch_more_than_stages() -> None:
+    for ranks in RANKS:
+        summary = follow(table_of("dualpipev", ranks, 32), UNIT).summary()
+        assert summary["parameters"] == 2 and summary["activations"] == 2 * ranks + 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_micro_batch_passes_every_stage_once_each_way(name: str) -> None:
+    for ranks, microbatches in ((2, 8), (4, 16), (6, 24)):
+        table = table_of(name, ranks, microbatches)
+        done: dict[str, set[tuple[int, int]]] = {FORWARD: set(), INPUT: set(), WEIGHT: set()}
+        for part in (part for steps in table for step in steps for part in step):
+            for kind in (INPUT, WEIGHT) if part.kind == BACKWARD else (part.kind,):
+                done[kind].add((part.stage, part.microbatch))
+        everything = {(stage, number) for stage in range(stages_of(table)) for number in range(microbatches)}
+        assert all(found == everything for found in done.values())
+
+
+def test_control_a_forgotten_backward_is_noticed_as_a_step_that_waits_for_ever() -> None:
+    table = one_forward_one_backward(4, 8)
+    table[3] = [step for step in table[3] if step != (Part(BACKWARD, 3, 5),)]
+    with pytest.raises(BubbleError, match="waits for ever before B of micro-batch 5 on stage 0"):
+        follow(table, UNIT)
+
+
+def test_doing_a_part_twice_is_refused() -> None:
+    table = one_forward_one_backward(2, 2)
+    with pytest.raises(BubbleError, match="done twice"):
+        follow([[*table[0], table[0][0]], table[1]], UNIT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+)
+def test_steps_of_a_rank_follow_each_other_and_wait_for_what_they_need(
+    name: str, half: int, more: int, unit: list[float]
+) -> None:
+    ranks = 2 * half
+    times = Times(*unit)
+    played = follow(table_of(name, ranks, 2 * ranks * more), times)
+    ends: dict[tuple[str, int, int], float] = {}
+    even = [1.0] * stages_of(played.table)
+    for steps, begins in zip(played.table, played.began, strict=True):
+        free = 0.0
+        for step, begin in zip(steps, begins, strict=True):
+            assert begin >= free
+            free = begin + times.of(step, even)
+            ends |= {(part.kind, part.stage, part.microbatch): free for part in step}
+    for steps, begins in zip(played.table, played.began, strict=True):
+        for step, begin in zip(steps, begins, strict=True):
+            for part in step:
+                if part.kind == FORWARD and part.stage:
+                    assert ends[FORWARD, part.stage - 1, part.microbatch] <= begin
+    assert played.span == max(ends.values()) and played.bubble >= -1e-9 * played.span
+
+
+def test_an_uneven_stage_stretches_the_step_and_a_plan_takes_most_of_it_back(tmp_path: Path) -> None:
+    even, before, after = (
+        follow(table_of("1f1b", 4, 16), UNIT, None if imbalance is None else stretch(imbalance, 0.6)).span
+        for imbalance in (None, [1.8, 1.4, 1.3, 1.2], [1.1, 1.05, 1.05, 1.02])
+    )
+    assert even < after < before
+    load = np.random.default_rng(0).lognormal(0, 0.8, (3, 8, 32))
+    uneven, planned = stage_imbalance(load, 4, 9, 4)
+    assert len(uneven) == 4 and all(1 <= b < a for a, b in zip(uneven, planned, strict=True))
+    with pytest.raises(BubbleError, match="8 MoE layers for 16 stages"):
+        stage_imbalance(load, 4, 9, 16)
+
+
+def test_a_dumped_table_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("0F0,0F1,,0B0,0SEND_F1,(0F2;0B1)OVERLAP_F_B,0B2\n1F0,1B0,1F1,1B1,1F2,1B2,1REDUCE_GRAD\n")
+    assert [len(steps) for steps in read_table(file)] == [5, 6]
+    assert main(["bubbles", "--table", str(file), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["ranks"] == 2 and row["microbatches"] == 3 and row["formula"] is None
+    (tmp_path / "empty.csv").write_text("a,b\n")
+    assert main(["bubbles", "--table", str(tmp_path / "empty.csv")]) == 2
+    assert "no cell names a forward" in capsys.readouterr().err
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00,0F0")
+    assert main(["bubbles", "--table", str(tmp_path / "binary.csv")]) == 2
+    assert "is no table of a schedule" in capsys.readouterr().err
+    assert main(["bubbles", "--table", "/dev/zero"]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_documented_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bubbles", "--schedule", "1F1B,DualPipe", "--ranks", "4", "--microbatches", "16", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["schedule"] for row in rows] == ["1f1b", "dualpipe"]
+    assert {"schedule", "ranks", "microbatches", "bubble", "formula", "parameters", "activations"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schedule", "gpipe"], "unknown; choose one of: 1f1b"),
+        (["--schedule", "dualpipe", "--ranks", "3"], "even number of ranks"),
+        (["--schedule", "dualpipev", "--ranks", "4", "--microbatches", "3"], "at least as many microbatches"),
+        (["--schedule", "1f1b", "--imbalance", "1.2,1.1"], "2 stages are given an imbalance, the schedule has 4"),
+        (["--imbalance", "0.5"], "1 or more"),
+        (["--after", "1.1"], "--after needs --imbalance"),
+        (["--load", "x.npz"], "--load needs --ep-ranks"),
+        (["--ranks", "2,4", "--plot", "p.svg"], "--plot draws one schedule"),
+        (["--ranks", "9999999"], "more than is played here"),
+        (["--table", "nowhere.csv"], "No such file"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["bubbles", *arguments])
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and said in error and error.count("\n") == 1
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "schedule.svg"
+    arguments = ["--schedule", "dualpipev", "--ranks", "2", "--microbatches", "8", "--plot", str(file)]
+    assert main(["bubbles", *arguments]) == 0
+    assert "<svg" in file.read_text()

@@ -1,0 +1,59 @@
+"""What the doctor says of a machine: what is exact, rows of experts, compiled code, what carries experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eplb_runtime.distributed.transports.base import TransportError
+from eplb_runtime.tools.doctor import links, machine
+from eplb_runtime.tools.doctor.exactness import exactness, widths_of
+from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.tools.launch import process_group
+
+
+def same(widths: Any, replica_slots: int = 0) -> dict[str, str]:
+    return {said.what.partition(",")[2].strip() or said.what: said.same for said in exactness(widths, replica_slots)}
+
+
+def test_rows_of_experts_decide_what_is_exact_on_a_cpu() -> None:
+    steady = widths_of({"up": torch.empty(4, 64, 32), "bias": torch.empty(4, 7)})
+    odd = widths_of({"up": torch.empty(4, 64, 50)})
+    assert [(width.row_bytes, width.steady) for width in (*steady, *odd)] == [((256, 128), True), ((256, 200), False)]
+    assert (
+        same(steady)["on CPUs"] == "bits" and same(odd)["on CPUs"] == "rounding" and same(None)["on CPUs"] == "verify"
+    )
+    assert same(steady)["on GPUs"] == "verify"
+
+
+def test_copies_change_rounding() -> None:
+    assert [said.same for said in exactness(None, 1) if "replica slots" in said.what] == ["rounding"]
+    assert not [said for said in exactness(None, 0) if "replica slots" in said.what]
+
+
+def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path / "a" / "b")
+    monkeypatch.setattr(machine, "is_compiled", lambda policy: False)
+    assert "empty" in machine.compiled().why and machine.compiled().usable
+    monkeypatch.setattr(machine, "is_compiled", lambda policy: True)
+    assert machine.compiled().why == f"compiled, in {tmp_path / 'a' / 'b'}"
+    monkeypatch.setattr(machine, "cache_folder", lambda: None)
+    assert not machine.compiled().usable
+
+
+def test_a_transport_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> Any:
+        raise TransportError("no such wire\nand more")
+
+    def missing(*arguments: object) -> Any:
+        raise ImportError("pip install wire")
+
+    monkeypatch.setattr(links, "TRANSPORTS", {"torch": links.TRANSPORTS["torch"], "broken": broken, "missing": missing})
+    with process_group("cpu") as here:
+        found = {carrier.name: carrier for carrier in try_transports(here)}
+    assert found["torch"].usable and found["torch"].intra_node_gb_per_second is None
+    assert (found["broken"].usable, found["broken"].why) == (False, "rank 0: no such wire")
+    assert (found["missing"].usable, found["missing"].why) == (False, "rank 0: pip install wire")

@@ -1,0 +1,198 @@
+"""A simulated policy sees only the past, is judged on what came next, and pays for what it moves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import PlanError
+from eplb_runtime.tools import simulate as room
+from eplb_runtime.tools.simulate import (
+    Asked,
+    Series,
+    StepModel,
+    merge_windows,
+    num_replans,
+    plot,
+    simulate,
+    write_windows,
+)
+from eplb_runtime.topology import Topology
+
+TOPOLOGY = Topology(4, 2)
+
+
+def series(windows: int = 12, layers: int = 2, experts: int = 8, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 100, (windows, layers, experts)).astype(np.float64)
+
+
+def skewed(windows: int = 12) -> np.ndarray:
+    """The two experts of rank 0 carry nearly all tokens, in every window."""
+    load = np.ones((windows, 2, 8))
+    load[:, :, :2] = 100
+    return load
+
+
+def run(load: np.ndarray, policies: list[str], **options: Any) -> dict[str, room.PolicyRun]:
+    """Options as the fields of `Series` and `Asked`, or as arguments of ``simulate``."""
+    options = {"slots_per_rank": 2, "every": 3, **options}
+    series, asked = (
+        kind(*given, **{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
+        for kind, given in ((Series, (load,)), (Asked, ()))
+    )
+    return {done.policy: done for done in simulate(series, TOPOLOGY, policies=policies, asked=asked, **options)}
+
+
+def test_plans_see_only_windows_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = series()
+    seen: list[np.ndarray] = []
+    real = room.plan
+
+    def spy(past: np.ndarray, *args: Any, **kwargs: Any) -> Any:
+        seen.append(past)
+        return real(past, *args, **kwargs)
+
+    monkeypatch.setattr(room, "plan", spy)
+    run(load, ["incremental"], history=4)
+    assert [len(past) for past in seen[1:]] == [3, 4, 4], "the first call only compiles"
+    assert np.array_equal(seen[1], load[0:3])
+    assert np.array_equal(seen[2], load[2:6])
+    assert np.array_equal(seen[3], load[5:9])
+
+
+def test_static_is_judged_by_the_loads_own_imbalance_and_moves_nothing() -> None:
+    load = series()
+    static = run(load, ["static"])["static"]
+    by_rank = load[3:].reshape(9, 2, 4, 2).sum(axis=3)
+    expected = by_rank.max(axis=2) / by_rank.mean(axis=2)
+    assert np.allclose(static.imbalance, expected)
+    summary = static.summary()
+    assert summary["balancedness"]["mean"] == pytest.approx((1 / expected).mean())
+    assert summary["imbalance"]["max"] == pytest.approx(expected.max())
+    assert summary["moved_slots_share"] == 0 and summary["rebalances"] == 0 and static.moved_bytes == 0
+
+
+def test_each_judged_window_comes_once_and_replans_stand_at_their_windows() -> None:
+    done = run(series(windows=11), ["incremental"])["incremental"]
+    assert [window.window for window in done.windows] == list(range(3, 11))
+    assert [window.window for window in done.replans] == [3, 6, 9]
+    assert num_replans(11, 3) == 3
+
+
+def test_a_lasting_skew_is_mended_once_and_paid_for() -> None:
+    runs = run(skewed(), ["static", "incremental"])
+    static, incremental = runs["static"], runs["incremental"]
+    assert incremental.imbalance.mean() < 0.7 * static.imbalance.mean()
+    assert incremental.summary()["rebalances"] == 1, "the load stays, so the placement does"
+    first = incremental.replans[0]
+    assert first.moved_slots > 0
+    assert first.bytes_intra_node + first.bytes_inter_node == first.moved_homes * StepModel().home_bytes
+    assert first.migration_seconds > 0
+
+
+def test_migrations_count_in_the_step_time() -> None:
+    free = run(skewed(), ["incremental"])["incremental"].summary()["step_seconds"]
+    model = StepModel(stall_seconds=9.0)
+    dear = run(skewed(), ["incremental"], step_model=model)["incremental"].summary()["step_seconds"]
+    assert dear - free == pytest.approx(9.0 / 9), "one rebalance of 9 s over 9 judged steps"
+    shared = run(skewed(), ["incremental"], step_model=model, steps_per_window=10)["incremental"].summary()
+    assert shared["step_seconds"] == pytest.approx(dear / 10)
+
+
+def test_a_budget_of_no_moves_is_kept() -> None:
+    done = run(skewed(), ["incremental"], max_moves=0)["incremental"]
+    assert done.summary()["moved_slots_share"] == 0
+
+
+def test_step_model_is_compute_of_the_busiest_rank_plus_the_slower_link() -> None:
+    model = StepModel(hidden_size=10, expert_hidden_size=5, flops=1e3, activation_bytes=2, training=False)
+    fast = Topology(4, 4, intra_node_bandwidth=1e3)
+    # 7 tokens x (6 x 10 x 5 FLOP / 1e3 + 2 crossings x 20 bytes x 3/4 / 1e3)
+    assert model.seconds(np.array([7.0]), fast) == pytest.approx(7 * (0.3 + 0.03))
+    slow = Topology(4, 2, intra_node_bandwidth=1e3, inter_node_bandwidth=1e2)
+    # 1/4 of the tokens cross inside the node, 2/4 between nodes at a tenth of the speed
+    assert model.seconds(np.array([3.0, 4.0]), slow) == pytest.approx(7 * (0.3 + 0.2))
+    training = StepModel(hidden_size=10, expert_hidden_size=5, flops=1e3)
+    assert training.seconds(np.array([7.0]), fast) == pytest.approx(7 * (0.9 + 0.06))
+    assert (training.home_bytes, training.replica_bytes, model.home_bytes) == (1800, 300, 300)
+
+
+def test_a_free_slot_moves_owners_and_copies_on_average() -> None:
+    model = StepModel(hidden_size=10, expert_hidden_size=5)
+    home = room.start_placement("incremental", 1, 8, 4, 3)
+    free = Placement([np.arange(12) % 8], 8, 4)
+    assert model.slot_bytes(home) == 300
+    assert model.slot_bytes(free) == (8 * 1800 + 4 * 300) / 12
+
+
+def test_merged_windows_keep_all_tokens_of_whole_windows() -> None:
+    load = series(windows=11)
+    merged = merge_windows(load, 4)
+    assert merged.shape == (2, 2, 8)
+    assert np.array_equal(merged[1], load[4:8].sum(axis=0))
+    with pytest.raises(PlanError, match="a series of 11 windows cannot be merged by 12"):
+        merge_windows(load, 12)
+
+
+def test_windows_are_written_as_csv_and_json(tmp_path: Path) -> None:
+    runs = list(run(series(), ["static", "incremental"]).values())
+    write_windows(runs, tmp_path / "windows.csv")
+    with (tmp_path / "windows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 9
+    assert {row["policy"] for row in rows} == {"static", "incremental"}
+    assert float(rows[0]["imbalance_mean"]) == pytest.approx(runs[0].imbalance[0].mean())
+    write_windows(runs, tmp_path / "windows.json")
+    content = json.loads((tmp_path / "windows.json").read_text())
+    assert content["policies"] == [done.summary() for done in runs] and len(content["windows"]) == 18
+    with pytest.raises(PlanError, match=r"written as \.csv or \.json"):
+        write_windows(runs, tmp_path / "windows.xls")
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = list(run(series(), ["static", "incremental"]).values())
+    plot(runs, tmp_path / "balance.png")
+    assert (tmp_path / "balance.png").stat().st_size > 10_000
+    with pytest.raises(PlanError, match=r"balance\.nothing"):
+        plot(runs, tmp_path / "balance.nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every": 12}, "a series of 12 windows cannot be replanned every 12: give --every between 1 and 11"),
+        ({"policies": ["best"]}, "policy 'best' is unknown; choose of: "),
+        ({"slots_per_rank": 1}, "4 ranks x 1 slots cannot hold 8 experts: give at least 2"),
+        ({"max_moves": -1}, "policy incremental: max_moves=-1"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    options = {"policies": ["incremental"], **options}
+    with pytest.raises(PlanError) as refusal:
+        run(series(), **options)
+    assert says in str(refusal.value)
+
+
+def test_static_takes_the_free_layout_where_ranks_do_not_divide_the_experts() -> None:
+    done = run(series(experts=6), ["static"])["static"]
+    assert done.layout == "free"
+    with pytest.raises(PlanError, match="policy incremental: 4 ranks do not divide 6 experts"):
+        run(series(experts=6), ["incremental"])
+
+
+def test_the_past_helps_on_a_real_drifting_series(shared_data: Path) -> None:
+    from eplb_runtime.tools.formats.loads import read_load
+
+    load = merge_windows(read_load(shared_data / "gpt_oss_20b_expert_load_by_domain.npz"), 5)
+    runs = simulate(Series(load, every=1), Topology(8, 8), slots_per_rank=5, policies=["static", "incremental"])
+    static, incremental = (done.summary()["balancedness"]["mean"] for done in runs)
+    assert static == pytest.approx(0.653, abs=0.001)
+    assert incremental > 0.75

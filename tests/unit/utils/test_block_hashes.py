@@ -1,0 +1,46 @@
+"""The hashes that stand for blocks of a GPU's memory notice what a wire, or a row never written, can do to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_runtime.utils.checksums import as_bytes, block_hashes
+
+BLOCKS = 4
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (BLOCKS * 1024,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.integers(0, BLOCKS * 1024 - 1), st.integers(0, 7))
+def test_one_flipped_bit_changes_the_hash_of_its_block_and_of_no_other(byte: int, bit: int) -> None:
+    row = data()
+    before = block_hashes(row)
+    row[byte] ^= 1 << bit
+    changed = (block_hashes(row) != before).nonzero().flatten().tolist()
+    assert changed == [byte // 1024]
+
+
+@given(st.integers(0, 127), st.integers(0, 127))
+def test_words_that_change_places_change_the_hash(one: int, other: int) -> None:
+    words = data().view(torch.int64).clone()
+    before = block_hashes(as_bytes(words))
+    words[[one, other]] = words[[other, one]]
+    same = torch.equal(block_hashes(as_bytes(words)), before)
+    assert same == (one == other)
+
+
+def test_constant_rows_have_hashes_of_their_own() -> None:
+    rows = [torch.full((256,), value) for value in (0.0, 1.0, 2.0, -1.0, 1e-8)]
+    assert len({int(block_hashes(as_bytes(row))[0]) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8, 13])
+def test_where_the_bytes_stand_does_not_matter(offset: int) -> None:
+    room = torch.zeros(BLOCKS * 1024 + offset, dtype=torch.uint8)
+    room[offset:] = data()
+    assert torch.equal(block_hashes(room[offset:]), block_hashes(data()))

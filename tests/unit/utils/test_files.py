@@ -1,0 +1,177 @@
+"""Every output is written whole or not at all and never through a link; what cannot be a file of ours is not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_runtime.placement import Placement, PlacementError
+from eplb_runtime.tools.formats.convert import write_placement
+from eplb_runtime.tools.formats.loads import write_load
+from eplb_runtime.tools.formats.own import Own
+from eplb_runtime.tools.formats.sglang import SGLang
+from eplb_runtime.tools.simulate import Series, plot, simulate, write_windows
+from eplb_runtime.topology import Topology
+from eplb_runtime.utils import files
+from eplb_runtime.utils.files import FileError, replacing, require_readable, require_writable, write_file
+
+PLACEMENT = Placement.initial(2, 4, 2, replica_slots=1)
+LOAD = np.arange(1.0, 25).reshape(3, 2, 4)
+
+
+def runs() -> list:
+    return simulate(Series(LOAD, every=1), Topology(2, 2), slots_per_rank=2, policies=["static"])
+
+
+def to_engine(name: str) -> Callable[[Path], object]:
+    return lambda path: write_placement(path, PLACEMENT, name)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "placement.json": ("p.json", PLACEMENT.save),
+    "placement.safetensors": ("p.safetensors", PLACEMENT.save),
+    "load.npz": ("l.npz", lambda path: write_load(path, LOAD)),
+    "load.safetensors": ("l.safetensors", lambda path: write_load(path, LOAD)),
+    "load.json": ("l.json", lambda path: write_load(path, LOAD)),
+    "sglang map": ("m.json", to_engine("sglang")),
+    "sglang map.pt": ("m.pt", to_engine("sglang")),
+    "sglang load.pt": ("l.pt", lambda path: SGLang().save_load(path, LOAD, 0)),
+    "vllm": ("m.json", to_engine("vllm")),
+    "vllm-ascend": ("m.json", to_engine("vllm-ascend")),
+    "tensorrt-llm": ("m.yaml", to_engine("tensorrt-llm")),
+    "own load": ("l.json", lambda path: Own().save_load(path, LOAD, 0)),
+    "windows.csv": ("w.csv", lambda path: write_windows(runs(), path)),
+    "windows.json": ("w.json", lambda path: write_windows(runs(), path)),
+    "plot": ("b.svg", lambda path: plot(runs(), path)),
+}
+each_writer = pytest.mark.parametrize("writer", WRITERS)
+
+
+@pytest.fixture(autouse=True)
+def _matplotlib(request: pytest.FixtureRequest) -> None:
+    if "plot" in request.node.name:
+        pytest.importorskip("matplotlib")
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+@each_writer
+def test_no_output_goes_through_a_link_that_was_planted(tmp_path: Path, writer: str) -> None:
+    name, write = WRITERS[writer]
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for planted in (name, name + ".partial", f".{name}.partial", name + ".tmp"):
+        (folder / planted).symlink_to(victim)
+    write(folder / name)
+    assert victim.read_text() == "untouched"
+    assert (folder / name).is_file() and not (folder / name).is_symlink()
+
+
+@each_writer
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, write = WRITERS[writer]
+    (tmp_path / name).write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / name)
+    assert (tmp_path / name).read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@each_writer
+def test_until_the_end_the_old_file_stands(tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, write = WRITERS[writer]
+    (tmp_path / name).write_text("old")
+    seen = []
+    real = os.replace
+
+    def spy(source: Path, target: Path) -> None:
+        seen.append((Path(source).parent, Path(target), (tmp_path / name).read_text()))
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "replace", spy)
+    write(tmp_path / name)
+    assert seen == [(tmp_path, tmp_path / name, "old")]
+    assert (tmp_path / name).stat().st_size > 0
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_can_foresee_the_name_in_between(tmp_path: Path) -> None:
+    names = set()
+    for _ in range(3):
+        with replacing(tmp_path / "a"):
+            names |= {path.name for path in tmp_path.iterdir()} - {"a"}
+    assert len(names) == 3
+    assert all(len(name) > 32 for name in names)
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions_and_a_new_one_gets_the_usual(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(0o600)
+    write_file(tmp_path / "secret", "x")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "usual").touch()
+    write_file(tmp_path / "new", "x")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_what_cannot_be_written_is_named_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "none" / "a.json", tmp_path / "folder"):
+        with pytest.raises(OSError) as refusal:
+            write_file(path, "x")
+        assert refusal.value.filename == str(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_destination_that_will_not_do_is_noticed_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "new.json", [".json"])
+    with pytest.raises(FileError, match=r"must end in \.json or \.csv"):
+        require_writable(tmp_path / "new.xls", [".json", ".csv"])
+    with pytest.raises(FileNotFoundError):
+        require_writable(tmp_path / "none" / "new.json")
+    with pytest.raises(NotADirectoryError):
+        require_writable(tmp_path / "file" / "new.json")
+    with pytest.raises(IsADirectoryError):
+        require_writable(tmp_path / "folder.json")
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_or_pipe_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("zero.json", "pipe.json"):
+        with pytest.raises(FileError, match="not a regular file"):
+            require_readable(tmp_path / name, 1)
+        with pytest.raises(PlacementError, match="not a regular file"):
+            Placement.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("ending", [".json", ".safetensors"])
+def test_a_placement_file_too_large_to_be_one_is_not_read(tmp_path: Path, ending: str) -> None:
+    with (tmp_path / f"huge{ending}").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(PlacementError, match="is read up to 256 MiB"):
+        Placement.load(tmp_path / f"huge{ending}")
