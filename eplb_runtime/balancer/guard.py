@@ -513,7 +513,8 @@ class Guard:
         if self._watched.average_dense:
             return (
                 "something else than the balancer changes them on some ranks, such as clipping by each rank's own norm "
-                "(use balancer.clip_grad_norm_(value), with parameters=... for a part of the model)"
+                "(use balancer.clip_grad_norm_(value), with parameters=... for a part of the model), gradients that "
+                "were put aside before they were averaged and copied back later, or a write to weights on one rank"
             )
         return (
             "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "

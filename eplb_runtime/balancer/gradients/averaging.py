@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.ranks import gather_rows
+from ..guard_samples import bit_sums
 
 BUCKET_BYTES = 32 << 20
 """Gradients of one dtype travel together up to this size."""
-NONE, ALIKE, NEW = range(3)
-"""What a rank has of a parameter's gradient: nothing, what all ranks have, or something that the others have not."""
+NONE, ALIKE, REPLACED, NEW = range(4)
+"""What a rank has of a parameter's gradient: nothing, what all ranks have, a tensor of the loop's in its place, or
+something that the others have not."""
 
 
 class Averaging:
@@ -52,6 +54,7 @@ class Averaging:
         self._joined = 0
         self._arrived: set[Tensor] = set()
         self._alike: set[Tensor] = set()
+        self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
         self._left: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
         self._captured: set[Tensor] = set()
 
@@ -60,6 +63,11 @@ class Averaging:
         """Whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
         self._join()
         return bool(self._arrived)
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether gradients are other tensors than the last reduction left: a loop may have put raw ones aside."""
+        return any(map(self._is_replaced, self._alike))
 
     def arrives(self, parameter: Tensor) -> None:
         """A backward pass is about to add to this gradient."""
@@ -87,7 +95,8 @@ class Averaging:
             first: for the first time since a step ended: gradients may have been written by hand.
 
         Raises:
-            RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since.
+            RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since; or
+                one was replaced that one rank alone may bring.
         """
         self._join()
         parameters = list(self._parameters.values())
@@ -97,7 +106,7 @@ class Averaging:
         everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
         gradients = []
-        for parameter, mine, most in zip(parameters, here, everywhere.tolist(), strict=True):
+        for parameter, mine, most in zip(parameters, here, self._told_apart(everywhere.tolist()), strict=True):
             if most == NEW:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -109,6 +118,7 @@ class Averaging:
         self._average(gradients)
         self._arrived.clear()
         self._left.clear()
+        self._reduced = {p: weakref.ref(p.grad) for p in self._alike if p.grad is not None}
 
     def _here(self, name: str, parameter: Tensor, first: bool) -> int:
         gradient = parameter.grad
@@ -119,7 +129,7 @@ class Averaging:
         if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
             return NEW
         if not first:
-            return ALIKE
+            return REPLACED if self._is_replaced(parameter) else ALIKE
         if self._any_may_bring_it:
             return NEW
         left, version = self._left.get(parameter, (lambda: gradient, gradient._version))
@@ -132,6 +142,39 @@ class Averaging:
                 "tensors (parameter.grad = ...), or change them between reduce_gradients() and optimizer.step()"
             )
         return ALIKE
+
+    def _is_replaced(self, parameter: Tensor) -> bool:
+        left, gradient = self._reduced.get(parameter), parameter.grad
+        return left is not None and gradient is not None and left() is not gradient
+
+    def _told_apart(self, most: list[int]) -> list[int]:
+        """What ranks have, where those in place of what was reduced are alike still (scaled by the loop on all ranks
+        alike), or new. Collective if there are any.
+
+        Raises:
+            RuntimeError: they are not alike, and to sum them might sum what is summed already.
+        """
+        replaced = [number for number, one in enumerate(most) if one == REPLACED]
+        if not replaced:
+            return most
+        named = list(self._parameters.items())
+        gradients = [named[number][1].grad for number in replaced]
+        device = named[0][1].device
+        sums = bit_sums([torch.zeros(1, device=device) if one is None else one for one in gradients], device)
+        both = torch.stack([sums, -sums])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        for number, high, low in zip(replaced, *both.tolist(), strict=True):
+            if high == -low:
+                most[number] = ALIKE
+                continue
+            if not self._any_may_bring_it:
+                raise RuntimeError(
+                    f"the gradient of {named[number][0]} was summed over ranks, and then replaced by other tensors "
+                    "that differ from rank to rank: nobody can tell what of them is summed already; put gradients "
+                    "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
+                )
+            most[number] = NEW
+        return most
 
     def _leave_to_the_first(self, parameter: Tensor) -> None:
         """Let one rank alone bring what all have alike."""

@@ -90,13 +90,15 @@ class Gradients:
         if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
-        if not (self._first or self._new or any(averaging.has_new for averaging in self._averaged)):
+        new = self._first or self._new or any(averaging.has_new for averaging in self._averaged)
+        if not new and not any(averaging.has_replaced for averaging in self._averaged):
             return
         with phase("reduce gradients"):
             for averaging in self._averaged:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
-        self.reduced()
+        if new:  # else what the loop has done since the last time is still to be told of
+            self.reduced()
 
     @torch.no_grad()
     def clip(
