@@ -143,7 +143,9 @@ class Balancer:
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
         self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
         if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
-            self._rebalancer.held_outside = lambda patient: self._outside.found(patient=patient)
+            self._rebalancer.held_outside = lambda patient, copies_only: self._outside.found(
+                patient=patient, copies_only=copies_only
+            )
             if parts.config.policy != "static":
                 registry, rebalancer = parts.registry, self._rebalancer
                 self._guard.lone = LoneSteps(

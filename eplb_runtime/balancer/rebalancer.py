@@ -38,7 +38,7 @@ from ..events import (
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
 from ..migration.engine import MigrationBroken, MigrationEngine, Outcome
-from ..migration.overlapped import REPLACED, WRITTEN, BackgroundMigration, Brought
+from ..migration.overlapped import HELD, REPLACED, WRITTEN, BackgroundMigration, Brought
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN
 from ..moe.experts.slices import is_sliced
@@ -86,7 +86,8 @@ class Rebalancer:
         quiesced: while positive, nothing migrates.
         declared: the load to come, for the next decision; None: it is foretold.
         decisions: the background half.
-        held_outside: says who holds rows of experts that do not move along; asked on every rank, or on none.
+        held_outside: says who holds rows of experts that do not move along, with two flags: that it may be asked again,
+            and that only copies are asked for.
     """
 
     def __init__(self, parts: Parts, guard: Guard) -> None:
@@ -104,7 +105,7 @@ class Rebalancer:
         self._registry = parts.registry
         self._maps = parts.maps
         self._device = parts.device
-        self.held_outside: Callable[[bool], str] | None = None
+        self.held_outside: Callable[[bool, bool], str] | None = None
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
@@ -124,6 +125,7 @@ class Rebalancer:
         use_my_device = partial(use_device, parts.device)
         self._worker = Worker("eplb_runtime", use_my_device)
         self.background = self._new_background()
+        self.background.held_outside = self._copies_outside
         # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
         gathered = groups.job.divided_rows or any(is_sliced(p) for p in parts.registry.parameters())
         self._beside = config.overlap and not gathered
@@ -395,11 +397,7 @@ class Rebalancer:
             self._asks_again = True
             decision = replace(decision, target=None, summary=staying(self.placement, AGAIN))
         elif not stays.commit:
-            why = (
-                f"{stays.cause}: they do not move with experts, and would be of other experts then; experts stay where "
-                "they are. Let them move along (balancer.register_all(name, them)), or say that they do not go by row "
-                "(moves=False)"
-            )
+            why = _held(stays.cause)
             self._guard.report("", why)
             decision = replace(decision, target=None, summary=staying(self.placement, why))
         self.events.emit(event_constructors.planned(self.step, decision.summary or {}))
@@ -417,7 +415,14 @@ class Rebalancer:
         target with other homes."""
         if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement.homes_LRH):
             return Verdict(True)
-        return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient))
+        return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
+
+    def _copies_outside(self) -> str:
+        """Who holds copies of experts that do not move along, as far as this rank knows."""
+        return f"rank {self._groups.job.rank}: {said}" if (said := self._held_by(False, True)) else ""
+
+    def _held_by(self, patient: bool, copies_only: bool) -> str:
+        return self.held_outside(patient, copies_only) if self.held_outside is not None else ""
 
     def _outcome_of(self, pending: _Pending) -> Decision:
         """What was decided, soon. A rank that has waited in vain records that, so that nobody acts on it any more; if
@@ -495,6 +500,10 @@ class Rebalancer:
             return
         self._replaced += failure.kind == REPLACED
         if failure.kind == WRITTEN or self._replaced >= _REPLACED_TIMES:
+            stays = self._why_homes_stay(self._target, False)
+            if not stays.commit:
+                failure = stays if stays.connections_broken else replace(stays, kind=HELD)
+        if failure.kind == WRITTEN or (failure.kind == REPLACED and self._replaced >= _REPLACED_TIMES):
             self._beside = False
             logger.warning(
                 "step %d: %s; experts to which that happens migrate between steps, as without overlap",
@@ -503,6 +512,9 @@ class Rebalancer:
             )
             self._migrate(self._target)
         else:
+            if failure.kind == HELD:
+                failure = replace(failure, cause=_held(failure.cause))
+                self._guard.report("", failure.cause)
             committed = tuple(sorted(self._committed_beside))
             self._drop("staged", failure.cause, failure.connections_broken, committed, progress.left_layers)
 
@@ -583,6 +595,15 @@ class Rebalancer:
         transport.warm_up(time.monotonic() + seconds)
         transport.wait_at_most(self._config.timeout_seconds)
         return transport
+
+
+def _held(who: str) -> str:
+    """Why experts stay where they are, in the words of a finding."""
+    return (
+        f"{who}: they do not move with experts, and would be of other experts then; experts stay where they are. Let "
+        "them move along (balancer.register_all(name, them)), or say that they do not go by row (moves=False); what a "
+        "step needs for itself is to be deleted (del) before optimizer.step()"
+    )
 
 
 def new_transport(

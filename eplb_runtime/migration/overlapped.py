@@ -39,9 +39,9 @@ from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
 
-LATE, WRITTEN, REPLACED = "late", "written", "replaced"
-"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; and one that has other
-tensors by now than when the migration began."""
+LATE, WRITTEN, REPLACED, HELD = "late", "written", "replaced", "held"
+"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; one that has other
+tensors by now than when the migration began; and one of experts that the user has copied since then."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
 _ALMOST_SECONDS = 2e-3
@@ -139,6 +139,7 @@ class BackgroundMigration:
         agreement: as above; another when ranks have connected anew.
         late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
         waiting: entered while the training thread waits for other ranks.
+        held_outside: says who holds copies of experts that do not move along; empty: nobody.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class BackgroundMigration:
         self.under_way = False
         self.late_rounds = self.late_bytes = 0
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.held_outside: Callable[[], str] = lambda: ""
         self._engine = engine
         self._worker = worker
         self._registry = registry
@@ -304,9 +306,13 @@ class BackgroundMigration:
         experts."""
         if self._gate.is_set():
             return
-        name = self._written()
+        # Copies that were made while this is under way have rows as they stand: these must stay there.
+        moves = self._as_sent and not np.array_equal(self._standing.homes_LRH, self._target.homes_LRH)
+        held, name = self.held_outside() if moves else "", self._written()
         for flight in self._flights:
-            if name and flight.here:
+            if held and flight.here:
+                self._refuse(flight, Verdict(False, held, kind=HELD))
+            elif name and flight.here:
                 cause = f"{name} was written between the optimizer's step and the forward"
                 self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
             elif flight.here and (problem := self._changed([flight.layer])):

@@ -265,9 +265,45 @@ def attached(**options: object) -> tuple[eplb.Balancer, nn.Module, torch.optim.O
     return balancer, model, optimizer
 
 
+def copied_at(rank: int, at: int | None, nth: int = 0) -> tuple[int, dict[str, Any], list[str]]:
+    """A loop that copies the weights after a step and pulls to them from then on: the step of this number, in a job
+    that stands; or the nth after which a migration is under way."""
+    options = {"policy": "static"} if at is not None else {"overlap": True, "max_pause_seconds": 30.0}
+    balancer, model, optimizer = attached(**options)
+    handler, lines = heard()
+    kept: list[Tensor] = []
+    for step in range(9):
+        ids = batch_of(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.reduce_gradients()
+        if kept:
+            pull_to_start(kept, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        nth -= at is None and balancer._rebalancer.background.under_way
+        if not kept and (step == at or (at is None and nth < 0)):
+            at, kept = step, list(clones(model).values())
+    logging.getLogger("eplb_runtime").removeHandler(handler)
+    state = eplb.logical_state_dict(model)
+    balancer.close()
+    assert at is not None
+    return at, state, list(lines())
+
+
+def copied_in_flight(rank: int) -> list[tuple[float, list[str]]]:
+    """How far weights are from those of a job that stands, and what was said."""
+    found = []
+    for nth in range(3):
+        at, moved, said = copied_at(rank, None, nth)
+        _, static, _ = copied_at(rank, at)
+        found.append((max(float((static[name] - moved[name]).abs().max()) for name in static), said))
+    return found
+
+
 def alarms(rank: int) -> dict[str, Any]:
     handler, lines = heard()
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {"in flight": copied_in_flight(rank)}
+    handler.buffer.clear()
     for copies in (0, EXPERTS // 2):  # as many copies as homes: ours have the shape of experts, too
         other = attached(policy="static")  # another attached model, as a reference in fine-tuning
         balancer, model, optimizer = attached(replica_slots=copies)
@@ -281,7 +317,6 @@ def alarms(rank: int) -> dict[str, Any]:
             balancer.register_all("late", late.shadow, moves=False)
         said[f"left alone, {copies}"] = trained(rank, balancer, model, optimizer, 4), list(lines())
         rows = per_expert(model) if rank == 0 else []
-        balancer._outside._looks = 0  # else it looks in a small share of the time
         epoch = trained(rank, balancer, model, optimizer, 4)
         said[f"rows, {copies}"] = epoch, lines()[-1]
         del rows
@@ -295,6 +330,8 @@ def alarms(rank: int) -> dict[str, Any]:
 
 def test_what_only_has_the_shape_of_experts_stops_nothing() -> None:
     for said in run_ranks(2, alarms):
+        for apart, lines in said["in flight"]:
+            assert apart == 0.0 and any("kept in copied_at() holds" in line for line in lines), (apart, lines)
         for copies in (0, EXPERTS // 2):
             first, lines = said[f"nothing kept, {copies}"]
             assert first > 0 and lines == []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-import time
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +33,6 @@ _ALIKE = 0.5
 """The cosine between elements from which on one tensor is a copy of another, perhaps an old one."""
 _CLIMBS = 4
 """Containers inside containers that are looked through for who holds a tensor."""
-_ALWAYS, _SHARE = 3, 0.005
-"""So many times the heap is read in any case, and later for such a share of the time."""
 _FEW = 64
 """Containers of more entries are looked through only if their first is an array."""
 _MOST = 64
@@ -67,7 +64,6 @@ class Outside:
         self._left_alone: dict[int, weakref.ref[Any]] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._said = ""
-        self._looks, self._next = 0, 0.0
         self._holding: list[weakref.ref[Any]] = []
 
     def leave_alone(self, arrays: Iterable[Array]) -> None:
@@ -75,19 +71,17 @@ class Outside:
         self._left_alone.update((id(array), weakref.ref(array)) for array in arrays)
         self._said = ""
 
-    def found(self, *, patient: bool = True) -> str:
+    def found(self, *, patient: bool = True, copies_only: bool = False) -> str:
         """Who holds what, in words; empty: nothing was found; `AGAIN`: what may be passing was there for the first
-        time, where there is a next time (``patient``). Reads the heap, for some tenths of a second: the first times,
-        and later in a small share of the time."""
+        time, where there is a next time (``patient``). Reads the heap, for some tenths of a second: whoever asks is
+        about to move homes, which costs more, and is rarer than steps.
+
+        Args:
+            copies_only: what is no copy is not asked for: the last look was a step ago, and it may be passing still.
+        """
         if self._said and any(reference() is not None for reference in self._holding):
             return self._said
-        began = time.perf_counter()
-        if self._looks >= _ALWAYS and began < self._next:
-            return ""
-        self._looks += 1
-        rows, waits = self._rows_of_users()
-        now = time.perf_counter()
-        self._next = now + (now - began) / _SHARE
+        rows, waits = self._rows_of_users(copies_only)
         self._holding = [weakref.ref(one) for one, _ in rows]
         self._said = ""
         if not rows:
@@ -99,16 +93,17 @@ class Outside:
         self._said = f"{said} as {like}" if like else said
         return self._said
 
-    def _rows_of_users(self) -> tuple[list[tuple[Array, tuple[set[int], str, bool]]], bool]:
+    def _rows_of_users(self, copies_only: bool) -> tuple[list[tuple[Array, tuple[set[int], str, bool]]], bool]:
         """What goes by row, and who holds it; whether there is more that was not there before, and may be passing."""
         strangers = self._strangers()
         copies = [one for one, _ in strangers if self._like(one)]
         # A batch may have the shape of a matrix by chance, and moments may be those of an optimizer that was let go.
-        others = [one for one, may_be in strangers if not may_be]
+        others = [one for one, may_be in strangers if not may_be and not copies_only]
         tell = [one for one in others if self._may_be_state(tuple(one.shape))]
         asked = [weakref.ref(one) for one in {id(one): one for one in (*copies, *tell)}.values()]
         sure, stay = {id(one) for one in copies}, {id(one) for one in tell if _is_among(one, self._seen)}
-        self._seen = {id(one): weakref.ref(one) for one in tell}
+        if not copies_only:
+            self._seen = {id(one): weakref.ref(one) for one in tell}
         del strangers, copies, others, tell
         if sure or stay:
             gc.collect()  # what is garbage already is still in the heap
