@@ -217,6 +217,7 @@ class Balancer:
             self._moved()
         if self._training or moved:
             self._refresh_copies()
+        self._guard.experts_are_left()
 
     @torch.compiler.disable
     def rebalance(self) -> bool:

@@ -28,7 +28,7 @@ from ..distributed.ranks import gather_rows
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
-from .gradients.rescaled import DENSE, WATCHED, WHEN, Samples
+from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, Samples
 from .guard_samples import SAMPLES, Look, Seen, Watched, bit_sums, options_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -126,6 +126,9 @@ class Guard:
     def before_forward(self) -> None:
         """In the first steps, ahead of the first forward of each: nobody else has written expert weights. They are
         compared ahead of the reduction: a rank may be in another forward, which the layers find out."""
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.forward_begins()
         if self.is_new and not self._looked_before_forward:
             self._looked_before_forward = True
             self._ahead = self._look("weights", dense=False)
@@ -193,6 +196,12 @@ class Guard:
         if self._samples is not None:
             with self.clocked():
                 self._samples.step_is_over(self.number() + 1)
+
+    def experts_are_left(self) -> None:
+        """After a step, where they stand now: until the next forward nobody changes them by a rank's own measure."""
+        if self._samples is not None:
+            with self.clocked():
+                self._samples.left()
 
     def sample(self) -> Look | None:
         """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
@@ -420,7 +429,7 @@ class Guard:
         return ""
 
     def _rescaled(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
-        """Gradients that ranks changed by other factors; the same on every rank."""
+        """Gradients, or experts, that ranks changed by other factors; the same on every rank."""
         job, steps = self._groups.job, {one.steps for one in seen.values()}
         if self._rescaled_was_said or look.kept is None or steps != {len(look.kept.steps)} or steps == {0}:
             return ""
@@ -445,17 +454,26 @@ class Guard:
         watched = kept.watched[position]
         name = watched.name if data_set == mine and watched is not None else "a parameter"
         digits = 3 if f"{here[first]:.3g}" != f"{here[second]:.3g}" else 9
-        return self._rescaled_finding(
-            f"the gradients of {name} were changed by a factor of {here[first]:.{digits}g} on rank {first} and "
+        what = "weights" if window == WEIGHTS else "gradients"
+        said = (
+            f"the {what} of {name} were changed by a factor of {here[first]:.{digits}g} on rank {first} and "
             f"{here[second]:.{digits}g} on rank {second} in step {kept.steps[step]}, "
             + ("before they were averaged" if window == 0 and position < DENSE else WHEN[window])
         )
+        return self._experts_finding(said) if window == WEIGHTS else self._rescaled_finding(said)
 
     def _rescaled_finding(self, said: str) -> str:
         self._rescaled_by = (
             f"{said}, as clipping by each rank's own norm does: use balancer.clip_grad_norm_(value), or "
             "balancer.clip_grad_norm_(value, parameters=...) for a part of them; whatever else changes gradients comes "
             "after balancer.reduce_gradients(), and does the same on every rank"
+        )
+        return self._rescaled_by
+
+    def _experts_finding(self, said: str) -> str:
+        self._rescaled_by = (
+            f"{said}, as scaling by the norm of an expert parameter does, of which each rank has its own rows: scale "
+            "each expert by its own norm, or all by one over the rows of balancer.gather_experts(layer, parameter)"
         )
         return self._rescaled_by
 

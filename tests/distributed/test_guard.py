@@ -39,6 +39,9 @@ class Job:
     def before_step(self, step: int) -> None:
         pass
 
+    def after_step(self, step: int) -> None:
+        pass
+
     def run(self, steps: int = 6) -> dict:
         heard = logging.handlers.BufferingHandler(1000)
         logging.getLogger("eplb_runtime").addHandler(heard)
@@ -51,6 +54,7 @@ class Job:
                 self.before_step(step)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+                self.after_step(step)
                 losses.append(loss.item())
         except GuardError as raised:
             error = str(raised)
@@ -264,6 +268,34 @@ class EachExpertByItself(Later):
                 parameter.grad.mul_((1e-3 / (norms + 1e-6)).clamp(max=1).view(-1, 1, 1))
 
 
+class ScaledByTheNormOfItsRows(Job):
+    """Between steps, once: experts' parameters to a norm, which is over this rank's rows."""
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        if step + 1 == 5:
+            for name, parameter in self.model.named_parameters():
+                if ".experts." in name:
+                    parameter.mul_(9 / parameter.norm())
+
+
+class ScaledByTheNormOfItsRowsAtOnce(ScaledByTheNormOfItsRows):
+    def after_step(self, step: int) -> None:
+        super().after_step(4)
+
+
+class EachExpertToItsNorm(Job):
+    """Right, and so is the decay that goes with it."""
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        for name, parameter in self.model.named_parameters():
+            if ".experts." in name:
+                if step % 2:
+                    parameter.mul_((2 / parameter.flatten(1).norm(dim=1)).view(-1, 1, 1))
+                parameter.mul_(0.99)
+
+
 class SummedByHand(Job):
     """Right: two micro-batches, whose gradients are added ahead of the average."""
 
@@ -363,6 +395,9 @@ CASES: dict[str, Callable[[int], dict]] = {
             ClampedByAHookOfTheOptimizer,
             ClippedByTheBalancerLater,
             EachExpertByItself,
+            ScaledByTheNormOfItsRows,
+            ScaledByTheNormOfItsRowsAtOnce,
+            EachExpertToItsNorm,
             SummedByHand,
             AveragedByHand,
             RatesByOwnLoss,
@@ -394,6 +429,7 @@ def results() -> list[dict[str, dict]]:
             "ClampedByAHookOfTheOptimizer",
             "ClippedByTheBalancerLater",
             "EachExpertByItself",
+            "EachExpertToItsNorm",
             "SummedByHand",
             "AveragedByHand",
         ),
@@ -420,6 +456,7 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("clipped ahead of averaging", 0, "balancer.clip_grad_norm_(value, parameters=...) for a part of them"),
         ("clipped by value ahead of averaging", 0, "on rank 1 in step 1, before they were averaged"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
+        ("ScaledByTheNormOfItsRowsAtOnce", 1, "the weights of model.layers.0.mlp.experts"),
         ("RatesByOwnLossAtOnce", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
     ],
 )
@@ -454,6 +491,13 @@ def test_clipping_by_each_ranks_own_norm_is_said_whenever_it_begins(
         assert step == 9 and f"in step 5, {when}, as clipping by each rank's own norm does" in finding
         assert "factor of" in finding and "balancer.clip_grad_norm_(value, parameters=...)" in finding
         assert not [other for _, other in others if "by a factor of" in other], "said once"
+
+
+def test_experts_scaled_by_the_norm_of_a_ranks_rows_are_said(results: list[dict[str, dict]]) -> None:
+    for result in results:
+        ((step, finding),) = result["ScaledByTheNormOfItsRows"]["findings"]
+        assert step == 9 and "the weights of model.layers.0.mlp.experts" in finding
+        assert "in step 6, ahead of its forward" in finding and "balancer.gather_experts" in finding
 
 
 def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[str, dict]]) -> None:

@@ -1,9 +1,11 @@
-"""Notices gradients that a rank changes by its own measure, as clipping by its own norm does, in whichever step.
+"""Notices gradients, and experts between steps, that a rank changes by its own measure, as clipping by its own norm
+does, in whichever step.
 
 A factor that differs from rank to rank leaves no trace: the average of what each rank has scaled otherwise is the same
 on all of them, and each expert has its gradient on its owners alone. So a few elements of a few gradients are kept, on
-the device, as a backward pass leaves them, ahead of their reduction, after it, and after the optimizer's step. The next
-decision brings them to the host and compares factors over ranks.
+the device, as a backward pass leaves them, ahead of their reduction, after it, and after the optimizer's step; and of a
+few expert parameters, as a step leaves them, and as the next forward finds them. The next decision brings them to the
+host and compares factors over ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ from ...moe.experts.slices import is_sliced, local
 DENSE, EXPERTS = 2, 2
 """Tensors of each kind that are watched at a time."""
 WATCHED = DENSE + EXPERTS
-ARRIVED, COMPLETE, REDUCED, STEPPED = range(4)
-"""When gradients are looked at. Between the first two, and between the last two, none should change by a factor of its
-own on each rank."""
-WHEN = ("before they were reduced", "between their reduction and the end of the optimizer's step")
+ARRIVED, COMPLETE, REDUCED, STEPPED, LEFT, FOUND = range(6)
+"""When gradients are looked at, and in the last two, experts themselves. Between the two of each pair, none should
+change by a factor of its own on each rank."""
+WHEN = (
+    "before they were reduced",
+    "between their reduction and the end of the optimizer's step",
+    "ahead of its forward",
+)
 """What lies between them, in words."""
+WEIGHTS = 2
+"""Which of these is of experts themselves."""
 _ELEMENTS = 32
 _MOST_STEPS = 512
 _UNIFORM, _UNIFORM_HALF = 1e-4, 3e-2
@@ -62,7 +70,7 @@ class Kept:
     """What was kept in some steps.
 
     Args:
-        elements: float32 ``[T, 4, ...]``, the elements of all watched tensors side by side; NaN: none.
+        elements: float32 ``[T, 6, ...]``, the elements of all watched tensors side by side; NaN: none.
         steps: the number of each step ``[T]``.
         watched: the tensors; None: fewer are there than could be.
         has_halves: whether gradients of 16 bits are among them.
@@ -79,16 +87,16 @@ class Kept:
         return _EQUAL_HALF if self.has_halves else _EQUAL
 
     def factors(self) -> NDArray[np.float64]:
-        """``[2, T, WATCHED]``, by what each tensor was multiplied between two looks at it; NaN: nobody can tell."""
+        """``[3, T, WATCHED]``, by what each tensor was multiplied between two looks at it; NaN: nobody can tell."""
         kept_T4N = self.elements.wait().numpy().astype(np.float64)
-        found = np.full((2, len(self.steps), WATCHED), np.nan)
+        found = np.full((len(WHEN), len(self.steps), WATCHED), np.nan)
         first, uniform = 0, _UNIFORM_HALF if self.has_halves else _UNIFORM
         for number, one in enumerate(self.watched):
             if one is None:
                 continue
             here = slice(first, first + one.elements)
             first += one.elements
-            for window, (before, after) in enumerate(((ARRIVED, COMPLETE), (REDUCED, STEPPED))):
+            for window, (before, after) in enumerate(((ARRIVED, COMPLETE), (REDUCED, STEPPED), (LEFT, FOUND))):
                 before_TN, after_TN = kept_T4N[:, before, here], kept_T4N[:, after, here]
                 found[window, :, number] = _factors(before_TN, after_TN, one.rows, uniform)
         return found
@@ -145,6 +153,7 @@ class Samples:
         self._has_arrived = False
         self._arrivals: list[weakref.ref[Tensor] | None] = []
         self._taken_away = False
+        self._has_left = False
         self._row = 0
         self._numbers: dict[int, int] = {}
         self._watched: tuple[Watching | None, ...] = ()
@@ -187,6 +196,17 @@ class Samples:
         """An optimizer has stepped, and gradients are still there: what it did to them first is in them."""
         self._keep(STEPPED)
 
+    def left(self) -> None:
+        """The step is over, and experts have moved if they do: they stay as they are until the next forward."""
+        self._has_left = True
+        self._keep(LEFT)
+
+    def forward_begins(self) -> None:
+        """The first one after a step finds experts as they are now."""
+        if self._has_left and not (self._elements.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._has_left = False
+            self._keep(FOUND)
+
     def step_is_over(self, number: int) -> None:
         """The step of this number is."""
         self._has_arrived = self._taken_away = False
@@ -218,7 +238,7 @@ class Samples:
         watched = (*self._chosen(self._dense, DENSE, None), *self._chosen(self._experts, EXPERTS, 2))
         if [one and one.elements for one in watched] != [one and one.elements for one in self._watched]:
             self._widths = [one.elements for one in watched if one is not None]
-            self._elements = torch.empty((self._most, STEPPED + 1, sum(self._widths)), device=self._elements.device)
+            self._elements = torch.empty((self._most, FOUND + 1, sum(self._widths)), device=self._elements.device)
         self._watched = watched
         self._elements.fill_(torch.nan)
 
@@ -266,7 +286,9 @@ class Samples:
             if one is None:
                 continue
             place, number = places[number], number + 1
-            gradient = one.parameter.grad
+            if when in (LEFT, FOUND) and position < DENSE:  # ranks that have these alike compare all bits of them
+                continue
+            gradient = one.parameter.detach() if when in (LEFT, FOUND) else one.parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue
             if when in (ARRIVED, COMPLETE) and (is_sliced(gradient) or (position < DENSE and not self._average_dense)):
