@@ -141,7 +141,13 @@ class Balancer:
         self._gradients.reduced = self._guard.gradients_are_reduced
         self._rebalancer = Rebalancer(parts, self._guard)
         self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
-        self._outside = Outside(parts.parameters, list(parts.structure.models.values()), self._known_tensors)
+        self._outside = Outside(
+            parts.parameters,
+            list(parts.structure.models.values()),
+            self._known_tensors,
+            is_trained=lambda: self._training,
+            epoch=lambda: self._rebalancer.epoch_on_this_rank,
+        )
         if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
             self._rebalancer.held_outside = lambda patient, copies_only: self._outside.found(
                 patient=patient, copies_only=copies_only

@@ -40,7 +40,7 @@ from ..load.clock import Progress, StepClock
 from ..migration.engine import MigrationBroken, MigrationEngine, Outcome
 from ..migration.overlapped import HELD, REPLACED, WRITTEN, BackgroundMigration, Brought
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..moe.experts.outside import AGAIN
+from ..moe.experts.outside import AGAIN, BESIDE
 from ..moe.experts.slices import is_sliced
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
@@ -179,6 +179,11 @@ class Rebalancer:
         """The one that stands now; its ``epoch`` counts commits. What a migration has brought in a step that is not
         over yet is in it: then, ask on every rank at the same place."""
         return self.background.standing() if self.background.under_way else self._placement
+
+    @property
+    def epoch_on_this_rank(self) -> int:
+        """Of the placement, without asking other ranks; -1: it may change at any time."""
+        return -1 if self.background.under_way else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
         """Whether homes of a layer stand elsewhere than at attach, or have since."""
@@ -599,6 +604,13 @@ class Rebalancer:
 
 def _held(who: str) -> str:
     """Why experts stay where they are, in the words of a finding."""
+    if BESIDE in who:
+        return (
+            f"{who}: where that goes row by row (a mean teacher), it would mix different experts once homes of one "
+            "model have moved; experts stay where they are. Keep the average in tensors of your own "
+            "(balancer.register_all(name, them)); if all writes go by logical_state_dict, say that the model does not "
+            "go by row: balancer.register_all(name, model, moves=False)"
+        )
     return (
         f"{who}: they do not move with experts, and would be of other experts then; experts stay where they are. Let "
         "them move along (balancer.register_all(name, them)), or say that they do not go by row (moves=False); what a "

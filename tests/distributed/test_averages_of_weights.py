@@ -293,16 +293,46 @@ def copied_at(rank: int, at: int | None, nth: int = 0) -> tuple[int, dict[str, A
 def copied_in_flight(rank: int) -> list[tuple[float, list[str]]]:
     """How far weights are from those of a job that stands, and what was said."""
     found = []
-    for nth in range(3):
+    for nth in range(2):
         at, moved, said = copied_at(rank, None, nth)
         _, static, _ = copied_at(rank, at)
         found.append((max(float((static[name] - moved[name]).abs().max()) for name in static), said))
     return found
 
 
+def taught(rank: int, writes: Callable[[int], bool], says: bool) -> tuple[int, list[str]]:
+    """The epoch of a model after some steps, beside an attached one without an optimizer, into which it is averaged row
+    by row after some of them."""
+    balancer, model, optimizer = attached()
+    teacher = make_model("olmoe", experts=EXPERTS)
+    other = eplb.attach(teacher, None, config=eplb.BalancerConfig(policy="static"))
+    if says:
+        balancer.register_all("teacher", teacher, moves=False)
+    handler, lines = heard()
+    for step in range(6):
+        trained(rank, balancer, model, optimizer, 1)
+        if writes(step):
+            with torch.no_grad():
+                for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.3)
+    logging.getLogger("eplb_runtime").removeHandler(handler)
+    epoch = balancer.placement.epoch
+    for one in (balancer, other):
+        one.close()
+    return epoch, lines()
+
+
+def teachers(rank: int) -> dict[str, tuple[int, list[str]]]:
+    return {
+        "in each step": taught(rank, lambda step: True, says=False),
+        "at the start": taught(rank, lambda step: step == 0, says=False),
+        "said to be right": taught(rank, lambda step: True, says=True),
+    }
+
+
 def alarms(rank: int) -> dict[str, Any]:
     handler, lines = heard()
-    said: dict[str, Any] = {"in flight": copied_in_flight(rank)}
+    said: dict[str, Any] = {"in flight": copied_in_flight(rank), "teachers": teachers(rank)}
     handler.buffer.clear()
     for copies in (0, EXPERTS // 2):  # as many copies as homes: ours have the shape of experts, too
         other = attached(policy="static")  # another attached model, as a reference in fine-tuning
@@ -332,6 +362,10 @@ def test_what_only_has_the_shape_of_experts_stops_nothing() -> None:
     for said in run_ranks(2, alarms):
         for apart, lines in said["in flight"]:
             assert apart == 0.0 and any("kept in copied_at() holds" in line for line in lines), (apart, lines)
+        epoch, (line,) = said["teachers"]["in each step"]
+        assert epoch == 0 and "another attached model without an optimizer is written" in line
+        assert all(said["teachers"][name][0] > 0 for name in ("at the start", "said to be right"))
+        assert not any(lines for name, (_, lines) in said["teachers"].items() if name != "in each step")
         for copies in (0, EXPERTS // 2):
             first, lines = said[f"nothing kept, {copies}"]
             assert first > 0 and lines == []

@@ -40,9 +40,12 @@ _MOST = 64
 _CONTAINERS = (list, tuple, dict, set, OrderedDict, defaultdict, deque, CellType)
 _NOT_THE_USERS = ("eplb_runtime", "torch.distributed.", "torch._", "torch.optim.optimizer")
 
+BESIDE = "another attached model without an optimizer is written by the loop"
 AGAIN = "tensors as large as experts were there for the first time, which may be passing: asked again next time"
 
 Array = Tensor | NDArray[Any]
+_ALL: weakref.WeakSet[Outside] = weakref.WeakSet()
+"""Of all attached models of this process."""
 
 
 class Outside:
@@ -52,14 +55,26 @@ class Outside:
         parameters: this rank's experts ``[E/R, ...]`` by name; sliced ones are passed over.
         models: whose parameters these are.
         known: what moves along, or need not: more than parameters and gradients of the models.
+        is_trained: whether an optimizer of ours steps the models.
+        epoch: changes with each change of their placement.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], models: Sequence[nn.Module], known: Callable[[], Iterable[Tensor]]
+        self,
+        parameters: Mapping[str, Tensor],
+        models: Sequence[nn.Module],
+        known: Callable[[], Iterable[Tensor]],
+        *,
+        is_trained: Callable[[], bool] = lambda: True,
+        epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.ndim > 1 and not is_sliced(p)}
         self._models = list(models)
         self._known = known
+        self._is_trained, self._epoch = is_trained, epoch
+        self._stood = self._state()
+        self._looked_at_before = self._is_written = False
+        _ALL.add(self)
         self._buffers = {id(one): weakref.ref(one) for model in models for one in nn.Module.buffers(model)}
         self._left_alone: dict[int, weakref.ref[Any]] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
@@ -82,6 +97,14 @@ class Outside:
         if self._said and any(reference() is not None for reference in self._holding):
             return self._said
         rows, waits = self._rows_of_users(copies_only)
+        others = [one for one in _ALL if self._may_be_averaged_in(one)]
+        for one in others:
+            waits |= one._look_at_writes()
+        beside = [one for one in others if one._is_written]
+        if beside:
+            self._holding = [weakref.ref(one) for one in beside]
+            self._said = f"{BESIDE} (its {next(iter(beside[0]._parameters))})"
+            return self._said
         self._holding = [weakref.ref(one) for one, _ in rows]
         self._said = ""
         if not rows:
@@ -113,6 +136,27 @@ class Outside:
         users = [(one, holder) for one, holder in zip(alive, holders, strict=True) if holder is not None]
         rows = [(one, by) for one, by in users if id(one) in sure or (id(one) in stay and not by[2])]
         return rows, any(not by[2] and id(one) not in sure | stay for one, by in users)
+
+    def _state(self) -> tuple[int, list[int]]:
+        """The placement, and how often each parameter was written; both grow where experts move."""
+        return self._epoch(), [0 if one.is_inference() else one._version for one in self._parameters.values()]
+
+    def _may_be_averaged_in(self, other: Outside) -> bool:
+        """Whether another attached model has experts as large as these, of which the user has said nothing."""
+        shapes = {parameter.shape for parameter in self._parameters.values()}
+        fit = [parameter for parameter in other._parameters.values() if parameter.shape in shapes]
+        return other is not self and not all(_is_among(parameter, self._left_alone) for parameter in fit)
+
+    def _look_at_writes(self) -> bool:
+        """Find out whether the user writes these, who has no optimizer for them; whether that may be once only, to
+        begin with."""
+        (epoch, before), now = self._stood, self._state()
+        times = max((new - old for new, old in zip(now[1], before, strict=True)), default=0)
+        again, self._looked_at_before, self._stood = self._looked_at_before, True, now
+        if epoch != now[0] or self._is_trained() or not times:
+            return False
+        self._is_written = self._is_written or again or times > 1
+        return not self._is_written
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
