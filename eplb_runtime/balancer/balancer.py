@@ -33,7 +33,7 @@ from ..moe.dispatch.lanes import Lane, Lanes
 from ..moe.experts.gathering import in_logical_order, on_one_rank
 from ..moe.experts.lone_step import LoneSteps
 from ..moe.experts.matching import MARK, arrays_in, matched
-from ..moe.experts.outside import Outside, holder_of
+from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import is_sliced
 from ..moe.layer import HostDispatchedLayer
@@ -770,6 +770,14 @@ class Balancer:
     def _tell_of_replaced(self) -> None:
         """Once, when attach is over and has let go of them."""
         self._replaced_was_told = True
+        if holder := whole_average(self._registry.parameters(), self.placement.num_experts):
+            logger.warning(
+                "%s is an AveragedModel from before attach, with all experts, and the model has this rank's from now "
+                "on: its update ends in an error of torch's (a size must match); call "
+                "eplb_runtime.shard_experts(model) first, make it then, attach, and let it move along: "
+                "balancer.register_all(name, it)",
+                holder,
+            )
         if not self._structure.replaced():
             return
         gc.collect()  # what is garbage already is still there

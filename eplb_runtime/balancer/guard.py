@@ -530,9 +530,9 @@ class Guard:
     def _dense_hint(self) -> str:
         if self._watched.average_dense:
             return (
-                "something else than the balancer changes them on some ranks, such as clipping by each rank's own norm "
-                "(use balancer.clip_grad_norm_(value), with parameters=... for a part of the model), gradients that "
-                "were put aside before they were averaged and copied back later, or a write to weights on one rank"
+                "weights were written on some ranks alone, gradients were put aside before they were averaged and "
+                "copied back later, or something changes gradients by another measure on each rank, such as clipping "
+                "by its own norm (use balancer.clip_grad_norm_(value), with parameters=... for a part of the model)"
             )
         return (
             "nobody averages the gradients outside the experts, or they were changed afterwards (clipping by each "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import eplb_runtime as eplb
 
@@ -554,14 +555,16 @@ def test_what_would_be_wrong_is_refused_in_one_line_on_every_rank() -> None:
 
 
 def kept_from_before(rank: int) -> list[list[str]]:
-    """What is said where a loop has a list of parameters from before attach, and where it has let go of it."""
+    """What is said where a loop has a list of parameters from before attach, where it has let go of it, and where it
+    has an average of torch's."""
     found = []
-    for keeps in (True, False):
+    for keeps in (True, False, None):
         heard = logging.handlers.BufferingHandler(1000)
         logging.getLogger("eplb_runtime").addHandler(heard)
         model = moe_model()
         parameters = list(model.parameters())
         optimizer = AdamW(parameters)
+        average = AveragedModel(model) if keeps is None else None  # noqa: F841
         if not keeps:
             del parameters
         balancer = eplb.attach(model, optimizer, config=config())
@@ -573,7 +576,9 @@ def kept_from_before(rank: int) -> list[list[str]]:
 
 
 def test_parameters_that_a_loop_has_from_before_attach_are_told_of() -> None:
-    for kept, let_go in run_ranks(2, kept_from_before):
+    for kept, let_go, averaged in run_ranks(2, kept_from_before):
         (line,) = kept
         assert line.startswith("parameters in kept_from_before() holds 4 parameters as they were before attach")
         assert let_go == []
+        (line,) = averaged
+        assert line.startswith("average in kept_from_before() is an AveragedModel") and "shard_experts" in line

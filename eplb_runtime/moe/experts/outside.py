@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from .matching import MARK, arrays_in
 from .slices import is_sliced
@@ -283,6 +284,16 @@ def holder_of(tensors: Sequence[Tensor]) -> str:
     for one, holder in zip(tensors, _holders(list(tensors)), strict=True):
         if holder is not None:
             return _name(one, holder[0], holder[1])
+    return ""
+
+
+def whole_average(experts: Iterable[Tensor], num_experts: int) -> str:
+    """What to call an `AveragedModel` that has all experts of parameters of which a rank has some; empty: there is
+    none. Reads the heap."""
+    shapes = {(num_experts, *one.shape[1:]) for one in experts if len(one) != num_experts}
+    for one in [one for one in gc.get_objects() if type(one) is AveragedModel]:
+        if any(tuple(parameter.shape) in shapes for parameter in one.parameters()):
+            return next((name for name, value in _variables() if value is one), "an object")
     return ""
 
 
