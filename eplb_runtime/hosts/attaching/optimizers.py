@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...moe.experts.element_wise import check_element_wise
+from ...moe.experts.made_anew import Arguments
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
 from .state_hooks import Homes, mark_optimizer
@@ -232,7 +233,8 @@ class Optimizers:
         self._stepping = True
         if self._balancer._guard.is_new:
             _refuse_foreign_scaler()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        call = Arguments(args[1:], kwargs)
+        closure = call.closure
         if closure is None:
             self._balancer._before_optimizer()
             return None
@@ -246,9 +248,8 @@ class Optimizers:
                     lone.gradients_are_there(optimizer, loss)
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": reduced}
-        return (args[0], reduced, *args[2:]), kwargs
+        call = call.with_closure(reduced)
+        return (args[0], *call.positional), dict(call.named)
 
     @torch.compiler.disable
     def _step_alone(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -261,8 +262,7 @@ class Optimizers:
         guard = self._balancer._guard
         if guard.lone is not None and not self._balancer._closed:
             with guard.clocked():
-                has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-                guard.lone.before(optimizer, has_closure=has_closure)
+                guard.lone.before(optimizer, Arguments(args[1:], kwargs))
 
     def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Runs first after a step."""

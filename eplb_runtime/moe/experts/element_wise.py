@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from .lone_step import differ, rounding_of
-from .made_anew import Made, made_anew, step_of, unnoticed
+from .made_anew import Made, made_anew, needs_more_than_a_closure, step_of, unnoticed
 from .optimizer_state import OptimizerStateError, expert_state
 from .unmoved import unmoved
 
@@ -104,6 +104,8 @@ def _check_group(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -
 
 
 def _tried(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> _Trial:
+    if needs_more_than_a_closure(optimizer):
+        raise _CannotTryError("its step asks for more than a closure")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_EXPERTS, *_SHAPE, generator=generator).to(dtype)
     gradients = torch.randn(_STEPS, _EXPERTS, *_SHAPE, generator=generator).to(dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...load.aggregate import HostCopy
 from ...utils.errors import one_line
-from .made_anew import copied, is_plain, made_anew, step_of, unnoticed
+from .made_anew import Arguments, copied, is_plain, made_anew, step_of, unnoticed
 from .optimizer_state import is_per_expert
 from .slices import is_sliced
 from .unmoved import unmoved
@@ -142,7 +142,7 @@ class LoneSteps:
     # -- around a step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def before(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, call: Arguments) -> None:
         """Its step begins; gradients are what it will see, unless a closure makes them."""
         key = id(optimizer)
         if self._running.pop(key, None) is not None:  # a step inside of a step: what becomes of which?
@@ -154,8 +154,8 @@ class LoneSteps:
         if next(unmoved(optimizer, self._of(optimizer), self._registered()), None) is not None:
             return
         with self._or_never_again(optimizer):
-            step = _Step(optimizer, self._rows(optimizer, has_closure), self._turn)
-            if has_closure:
+            step = _Step(optimizer, self._rows(optimizer, call.closure is not None), self._turn, call)
+            if call.closure is not None:
                 step.keep()
             else:
                 step.run()
@@ -274,7 +274,9 @@ class _Lone:
     optimizer: torch.optim.Optimizer
     tensors: Sequence[Tensor]
 
-    def step(self, gradients: Sequence[Tensor | None], closure: Callable[[], Any] | None) -> None:
+    def step(self, gradients: Sequence[Tensor | None], closure: Callable[[], Any] | None, call: Arguments) -> None:
+        call = call.copied()
+
         def again() -> Any:
             for tensor, gradient in zip(self.tensors, gradients, strict=True):
                 tensor.grad = None if gradient is None else gradient.clone()
@@ -282,9 +284,9 @@ class _Lone:
 
         if closure is None:
             again()
-            step_of(self.optimizer)()
         else:
-            step_of(self.optimizer)(again)
+            call = call.with_closure(again)
+        step_of(self.optimizer)(*call.positional, **call.named)
 
     def found(self, number: int, key: str) -> Tensor | None:
         """A tensor, or what is kept for it."""
@@ -307,10 +309,14 @@ class _Step:
 
     Args:
         turn: where in a row elements are compared.
+        call: of the optimizer's own step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rows: Sequence[_Row], turn: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rows: Sequence[_Row], turn: int, call: Arguments) -> None:
+        if odd := [value for value in call.others if not is_plain(value)]:
+            raise CannotStepAloneError(f"its step is given a {type(odd[0]).__name__}")
         self._optimizer = optimizer
+        self._call = call
         self._rows = rows
         self._turn = turn
         self._places: list[tuple[_Row, str, int]] = []
@@ -421,7 +427,7 @@ class _Step:
         }
         with unnoticed(_gpus(rows)):
             for lone in pair:
-                lone.step(gradients, closure)
+                lone.step(gradients, closure, self._call)
         before, alone, again = [], [], []
         for number, row in enumerate(rows):
             for key in ("", *one.keys(number)):

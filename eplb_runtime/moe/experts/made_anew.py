@@ -1,7 +1,7 @@
 """Makes an optimizer anew for other tensors: the same class, options and numbers, and nothing of the one it is like.
 
-What the first one has in objects of its own, in tensors of several elements or in closures is not handed over: the new
-one could write the first one's memory. What comes of that shows where both step.
+What the first one has in tensors of several elements, and in objects and closures that hold or write more than numbers,
+is not handed over: the new one could write the first one's memory. What comes of that shows where both step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from dis import get_instructions
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,10 @@ from ...utils.errors import one_line
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type, np.generic)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_DEEP = 6
+"""Collections and objects inside of others that are looked into."""
+_HEAP = 1 << 9
+"""Of ``type.__flags__``: made by Python code."""
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -135,18 +141,103 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
-def is_plain(value: Any) -> bool:
-    """Whether it can be handed over: a number or the like, a tensor of one element, a collection of such."""
+@dataclass(frozen=True)
+class Arguments:
+    """Of a call of an optimizer's step, which may take more than a closure, or something else in its place.
+
+    Args:
+        positional: after the optimizer.
+    """
+
+    positional: Sequence[Any] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def closure(self) -> Callable[[], Any] | None:
+        """None: there is none."""
+        first = self.named.get("closure", self.positional[0] if self.positional else None)
+        return first if callable(first) else None
+
+    @property
+    def others(self) -> list[Any]:
+        """All but the closure."""
+        closure = self.closure
+        return [value for value in (*self.positional, *self.named.values()) if value is not closure]
+
+    def with_closure(self, closure: Callable[[], Any]) -> Arguments:
+        """The same with another closure, where one is."""
+        if "closure" in self.named:
+            return Arguments(self.positional, {**self.named, "closure": closure})
+        return Arguments((closure, *self.positional[1:]), self.named)
+
+    def copied(self) -> Arguments:
+        """The same, plain values, in memory of their own."""
+        closure = self.closure
+        return Arguments(
+            [value if value is closure else copied(value) for value in self.positional],
+            {name: value if value is closure else copied(value) for name, value in self.named.items()},
+        )
+
+
+def needs_more_than_a_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step asks for something that nobody but its user knows."""
+    try:
+        parameters = list(inspect.signature(step_of(optimizer)).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    asked = [one.name for one in parameters if one.default is inspect.Parameter.empty and one.kind not in kinds]
+    return any(name != "closure" for name in asked)
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether it can be handed over: a number or the like, a tensor of one element, a function of such, a collection of
+    such, an object that has nothing else."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor):
         return value.numel() <= 1
+    if depth == _DEEP:
+        return False
+    inside = partial(is_plain, depth=depth + 1)
     if isinstance(value, Mapping):
-        return all(is_plain(key) and is_plain(inner) for key, inner in value.items())
+        return all(inside(key) and inside(inner) for key, inner in value.items())
     if isinstance(value, _CONTAINERS):
-        return all(map(is_plain, value))
-    # A closure may hold anything, also the optimizer itself.
-    return isinstance(value, BuiltinFunctionType | FunctionType) and not getattr(value, "__closure__", None)
+        return all(map(inside, value))
+    if isinstance(value, partial):
+        return inside(value.func) and inside(value.args) and inside(value.keywords)
+    if isinstance(value, BuiltinFunctionType | FunctionType):
+        return _keeps_nothing(value)
+    return _is_record(value) and inside(vars(value))
+
+
+def _keeps_nothing(function: Any) -> bool:
+    """Whether calls of it leave nothing in it: it is handed over as it is. A closure may hold anything, also the
+    optimizer itself, and may be written."""
+    if isinstance(function, BuiltinFunctionType):  # also a method of a list
+        return isinstance(function.__self__, ModuleType | type | NoneType)
+    cells = function.__closure__ or ()
+    free = function.__code__.co_freevars
+    if any(one.opname in ("STORE_DEREF", "DELETE_DEREF") and one.argval in free for one in get_instructions(function)):
+        return False
+    try:
+        return all(_is_constant(cell.cell_contents) for cell in cells)
+    except ValueError:  # an empty one
+        return False
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _PLAIN)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether all that an object has is in its ``__dict__``: its classes are Python's own, without slots."""
+    kinds = type(value).__mro__[:-1]
+    return hasattr(value, "__dict__") and all(
+        kind.__flags__ & _HEAP and "__slots__" not in vars(kind) for kind in kinds
+    )
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:
@@ -160,6 +251,12 @@ def copied(value: Any, device: torch.device | None = None) -> Any:
         return type(value)(copied(inner, device) for inner in value)
     if isinstance(value, deque):
         return deque((copied(inner, device) for inner in value), value.maxlen)
+    if isinstance(value, partial):
+        return partial(value.func, *copied(value.args, device), **copied(value.keywords, device))
+    if not isinstance(value, (*_PLAIN, FunctionType)) and _is_record(value):
+        made = object.__new__(type(value))
+        made.__dict__.update(copied(vars(value), device))
+        return made
     return value
 
 

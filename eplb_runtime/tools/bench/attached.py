@@ -24,6 +24,7 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...hosts import attach
 from ...moe.experts.lone_step import LoneSteps
+from ...moe.experts.made_anew import Arguments
 from .train import NEVER
 
 
@@ -168,7 +169,7 @@ def _lone_steps(work: Block, device: torch.device, repeats: int) -> tuple[float,
         _finish(device)
         times = [time.perf_counter()]
         model(hidden_TD).backward()
-        for part in (lambda: lone.before(optimizer, has_closure=False), optimizer.step, lambda: lone.after(optimizer)):
+        for part in (lambda: lone.before(optimizer, Arguments()), optimizer.step, lambda: lone.after(optimizer)):
             _finish(device)
             times.append(time.perf_counter())
             part()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from eplb_runtime.moe.experts.element_wise import check_element_wise
 from eplb_runtime.moe.experts.lone_step import LoneSteps
-from eplb_runtime.moe.experts.made_anew import made_anew, unnoticed
+from eplb_runtime.moe.experts.made_anew import Arguments, copied, is_plain, made_anew, unnoticed
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.unmoved import unmoved
 
@@ -180,7 +181,12 @@ def test_random_numbers_and_what_is_printed_are_as_if_nothing_had_run(capsys: py
     assert draw() == expected and capsys.readouterr().out == "outside\n"
 
 
-def judged(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], steps: int = 3) -> list[str]:
+def judged(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    steps: int = 3,
+    call: Arguments = Arguments(),  # noqa: B008
+) -> list[str]:
     """What is said after each step."""
     lone = LoneSteps(parameters, set, lambda: True)
     said = []
@@ -188,8 +194,8 @@ def judged(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
         for parameter in parameters.values():
             generator = torch.Generator().manual_seed(step)
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        lone.before(optimizer, has_closure=False)
-        optimizer.step()
+        lone.before(optimizer, call)
+        optimizer.step(*call.positional, **call.named)
         lone.after(optimizer)
         said.append(lone.judge(lone.take()))
     return said
@@ -233,3 +239,94 @@ def test_optimizers_of_torchs_hold_nothing_out_of_sight(kind: type[torch.optim.O
     one.grad = torch.ones_like(one)
     optimizer.step(lambda: 1.0)
     assert kind is torch.optim.LBFGS or list(unmoved(optimizer, {"w": one})) == []
+
+
+class Scaled(Steps):
+    """A step that asks for a number, and takes another."""
+
+    @torch.no_grad()
+    def step(self, scale: float, *, times: float = 1.0) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.change(parameter, group), alpha=group["lr"] * scale * times)
+
+
+class ScaledAndMixed(Scaled):
+    change = MixesIn.change
+
+
+def test_a_step_that_asks_for_more_than_a_closure_is_stepped_alone_with_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parameters = {"w": experts()}
+    scaled = Scaled(parameters.values())
+    check_element_wise(scaled)
+    assert ["asks for more than a closure" in record.getMessage() for record in caplog.records] == [True]
+    assert judged(scaled, parameters, call=Arguments((3.0,), {"times": 2.0})) == [""] * 3
+    mixing = ScaledAndMixed(parameters.values(), mixes=True)
+    assert "by itself" in judged(mixing, parameters, call=Arguments((3.0,), {"times": 2.0}))[0]
+    assert len(caplog.records) == 1
+
+
+def test_a_step_that_is_given_an_object_is_not_stepped_alone(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = {"w": experts()}
+    call = Arguments(named={"closure": None, "other": torch.zeros(2)})
+    lone = LoneSteps(parameters, set, lambda: True)
+    parameters["w"].grad = torch.ones_like(parameters["w"])
+    lone.before(Steps(parameters.values()), call)
+    assert "its step is given a Tensor" in caplog.text and not lone.take()
+
+
+class Schedule:
+    """Numbers, and a method."""
+
+    def __init__(self, scale: float) -> None:
+        self.scales = {"first": [scale]}
+
+    def __call__(self) -> float:
+        return self.scales["first"][0]
+
+
+class Scheduled(Steps):
+    """By what its user gives, or nothing."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, schedule: Any = None) -> None:
+        super().__init__(params, lr)
+        self.schedule = schedule or (lambda: 1.0)
+
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return parameter.grad * self.schedule()
+
+
+def constant(scale: float) -> Callable[[], float]:
+    return lambda: scale
+
+
+def counting(scale: float) -> Callable[[], float]:
+    def more() -> float:
+        nonlocal scale
+        scale += 1.0
+        return scale
+
+    return more
+
+
+@pytest.mark.parametrize(
+    "schedule", [Schedule(3.0), constant(3.0), partial(pow, 3.0, 2.0)], ids=lambda one: str(type(one))
+)
+def test_schedules_in_objects_and_closures_of_numbers_are_no_mixing(schedule: Any) -> None:
+    parameters = {"w": experts()}
+    assert judged(Scheduled(parameters.values(), schedule=schedule), parameters) == [""] * 3
+
+
+def test_what_is_handed_over_shares_no_memory_and_what_writes_is_not_handed_over() -> None:
+    first = Schedule(3.0)
+    assert is_plain(first)
+    copied(first).scales["first"][0] = 4.0
+    assert first() == 3.0
+    first.scales["first"].append(torch.zeros(2))  # type: ignore[arg-type]
+    itself = Schedule(1.0)
+    itself.scales["first"].append(itself)  # type: ignore[arg-type]
+    kept: dict[Tensor, Tensor] = {}
+    cannot = [first, itself, counting(1.0), lambda: kept, partial(kept.get, 1), experts()]
+    assert [is_plain(one) for one in cannot] == [False] * len(cannot)
