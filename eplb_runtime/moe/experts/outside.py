@@ -193,8 +193,11 @@ class Outside:
         if not wanted:
             return []
         known = {place for one in ours for place in one._places()}
-        moments = {id(value) for one in optimizers for value in arrays_in(one.state)}
-        in_modules = {id(p) for one in modules for p in (*one._parameters.values(), *one._buffers.values())}
+        # Half-made ones, whose constructors have raised, lack anything.
+        moments = {id(value) for one in optimizers for value in arrays_in(getattr(one, "state", {}))}
+        in_modules = {
+            id(p) for one in modules for kept in ("_parameters", "_buffers") for p in getattr(one, kept, {}).values()
+        }
         rows = self._shapes_of_rows()
         return [
             (one, id(one) in moments or any(_is_among(one, other._buffers) for other in ours))
