@@ -101,6 +101,7 @@ class Reconnection:
         self._closing = threading.Event()
         self._under_way = False
         self._attempt = 1
+        self._used = 0
         self.differing = ""
         self.tries = 0
 
@@ -166,6 +167,7 @@ class Reconnection:
         self._wait_for_all()
         if self._closing.is_set():
             return True
+        self._used = self._attempt
         key = f"connections/{self._attempt}/hold"
         connections: Connections | None = None
         hold = False
@@ -190,6 +192,10 @@ class Reconnection:
     def _wait_for_all(self) -> None:
         """Until all ranks of the job have come to the same attempt."""
         store, job = self._groups.store, self._groups.job
+        if self._used == self._attempt:
+            # No attempt is made twice: what the ranks have left in the store of this one would be met by the next. Its
+            # record is missing where the store was silent when it was to be made.
+            store.compare_set(f"connections/{self._attempt}/hold", "no")
         while store.look(f"connections/{self._attempt}/hold"):
             self._attempt += 1
         here = f"connections/{self._attempt}/here"

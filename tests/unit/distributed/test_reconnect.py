@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from eplb_runtime.distributed import reconnect
+from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.process_groups import Connections
 from eplb_runtime.distributed.reconnect import Link, Reconnection, Standing
+from eplb_runtime.distributed.store import StoreError
 
 
 class Store:
@@ -22,11 +24,15 @@ class Store:
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
         self.counters: dict[str, int] = {}
+        self.silences = 0
 
     def look(self, key: str) -> str:
         return self.words.get(key, "")
 
     def compare_set(self, key: str, word: str) -> str:
+        if self.silences:
+            self.silences -= 1
+            raise StoreError("the launcher's store does not answer: no answer in 3 s")
         return self.words.setdefault(key, word)
 
     def add(self, key: str, amount: int) -> int:
@@ -42,10 +48,12 @@ class Groups:
         self.job = SimpleNamespace(ranks=(0,), rank=0)
         self.timeout_seconds = self.setup_seconds = 5.0
         self.standing = Connections("first", "first")  # type: ignore[arg-type]
+        self.attempts: list[int] = []
         self.hung_up: list[Any] = []
         self.given_back: list[Any] = []
 
     def connect(self, attempt: int, key: str, seconds: float) -> Connections:
+        self.attempts.append(attempt)
         return Connections(f"attempt {attempt}", f"attempt {attempt}")  # type: ignore[arg-type]
 
     def hang_up(self, connections: Connections) -> None:
@@ -103,3 +111,20 @@ def test_connections_that_break_as_soon_as_they_hold_are_made_anew_once(
     made.close(5.0)
     assert groups.hung_up == [connections.control for connections in stood]
     assert groups.standing.control not in groups.hung_up + groups.given_back
+
+
+def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
+    job: tuple[Reconnection, Groups, Standing],
+) -> None:
+    """Addresses that ranks have left in the store at the first would be taken for those of the second."""
+    made, groups, standing = job
+
+    def at(phase: Phase, subject: Any) -> None:
+        if phase is Phase.MET and len(groups.attempts) == 0:
+            groups.store.silences = 3  # the thread's record, training's, and the first time that it is made good
+
+    made._probe = at
+    made.begin()
+    train_until_connected(made, groups, standing)
+    assert groups.store.silences == 0
+    assert groups.attempts == [1, 2]
