@@ -21,6 +21,7 @@ from ..utils.errors import one_line
 from .ballot import Act, Ballot, Heard, State, Verdict
 from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
+from .process_groups import timeout_of
 from .store import JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
@@ -77,6 +78,7 @@ class Agreement:
             RuntimeError: a rank did not come within the group's timeout.
         """
         known, arrived, distance = words.clone(), torch.empty_like(words), 1
+        limit = timeout_of(self._control)
         while distance < len(self._ranks):
             to = self._ranks[(self._rank + distance) % len(self._ranks)]
             source = self._ranks[(self._rank - distance) % len(self._ranks)]
@@ -84,7 +86,7 @@ class Agreement:
             works = [dist.isend(sent, to, group=self._control), dist.irecv(arrived, source, group=self._control)]
             for work in works:
                 assert work is not None
-                work.wait()
+                work.wait(limit)  # by itself gloo waits as long as was said when the group was made
             torch.maximum(known, arrived, out=known)
             distance *= 2
         return known

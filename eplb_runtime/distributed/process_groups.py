@@ -414,6 +414,13 @@ def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> No
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long collectives of this gloo group wait by now. Messages between two ranks must be told: by themselves they
+    wait for what was given when the group was made."""
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit
+
+
 @contextlib.contextmanager
 def _watchdog_that_ends_nothing() -> Iterator[None]:
     """Inside, NCCL groups are made whose watchdog leaves the process alone: who waits on them looks for himself."""
