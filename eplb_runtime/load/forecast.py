@@ -7,8 +7,6 @@ once. `scenarios` says how what comes may stray from the forecast.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -28,11 +26,6 @@ JUDGED_WINDOWS = 8
 CHANGE_RATIO = 8.0
 """A change must stand out so many times from the noise. Measured: noise alone gives up to 1.4; windows of 1,000 tokens
 of gpt-oss-20b with requests in random order 1 to 5, over changing domains up to 12."""
-SPIKE = 15.0
-"""An expert is a spike in a window if it strays so many times as far from its median as it usually does; the hottest of
-256 under normal noise reaches 5."""
-ALONE = 2.0
-"""A change that one window alone shows must stand out so many times as far."""
 OFTEN = 2
 """Changes to what was never seen before, after which another is expected."""
 METHODS = ("auto", "window", "last", "average", "trend")
@@ -105,7 +98,7 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
     result = np.empty(load.shape[1:])
     restless_L = is_restless(load)
     if restless_L.any():
-        result[restless_L] = _usual(load[:, restless_L])
+        result[restless_L] = load[:, restless_L].mean(axis=0)
     change_L = last_change(load)
     for change in np.unique(change_L):
         layers = np.flatnonzero((change_L == change) & ~restless_L)
@@ -115,32 +108,7 @@ def forecast(load: Load, method: str = "auto", horizon: int = 1, ranks: int = 8)
     return result
 
 
-class Foretold(NamedTuple):
-    """The load to come.
-
-    Args:
-        expected: float64 ``[L, E]``, the forecast.
-        scenarios, mixes: float64 ``[W, L, E]`` and ``[V, L, E]``, as of `scenarios`.
-        judged: float64 ``[W + V, L, E]``, both, by which a placement that was made from the forecast is judged.
-        calm: float64 ``[W + V, L, E]``, by which one is judged that was not.
-    """
-
-    expected: Load
-    scenarios: Load
-    mixes: Load
-    judged: Load
-    calm: Load
-
-
-def _usual(load: Load) -> Load:
-    """float64 ``[L, E]``: each expert's median, in which the jumps of a few windows do not show; the mean where the
-    median of most experts is zero."""
-    usual, mean = np.median(load, axis=0), load.mean(axis=0)
-    shows_L = (usual > 0).sum(axis=1) > (mean > 0).sum(axis=1) / 2
-    return np.where(shows_L[:, None], usual, mean)
-
-
-def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
+def foretell(load: Load, method: str = "auto", ranks: int = 8) -> tuple[Load, Load, Load]:
     """`forecast` and `scenarios`, where a layer may have had windows without any tokens: they say nothing of where
     tokens go, and are left out, of that layer alone.
 
@@ -149,7 +117,8 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
         method, ranks: as for `forecast`.
 
     Returns:
-        Forecast and scenarios; a layer that has fewer windows than others has scenarios more than once.
+        float64 ``[L, E]``, ``[W, L, E]`` and ``[V, L, E]``; a layer that has fewer windows than others has scenarios
+        more than once.
 
     Raises:
         ValueError: the method is unknown.
@@ -157,7 +126,7 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
     empty_TL: NDArray[np.bool_] = load.max(axis=2) == 0
     if not empty_TL.any():
         expected = forecast(load, method, ranks=ranks)
-        return Foretold(expected, *scenarios(load, expected))
+        return expected, *scenarios(load, expected)
     left_L = (~empty_TL).sum(axis=0)
     found = []
     for left in np.unique(left_L):
@@ -166,23 +135,16 @@ def foretell(load: Load, method: str = "auto", ranks: int = 8) -> Foretold:
         newest = np.sort(np.argsort(empty_TL[:, layers], axis=0, kind="stable")[: max(int(left), 1)], axis=0)
         here = np.ascontiguousarray(np.take_along_axis(load[:, layers], newest[:, :, None], axis=0))
         expected = forecast(here, method, ranks=ranks)
-        found.append((layers, Foretold(expected, *scenarios(here, expected))))
-    counts = [max(len(one.scenarios) for _, one in found), max(len(one.mixes) for _, one in found)]
-    result = Foretold(
-        np.empty(load.shape[1:]), *(np.empty((count, *load.shape[1:])) for count in (*counts, sum(counts), sum(counts)))
-    )
-    for layers, one in found:
-        seen, mixed = len(one.scenarios), len(one.mixes)
-        again = (
-            np.arange(counts[0]) % seen,
-            seen + np.arange(counts[1]) % mixed if mixed else np.arange(counts[1]) % seen,
-        )
-        every = np.concatenate([one.scenarios, one.mixes])
-        result.expected[layers] = one.expected
-        result.scenarios[:, layers], result.mixes[:, layers] = every[again[0]], every[again[1]]
-        result.judged[:, layers] = one.judged[np.concatenate(again)]
-        result.calm[:, layers] = one.calm[np.concatenate(again)]
-    return result
+        found.append((layers, expected, *scenarios(here, expected)))
+    result = np.empty(load.shape[1:])
+    may_come = np.empty((max(len(one[2]) for one in found), *load.shape[1:]))
+    mixes = np.empty((max(len(one[3]) for one in found), *load.shape[1:]))
+    for layers, expected, seen, mixed in found:
+        result[layers] = expected
+        may_come[:, layers] = seen[np.arange(len(may_come)) % len(seen)]
+        again = mixed if len(mixed) else seen
+        mixes[:, layers] = again[np.arange(len(mixes)) % len(again)]
+    return result, may_come, mixes
 
 
 def _best_of_past(load: Load, method: str, horizon: int, ranks: int) -> Load:
@@ -213,8 +175,7 @@ def last_change(load: Load) -> NDArray[np.int64]:
     """int64 ``[L]``: the first window since a layer's load last changed for another; 0 where it has not.
 
     The windows are cut in two where the means of both parts differ most, measured by the variance inside the parts (as
-    in an analysis of variance; noise gives a ratio of about one), and what follows the cut is examined again. A newest
-    window that is like none before is a change by itself.
+    in an analysis of variance; noise gives a ratio of about one), and what follows the cut is looked at again.
 
     Args:
         load: float64 ``[T, L, E]``.
@@ -227,7 +188,6 @@ def last_change(load: Load) -> NDArray[np.int64]:
         layers = np.array([layer for layer, cut in later if cut > change_L[layer]], dtype=np.int64)
         for layer, cut in later:
             change_L[layer] = cut
-    change_L[_is_new(share, ALONE * CHANGE_RATIO)[:, -1]] = len(share) - 1
     return change_L
 
 
@@ -235,41 +195,22 @@ def is_restless(load: Load) -> NDArray[np.bool_]:
     """bool ``[L]``: whether windows came again and again that were like none before: then the newest will not last, and
     what follows will be like none of them either.
 
-    Or most windows had experts as hot as never else (`SPIKE`), which took most of what the window strays by.
-
     A window is like none before if it is farther from each of them than `CHANGE_RATIO` times what usually lies between
     neighbours.
 
     Args:
         load: float64 ``[T, L, E]``.
     """
-    share = _share(load)
-    return np.asarray((_is_new(share).sum(axis=1) >= OFTEN) | _is_spiky(share))
-
-
-def _is_spiky(share: Load) -> NDArray[np.bool_]:
-    """bool ``[L]``: whether most of the windows stray by single experts that are hot in no other; see `is_restless`."""
-    if len(share) < 5:
-        return np.zeros(share.shape[1], dtype=bool)
-    square_TLE = (share - np.median(share, axis=0)) ** 2
-    usual_LE = np.median(square_TLE, axis=0)
-    usual_LE = np.maximum(usual_LE, np.maximum(usual_LE.mean(axis=1, keepdims=True), 1e-15))
-    by_spikes_TL = np.where(square_TLE > SPIKE**2 * usual_LE, square_TLE, 0.0).sum(axis=2)
-    return np.asarray((by_spikes_TL > 0.5 * square_TLE.sum(axis=2)).mean(axis=0) > 0.5)
-
-
-def _is_new(share: Load, ratio: float = CHANGE_RATIO) -> NDArray[np.bool_]:
-    """bool ``[L, T]``: windows like none before, see `is_restless`; of fewer than four none is."""
-    if len(share) < 4:
-        return np.zeros((share.shape[1], len(share)), dtype=bool)
-    share_LTE = share.transpose(1, 0, 2)
+    if len(load) < 4:
+        return np.zeros(load.shape[1], dtype=bool)
+    share_LTE = _share(load).transpose(1, 0, 2)
     square_LT = (share_LTE**2).sum(axis=2)
     apart_LTT = square_LT[:, :, None] + square_LT[:, None] - 2.0 * (share_LTE @ share_LTE.transpose(0, 2, 1))
     usual_L = np.median(np.diagonal(apart_LTT, 1, 1, 2), axis=1)
-    earlier_TT = np.tri(len(share), k=-1, dtype=bool)
-    nearest_LT = np.where(earlier_TT, apart_LTT, np.inf).min(axis=2)
-    nearest_LT[:, 0] = 0.0
-    return np.asarray(nearest_LT > ratio * np.maximum(usual_L, 1e-12)[:, None])
+    earlier_TT = np.tri(len(load), k=-1, dtype=bool)
+    nearest_LT = np.where(earlier_TT, apart_LTT, np.inf)[:, 1:].min(axis=2)
+    new_LT = nearest_LT > CHANGE_RATIO * np.maximum(usual_L, 1e-12)[:, None]
+    return np.asarray(new_LT.sum(axis=1) >= OFTEN)
 
 
 @njit(nogil=True, cache=True)
@@ -365,17 +306,11 @@ SPREAD = 1.2
 MIXES = 8
 
 
-def scenarios(load: Load, expected: Load) -> tuple[Load, Load, Load, Load]:
+def scenarios(load: Load, expected: Load) -> tuple[Load, Load]:
     """Loads that may come: the forecast, off by as much as each of the newest windows was off their mean.
 
-    A mean of n windows has taken part of their noise with it, and errs by itself: what comes strays from it by
-    ``sqrt(1 + 1 / n)`` times the deviation of a window. A placement that was made from the forecast meets all of that.
-    One that stood before knows nothing of the forecast's error: the windows themselves say what it meets, which stray
-    from the forecast by ``sqrt(1 - 1 / n)`` times the deviation. So what stands has the advantage that noise gives to
-    whatever is made from it.
-
-    Windows from before a change stray from their own mean. Where windows come again and again that are like none
-    before (`is_restless`), what comes strays as far as these, but at other experts.
+    A mean of W windows has taken part of their noise with it, and errs by itself: both together make the errors to come
+    ``sqrt((W + 1) / (W - 1))`` times those seen.
 
     Args:
         load: float64 ``[T, L, E]``, oldest first.
@@ -384,48 +319,15 @@ def scenarios(load: Load, expected: Load) -> tuple[Load, Load, Load, Load]:
     Returns:
         float64 ``[W, L, E]``, one for each of at most `MOST_SCENARIOS` windows; and ``[V, L, E]``, mixes of them, in
         which each expert strays as in a window of its own: they tell a plan that is good from one that only fits the
-        windows. These stray `SPREAD` times as far. ``[W + V, L, E]``, both without that, to judge a placement that was
-        made from the forecast; and ``[W + V, L, E]`` to judge one that stood before. Where only one window is known:
-        the forecast alone, and no mixes.
+        windows. Where only one window is known: the forecast alone, and no mixes.
     """
     seen = _share(load[-MOST_SCENARIOS:])
     count = len(seen)
     if count < 2:
-        return expected[None], expected[None][:0], expected[None], expected[None]
-    restless_L = is_restless(load)
-    change_L = np.where(restless_L, 0, last_change(load))
-    known_L = len(load) - change_L
-    stray = np.zeros_like(seen)
-    new_TL = np.arange(len(load) - count, len(load))[:, None] >= change_L
-    for part_TL in (new_TL, ~new_TL):
-        windows_L = part_TL.sum(axis=0)
-        mean = np.where(part_TL[:, :, None], seen, 0.0).sum(axis=0) / np.maximum(windows_L, 1)[:, None]
-        whole_L = np.sqrt(windows_L / np.maximum(windows_L - 1, 1))
-        stray += np.where(part_TL[:, :, None], (seen - mean) * whole_L[:, None], 0.0)
+        return expected[None], expected[None][:0]
+    stray = (seen - seen.mean(axis=0)) * SPREAD * np.sqrt((count + 1) / (count - 1))
     choice = np.random.default_rng(count).integers(0, count, (MIXES, *seen.shape[1:]))
-    every = np.concatenate([stray, np.take_along_axis(stray, choice, axis=0)])
-    known_L1 = np.minimum(known_L, count)[:, None]
-    led_by, judged_by = every, every
-    if restless_L.any():
-        # Other experts judge than lead the search: a plan for those that are drawn is a plan for nothing.
-        generator = np.random.default_rng(count)
-        led_by, judged_by = (_at_other_experts(every, restless_L, generator) for _ in range(2))
+    mixed = np.take_along_axis(stray, choice, axis=0)
     scale = expected.sum(axis=-1, keepdims=True)
     share = _share(expected)
-    wild, judged, calm = (
-        np.maximum(share + strays * factor, 0.0) * scale
-        for strays, factor in (
-            (led_by, SPREAD * np.sqrt(1.0 + 1.0 / known_L1)),
-            (judged_by, np.sqrt(1.0 + 1.0 / known_L1)),
-            (judged_by, np.sqrt(1.0 - 1.0 / known_L1)),
-        )
-    )
-    return wild[:count], wild[count:], judged, calm
-
-
-def _at_other_experts(every: Load, layers: NDArray[np.bool_], generator: np.random.Generator) -> Load:
-    """``every`` ``[W, L, E]``; in the layers that ``layers`` ``[L]`` names, experts have changed places by chance."""
-    result = every.copy()
-    for stray_LE in result:
-        stray_LE[layers] = stray_LE[layers][:, generator.permutation(stray_LE.shape[1])]
-    return result
+    return np.maximum(share + stray, 0.0) * scale, np.maximum(share + mixed, 0.0) * scale

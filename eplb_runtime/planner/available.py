@@ -11,6 +11,7 @@ stay, the others are shared out, one move each, which comes from the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,12 +20,11 @@ from numpy.typing import NDArray
 from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .evaluate import moves_between
-from .policies import Policy
 from .types import PlanError, PlanRequest
 
 
-def without_gone_ranks(request: PlanRequest, policy: Policy) -> tuple[Placement, ...]:
-    """The best placement of ``policy`` where ranks have speed 0, after the current one.
+def without_gone_ranks(request: PlanRequest, policy: Callable[[PlanRequest], Placement]) -> Placement:
+    """The placement of ``policy`` where ranks have speed 0.
 
     Raises:
         PlanError: the ranks that are there have fewer slots than there are experts.
@@ -49,11 +49,13 @@ def without_gone_ranks(request: PlanRequest, policy: Policy) -> tuple[Placement,
     else:
         part = None if current is None else Placement(map_LP[:, there_P], experts, left)
         smaller = replace(request, topology=Topology(left), current=part, speed_R=None)
-        map_LP[:, there_P] = policy(smaller)[-1].physical_to_logical
-    return request.with_current(Placement(map_LP, experts, ranks, epoch=0 if current is None else current.epoch))
+        map_LP[:, there_P] = policy(smaller).physical_to_logical
+    return Placement(map_LP, experts, ranks, epoch=0 if current is None else current.epoch)
 
 
-def on_the_ranks_left(request: PlanRequest, policy: Policy) -> tuple[PlanRequest, Placement, NDArray[np.int32]]:
+def on_the_ranks_left(
+    request: PlanRequest, policy: Callable[[PlanRequest], Placement]
+) -> tuple[PlanRequest, Placement, NDArray[np.int32]]:
     """In the home layout: the question for the ranks that are there, numbered anew in their order, with as many replica
     slots a rank; the placement; and the moves to it, whose source is -1: homes come from a checkpoint.
 
@@ -83,7 +85,7 @@ def on_the_ranks_left(request: PlanRequest, policy: Policy) -> tuple[PlanRequest
         source_share_LNE=None,
     )
     if request.current is None:
-        placement = policy(smaller)[-1]
+        placement = policy(smaller)
         return smaller, placement, moves_between(None, placement, smaller.topology)
     placement, new_LRH = _homes_shared_out(request.current, there, request.forecast, slots)
     layer, rank, place = np.nonzero(new_LRH)

@@ -106,20 +106,10 @@ def _one_a_rank(values: ArrayLike, name: str, ranks: int) -> NDArray[np.generic]
     return array
 
 
-def check_current(current: object) -> None:
-    if current is not None and not isinstance(current, Placement):
-        raise PlanError(
-            f"current is a {type(current).__name__}: give a Placement (Placement(map, experts, ranks, home), or "
-            "Placement.initial(...)), or None where nothing stands yet"
-        )
-
-
 def check_gate(settled: Settled, current: Placement | None) -> None:
     gate, cost = settled.gate, settled.cost
     if gate not in GATES:
         raise PlanError(f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}")
-    if not (np.isfinite(settled.trust) and settled.trust >= 0):
-        raise PlanError(f"trust={settled.trust}: give the share of the promised seconds that came true, 0 or more")
     if gate == "payoff" and (cost is None or current is None or cost.step_seconds <= 0):
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
 

@@ -91,35 +91,8 @@ def predicted_imbalance(
 
 
 def imbalance_by_scenario(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
-    """float64 ``[W + V, L]``: imbalance under each scenario of the load to come, mixes too, each split by itself.
-
-    Layers that are as in the current placement are judged on the calm scenarios. A layer that is as in a placement that
-    was judged before is not split again.
-    """
-    keys = _layer_keys(placement)
-    new = [layer for layer, key in enumerate(keys) if key not in request.known]
-    current = [] if request.current is None or not new else _layer_keys(request.current)
-    stays = [layer for layer in new if current and current[layer] == keys[layer]]
-    moves = [layer for layer in new if not (current and current[layer] == keys[layer])]
-    for layers, windows in ((stays, request.calm), (moves, request.judged)):
-        if not layers:
-            continue
-        part = Placement(
-            placement.physical_to_logical[layers],
-            placement.num_experts,
-            placement.num_ranks,
-            None if placement.home is None else placement.home[layers],
-        )
-        judged_WL = predicted_imbalance(windows[:, layers], part, request.speed_R)
-        for layer, judged_W in zip(layers, judged_WL.T, strict=True):
-            request.known[keys[layer]] = judged_W
-    return np.stack([request.known[key] for key in keys], axis=1)
-
-
-def _layer_keys(placement: Placement) -> list[tuple[int, bytes, bytes]]:
-    homes = placement.physical_to_logical if placement.home is None else placement.home
-    layers = zip(placement.physical_to_logical, homes, strict=True)
-    return [(layer, slots_P.tobytes(), home_E.tobytes()) for layer, (slots_P, home_E) in enumerate(layers)]
+    """float64 ``[W + V, L]``: imbalance under each scenario of the load to come, mixes too, each split by itself."""
+    return predicted_imbalance(np.concatenate([request.scenarios, request.mixes]), placement, request.speed_R)
 
 
 def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np.float64]:
@@ -129,8 +102,8 @@ def expected_imbalance(request: PlanRequest, placement: Placement) -> NDArray[np
 
 def expected_lower_bound(request: PlanRequest) -> NDArray[np.float64]:
     """float64 ``[L]``: what ``expected_imbalance`` of no placement gets below."""
-    made, stays = (lowest_imbalance(request, load).mean(axis=0) for load in (request.judged, request.calm))
-    return np.asarray(np.minimum(made, stays))
+    windows = np.concatenate([request.scenarios, request.mixes])
+    return np.asarray(lowest_imbalance(request, windows).mean(axis=0))
 
 
 def lowest_imbalance(request: PlanRequest, windows: NDArray[np.float64]) -> NDArray[np.float64]:

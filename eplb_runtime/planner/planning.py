@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -16,7 +15,6 @@ from ..placement import Placement
 from ..topology import Topology
 from .available import lost_experts, on_the_ranks_left, without_gone_ranks
 from .checks import (
-    check_current,
     check_gate,
     check_options,
     check_shapes,
@@ -27,13 +25,12 @@ from .checks import (
     checked_speed,
 )
 from .cost import HYSTERESIS
-from .evaluate import expected_imbalance, expected_lower_bound
-from .gate import Judged, choose, judge_all
+from .evaluate import expected_imbalance, expected_lower_bound, moves_between
 from .policies import POLICIES
 from .policies.hierarchical import rule_cost
 from .terms import Settled, Terms
 from .traffic import checked_sources, crossing_share
-from .types import Plan, PlanError, PlanRequest
+from .types import MOVE_LAYER, Plan, PlanError, PlanRequest
 
 
 def plan(
@@ -60,11 +57,8 @@ def plan(
             plan from ``current``; what ranks that are gone held moves besides.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
         cost: bytes and seconds (`CostModel`); needed by the ``"payoff"`` gate, and for the plan to know its bytes.
-        gate: how one of the placements is chosen that the policy offers (``Plan.offers``). ``"payoff"``: the one that
-            saves most seconds beyond those it spends; none, if all spend more than they save. ``"always"``, the
-            default, knows no seconds: the fewest moves that are as good as the best, within the noise of the load.
-            ``"off"``: the best that the policy knows.
-        trust: the share of the seconds that plans promised and that came true, for ``"payoff"``; 1, the default: all.
+        gate: ``"payoff"``: rebalance when predicted seconds saved exceed predicted seconds spent. ``"always"``, the
+            default: whenever the imbalance falls. ``"off"``: take what the policy says.
         forecast: how the load to come is foretold from several windows: ``"auto"``, the default, ``"window"``,
             ``"last"``, ``"average"`` or ``"trend"`` (see ``load.forecast``).
         declared: the load to come where it is known, ``[L, E]`` or ``[T, L, E]``, in place of a forecast (for example
@@ -99,7 +93,6 @@ def plan(
     settled = Settled(**terms)
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
-    check_current(current)
     check_gate(settled, current)
     check_whole(settled, slots_per_rank)
     check_options(settled)
@@ -110,8 +103,8 @@ def plan(
     everybody = speed_R is None or bool(speed_R.all())
     if layout == "home" and not everybody:
         return _on_fewer_ranks(request, policy, settled, began)
-    path = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
-    return _weigh(request, policy, path, settled, began)
+    placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
+    return _weigh(request, policy, placement, settled, began)
 
 
 def _request(
@@ -123,18 +116,17 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    come = _load_to_come(windows, settled, topology.num_ranks)
+    expected, scenarios, mixes = _load_to_come(windows, settled, topology.num_ranks)
     cost = settled.cost
+    priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
     if settled.sources is not None:
         share_LNE = checked_sources(settled.sources, windows.shape[1], windows.shape[2], topology)
     return PlanRequest(
         load=windows,
-        forecast=come.expected,
-        scenarios=come.scenarios,
-        mixes=come.mixes,
-        judged=come.judged,
-        calm=come.calm,
+        forecast=expected,
+        scenarios=scenarios,
+        mixes=mixes,
         topology=topology,
         slots_per_rank=slots_per_rank,
         current=current,
@@ -144,14 +136,18 @@ def _request(
         max_bytes=settled.max_bytes,
         home_bytes=cost.home_bytes if cost else 0,
         replica_bytes=cost.replica_bytes if cost else 0,
+        seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1]) if cost and priced else None,
         crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
         source_share_LNE=share_LNE,
         options=dict(settled.options or {}),
     )
 
 
-def _load_to_come(windows: NDArray[np.float64], settled: Settled, ranks: int) -> forecasts.Foretold:
-    """Declared loads and their mean, or else what is foretold."""
+def _load_to_come(
+    windows: NDArray[np.float64], settled: Settled, ranks: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """float64 ``[L, E]``, the mean of what is declared, or else foretold; ``[W, L, E]``, loads that may come; and
+    ``[V, L, E]``, mixes of these."""
     if settled.declared is not None:
         known = checked_load(settled.declared, "declared load")
         if known.shape[1:] != windows.shape[1:]:
@@ -159,7 +155,7 @@ def _load_to_come(windows: NDArray[np.float64], settled: Settled, ranks: int) ->
                 f"declared load has shape {known.shape[1:]}, the measured one {windows.shape[1:]}: give both alike"
             )
         known = coarsen(known)
-        return forecasts.Foretold(known.mean(axis=0), known, known[:0], known, known)
+        return known.mean(axis=0), known, known[:0]
     try:
         return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:
@@ -169,7 +165,7 @@ def _load_to_come(windows: NDArray[np.float64], settled: Settled, ranks: int) ->
 def _on_fewer_ranks(request: PlanRequest, policy: str, settled: Settled, began: float) -> Plan:
     """In the home layout, for the ranks that are left."""
     smaller, placement, moves = on_the_ranks_left(request, POLICIES[policy])
-    made = _weigh(smaller, policy, (placement,), settled, began)
+    made = _weigh(smaller, policy, placement, settled, began)
     if request.current is None:
         return made
     left, ranks = smaller.topology.num_ranks, request.topology.num_ranks
@@ -180,45 +176,55 @@ def _on_fewer_ranks(request: PlanRequest, policy: str, settled: Settled, began: 
     return replace(made, current=request.current, moves=moves, reason=reason)
 
 
-def _weigh(request: PlanRequest, policy: str, path: Sequence[Placement], settled: Settled, began: float) -> Plan:
-    """Choose among the placements that the policy offers."""
+def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:
+    """Decide between the policy's placement and the current one."""
     current, topology, cost = request.current, request.topology, settled.cost
+    after = expected_imbalance(request, placement)
+    before = None if current is None else expected_imbalance(request, current)
+    moves = moves_between(current, placement, topology, request.speed_R)
     lost = 0 if current is None else lost_experts(current, request.speed_R)
-    judged = judge_all(request, path, cost, bool(lost))
-    chosen = judged[-1] if current is None or lost else judged[choose(request, judged, settled)]
-    before = None if current is None or lost else expected_imbalance(request, current)
+    before = None if lost else before
     crossing_before = None if lost else _crossing(request, current)
-    reached, crossing_reached = expected_imbalance(request, chosen.placement), _crossing(request, chosen.placement)
-    decision, reason = _decision(settled, judged, chosen, before, reached)
+    crossing_after = _crossing(request, placement)
+    worth_before = None if before is None else _worth(request, before, crossing_before)
+    worth_after = _worth(request, after, crossing_after)
+    saved = spent = float("nan")
+    if cost is not None and current is not None and worth_before is not None and cost.step_seconds > 0:
+        saved = float(cost.seconds_per_imbalance(request.num_layers) * (worth_before - worth_after).sum())
+        spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + cost.stall_seconds
+    falls = worth_before is None or float(worth_after.mean()) < float(worth_before.mean())
+    moving = len(np.unique(moves[:, MOVE_LAYER]))
+    decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent))
     if lost:
-        reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {reached.mean():.3f}"
-    if crossing_before is not None and crossing_reached is not None:
-        reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_reached.mean():.1%}"
+        reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {after.mean():.3f}"
+    if crossing_before is not None and crossing_after is not None:
+        reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if policy == "hierarchical":
-        reason += "; " + rule_cost(request, chosen.placement)
-    placement = current if decision == "stay" and current is not None else chosen.placement
+        reason += "; " + rule_cost(request, placement)
+    if decision == "stay" and current is not None:
+        placement, moves = current, moves[:0]
+        after, crossing_after = after if before is None else before, crossing_before
     intra = inter = 0
     if cost is not None:
-        sent, _ = cost.bytes_by_link(chosen.moves, topology, request.slots_per_rank)
+        sent, _ = cost.bytes_by_link(moves, topology, request.slots_per_rank)
         intra, inter = (int(total) for total in sent.sum(axis=0))
     return Plan(
         policy=policy,
         placement=placement,
         current=current,
-        moves=chosen.moves,
+        moves=moves,
         imbalance_before=before,
-        imbalance_after=reached,
+        imbalance_after=after,
         lower_bound=expected_lower_bound(request),
         bytes_intra_node=intra,
         bytes_inter_node=inter,
-        seconds_saved=chosen.saved,
-        seconds_spent=chosen.spent,
+        seconds_saved=saved,
+        seconds_spent=spent,
         decision=decision,
         reason=reason,
         plan_seconds=time.perf_counter() - began,
         crossing_before=crossing_before,
-        crossing_after=crossing_reached,
-        offers=tuple(one.offer for one in judged),
+        crossing_after=crossing_after,
     )
 
 
@@ -228,30 +234,31 @@ def _crossing(request: PlanRequest, placement: Placement | None) -> NDArray[np.f
     return crossing_share(request.forecast, placement, request.topology, request.source_share_LNE)
 
 
-def _decision(
-    settled: Settled,
-    judged: Sequence[Judged],
-    chosen: Judged,
-    before: NDArray[np.float64] | None,
-    after: NDArray[np.float64],
+def _worth(
+    request: PlanRequest, imbalance: NDArray[np.float64], crossing: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Imbalance and, where it has a price, crossing tokens."""
+    return imbalance if crossing is None else imbalance + request.crossing_price * crossing
+
+
+def _decide(
+    gate: str,
+    imbalance: tuple[NDArray[np.float64] | None, NDArray[np.float64]],
+    falls: bool,
+    moving: int,
+    seconds: tuple[float, float],
 ) -> tuple[str, str]:
-    """The decision and its reason."""
+    (before, after), (saved, spent) = imbalance, seconds
     if before is None:
         return "rebalance", f"no placement stands yet; mean imbalance will be {after.mean():.3f}"
-    stands = f"mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
-    if len(chosen.moves):
-        change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> "
-        change += f"{after.max():.3f}, by moves in {chosen.moving_layers} of {len(after)} layers"
-        if settled.gate != "payoff":
-            return "rebalance", change
-        return "rebalance", f"saves {chosen.saved:.3g} s for {chosen.spent:.3g} s; {change}"
-    moving = [one for one in judged if len(one.moves)]
-    if not moving:
-        return "stay", f"nothing to move: {stands}"
-    if settled.gate != "payoff":
-        return "stay", f"no gain: {stands}, of the best placement known {moving[-1].worth_WL.mean():.3f}"
-    best = max(moving, key=lambda one: settled.trust * one.saved - HYSTERESIS * one.spent)
-    trusted = "" if settled.trust == 1.0 else f"{settled.trust:.2g} x "
-    return "stay", (
-        f"would save {trusted}{best.saved:.3g} s, less than {HYSTERESIS:g} x the {best.spent:.3g} s it costs; {stands}"
-    )
+    change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> {after.max():.3f}"
+    change += f", by moves in {moving} of {len(after)} layers"
+    if moving == 0:
+        return "stay", f"nothing to move: mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
+    if gate == "always" and not falls:
+        return "stay", f"no gain: {change}"
+    if gate == "payoff" and not saved > HYSTERESIS * spent:
+        return "stay", f"would save {saved:.3g} s, less than {HYSTERESIS:g} x the {spent:.3g} s it costs; {change}"
+    if gate == "payoff":
+        return "rebalance", f"saves {saved:.3g} s for {spent:.3g} s; {change}"
+    return "rebalance", change

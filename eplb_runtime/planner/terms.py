@@ -21,7 +21,6 @@ class Terms(TypedDict, total=False):
     max_bytes: int | None
     cost: CostModel | None
     gate: Gate
-    trust: float
     forecast: str
     declared: ArrayLike | None
     rank_speed: ArrayLike | None
@@ -39,7 +38,6 @@ class Settled:
     max_bytes: int | None = None
     cost: CostModel | None = None
     gate: Gate = "always"
-    trust: float = 1.0
     forecast: str = "auto"
     declared: ArrayLike | None = None
     rank_speed: ArrayLike | None = None

@@ -90,9 +90,8 @@ def worth_by_scenario(request: PlanRequest, placement: Placement) -> FloatArray:
     imbalance = imbalance_by_scenario(request, placement)
     if not request.crossing_price:
         return imbalance
-    crossing = [
-        crossing_share(window, placement, request.topology, request.source_share_LNE) for window in request.judged
-    ]
+    windows = np.concatenate([request.scenarios, request.mixes])
+    crossing = [crossing_share(window, placement, request.topology, request.source_share_LNE) for window in windows]
     return imbalance + request.crossing_price * np.stack(crossing)
 
 

@@ -17,8 +17,6 @@ from ..topology import Topology
 
 MOVE_LAYER, MOVE_EXPERT, MOVE_SOURCE_RANK, MOVE_DESTINATION_SLOT, MOVE_IS_HOME = range(5)
 """Columns of ``Plan.moves``."""
-MOST_OFFERS = 12
-"""Placements that a policy returns at most."""
 
 
 class PlanError(ValueError):
@@ -36,9 +34,6 @@ class PlanRequest:
             imbalance over them.
         mixes: float64 ``[V, L, E]``, more of these by which the search is not led: they judge where it ends. May be
             none.
-        judged: float64 ``[W + V, L, E]``, scenarios and mixes by which a placement is judged that was made from them.
-        calm: float64 ``[W + V, L, E]``, those by which the current one is judged, which was not (see
-            ``load.forecast.scenarios``).
         topology: ranks and nodes.
         slots_per_rank: S.
         current: the placement that stands now, or None.
@@ -48,20 +43,19 @@ class PlanRequest:
         max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit.
         max_bytes: the same in bytes, by ``home_bytes`` and ``replica_bytes``; None: no limit.
         home_bytes, replica_bytes: bytes of one expert with and without optimizer state (0: unknown).
+        seconds_per_imbalance: what one unit of one layer's imbalance costs over the horizon, in seconds; None: moves
+            need not pay for themselves.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1, 0 for one that is gone; None: all alike.
         crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
         options: further settings of single policies.
-        known: imbalance of placements of single layers that have been judged already (``evaluate``).
     """
 
     load: NDArray[np.float64]
     forecast: NDArray[np.float64]
     scenarios: NDArray[np.float64]
     mixes: NDArray[np.float64]
-    judged: NDArray[np.float64]
-    calm: NDArray[np.float64]
     topology: Topology
     slots_per_rank: int
     current: Placement | None = None
@@ -71,13 +65,11 @@ class PlanRequest:
     max_bytes: int | None = None
     home_bytes: int = 0
     replica_bytes: int = 0
+    seconds_per_imbalance: float | None = None
     speed_R: NDArray[np.float64] | None = None
     crossing_price: float = 0.0
     source_share_LNE: NDArray[np.float64] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    known: dict[tuple[int, bytes, bytes], NDArray[np.float64]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def num_layers(self) -> int:
@@ -91,10 +83,6 @@ class PlanRequest:
     def num_slots(self) -> int:
         return self.topology.num_ranks * self.slots_per_rank
 
-    def with_current(self, planned: Placement) -> tuple[Placement, ...]:
-        """The current placement, where there is one, and ``planned``: for a policy that knows nothing between."""
-        return (planned,) if self.current is None else (self.current, planned)
-
     @property
     def start(self) -> Placement:
         """``current``, or experts in logical order with empty replica slots where there is none (``home`` layout)."""
@@ -104,22 +92,6 @@ class PlanRequest:
         return Placement.initial(
             self.num_layers, self.num_experts, self.topology.num_ranks, self.slots_per_rank - homes_per_rank
         )
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A placement that the policy returned, as the gate saw it.
-
-    Args:
-        moved_slots: slots that would get an expert, or its ownership, from another rank.
-        imbalance: expected max / mean rank load, the mean over layers.
-        saved, spent: predicted seconds, as of `Plan`; nan when unknown.
-    """
-
-    moved_slots: int
-    imbalance: float
-    saved: float
-    spent: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +118,6 @@ class Plan:
         decision: ``"rebalance"`` or ``"stay"``.
         reason: one sentence.
         plan_seconds: wall time of planning.
-        offers: what the gate chose from, by slots moved: first the current placement, where there is one, last the best
-            that the policy knows.
         crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
             they come from, under the forecast, with ``current`` and with ``placement``; None: nobody asked
             (``sources``, or a cost of crossing), or nothing stands.
@@ -169,12 +139,12 @@ class Plan:
     plan_seconds: float
     crossing_before: NDArray[np.float64] | None = None
     crossing_after: NDArray[np.float64] | None = None
-    offers: tuple[Offer, ...] = ()
 
     @property
     def moved_slots(self) -> int:
         """Slots that get an expert, or its ownership, from another rank."""
-        return travelling(self.moves, self.placement.slots_per_rank)
+        destination = self.placement.rank_of(self.moves[:, MOVE_DESTINATION_SLOT])
+        return int(np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != destination))
 
     @property
     def moved_homes(self) -> int:
@@ -222,12 +192,6 @@ class Plan:
         if len(order) > shown:
             lines.append(f"  ... {len(order) - shown} layers more")
         return lines
-
-
-def travelling(moves: NDArray[np.int32], slots_per_rank: int) -> int:
-    """How many of ``moves``, int32 ``[M, 5]`` as in `Plan`, come from another rank."""
-    destination = moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
-    return int(np.count_nonzero(moves[:, MOVE_SOURCE_RANK] != destination))
 
 
 def _bytes(count: int) -> str:

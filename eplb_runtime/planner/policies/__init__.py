@@ -1,4 +1,4 @@
-"""Policies: pure functions from a ``PlanRequest`` to the placements they offer, by name."""
+"""Policies: pure functions from a ``PlanRequest`` to a ``Placement``, by name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from .hierarchical import hierarchical
 from .incremental import incremental
 from .static import static
 
-Policy = Callable[[PlanRequest], tuple[Placement, ...]]
-"""Returns at most ``MOST_OFFERS`` placements by slots moved: first the current one, where there is one, last the best
-that it knows; all within the budgets."""
-
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,
     "deepseek": deepseek,
     "free": free,

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 Array = NDArray[np.int32]
 
 
-def deepseek(request: PlanRequest) -> tuple[Placement, ...]:
+def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties, whatever stands now. Only
     a budget of moves makes it look at the current placement: then layers wait their turn (see ``settle``)."""
     topology = request.topology
     planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, topology.num_ranks)
     if request.max_moves is None and request.max_bytes is None:
-        return request.with_current(Placement(planned, request.num_experts, topology.num_ranks))
-    return request.with_current(settle(request, planned))
+        return Placement(planned, request.num_experts, topology.num_ranks)
+    return settle(request, planned)
 
 
 def balance(

@@ -52,10 +52,9 @@ WANDER = 1.01
 """A kicked layer goes on from where it is until it is this much worse than the best."""
 
 
-def free(request: PlanRequest) -> tuple[Placement, ...]:
+def free(request: PlanRequest) -> Placement:
     """The policy ``free``: ``balance`` of the forecast, settled near the current placement and within the budget."""
-    planned = settle(request, balance(request.forecast, request.topology.num_ranks, request.slots_per_rank))
-    return request.with_current(planned)
+    return settle(request, balance(request.forecast, request.topology.num_ranks, request.slots_per_rank))
 
 
 def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:

@@ -32,7 +32,7 @@ WORTH_SPILLING = 1.0 - 1e-3
 """A spill must cool the hottest node by this factor, or it is not worth the traffic."""
 
 
-def hierarchical(request: PlanRequest) -> tuple[Placement, ...]:
+def hierarchical(request: PlanRequest) -> Placement:
     """The policy ``hierarchical``: ``balance`` of the forecast, settled near the current placement by whole nodes.
 
     Options: ``spilled_experts`` (int, default 0) and ``global_above`` (share, default None), as in ``balance``.
@@ -47,7 +47,7 @@ def hierarchical(request: PlanRequest) -> tuple[Placement, ...]:
         spilled_experts=int(request.options.get("spilled_experts", 0)),
         global_above=request.options.get("global_above"),
     )
-    return request.with_current(settle(request, planned, keep_nodes=has_rule(request.groups, topology.num_nodes)))
+    return settle(request, planned, keep_nodes=has_rule(request.groups, topology.num_nodes))
 
 
 def rule_cost(request: PlanRequest, placement: Placement) -> str:

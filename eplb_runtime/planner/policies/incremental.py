@@ -1,47 +1,42 @@
-"""Move few experts: search from the current placement and from placements made anew, and offer a path of placements.
+"""Move as few experts as pay: search from the current placement and from placements made anew, under budgets.
 
-Each layer is searched by itself under the scenarios of the load to come, without regard to what a move costs. What its
-searches reach by which cost is its frontier. At one common price of a second each layer stops where its frontier does;
-from a high price to none this gives whole placements, from the current one to the best that is known. Which of them is
-worth its moves is decided in ``planning``.
+Each layer is searched by itself under the scenarios of the load to come; the budgets and the price of a move decide how
+far along its track it goes. A layer whose gain is within what the scenarios differ by stays as it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...moe.routing.water_filling import ballast
-from ...placement import Placement
+from ...placement import EMPTY, Placement
+from ..cost import HYSTERESIS
 from ..evaluate import in_units, lowest_imbalance
-from ..search.align import align_layer, placed_anew
+from ..search.align import align, placed_anew
 from ..search.budget import share_out
 from ..search.descent import GOOD_ENOUGH
-from ..search.explore import (
-    LITTLE,
-    POURED_FROM,
-    Found,
-    Limits,
-    Starts,
-    make_starts,
-    pour_anew,
-    search_layer,
-    state_after,
-)
+from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, make_starts, pour_anew, search_layer
 from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
 from ..traffic import worth_by_scenario
-from ..types import MOST_OFFERS, PlanRequest
+from ..types import PlanRequest
 
-SURE = 2.0
+LEAST_GAIN = 0.005
+"""A layer's imbalance must fall at least so much, or it stays as it is."""
+PRICE_OF_ALL, STRAY = 0.5, 0.1
+"""Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
+at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
+a move gains there is not soon lost again."""
+NOISE = 1.0
 """A layer's gain must be so many times the standard error of its mean over the scenarios."""
-A_MOVE = 1e-3
-"""Part of the seconds of a transfer that each move counts besides: of placements whose busiest link is busy equally
-long the one with fewer moves is preferred."""
+FIRST = 0.1
+"""Of that price, where no replica slot is in use yet: a first plan lasts."""
+ALL_MAY_MOVE = 0.02
+"""And this is what moving every slot must gain then over the best plan that goes by that price."""
 SPARE_COPIES = 4
 """Copies an expert may have beyond those its load needs."""
 
@@ -50,91 +45,79 @@ LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
 
 
 @dataclass(frozen=True)
-class Frontier:
-    """States that a layer can reach, each better than all that cost less; the first is the current one.
+class Trajectory:
+    """What a layer can reach: after 0, 1, ... N steps.
 
     Args:
-        imbalance: float64 ``[N]``, falling.
-        cost: float64 ``[N]``, seconds of the layer's busiest link, and a little for each move; rising. Where the bytes
-            of an expert are unknown: moves.
-        moved: int64 ``[N, 2]``, homes and replicas moved.
-        reached: for each state the search and the steps that lead to it.
+        imbalance: float64 ``[N + 1]``.
+        moved: int64 ``[N + 1, 2]``, homes and replicas moved.
+        seconds: float64 ``[N + 1]``, to carry them.
+        found: the search.
+        begin: where it began anew; that is the first step then. None: where the layer stood.
+        taken: steps that are worth going and within the budgets.
     """
 
     imbalance: NDArray[np.float64]
-    cost: NDArray[np.float64]
     moved: NDArray[np.int64]
-    reached: tuple[tuple[Found, int], ...]
+    seconds: NDArray[np.float64]
+    found: Found
+    begin: Starts | None
+    taken: int = 0
 
-    def state(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """int32 ``[E]`` home ranks and ``[R, K]`` replicas."""
-        found, steps = self.reached[index]
-        return state_after(found.home_E, found.replica_RK, found.track.step_N4[1 : steps + 1])
-
-    def hull(self, end: int) -> list[int]:
-        """States up to ``end`` at which the frontier stops for some price of its cost: corners of its lower hull."""
-        corners = [0]
-        while corners[-1] < end:
-            at = corners[-1]
-            gain = self.imbalance[at] - self.imbalance[at + 1 : end + 1]
-            rate = gain / np.maximum(self.cost[at + 1 : end + 1] - self.cost[at], 1e-300)
-            corners.append(end - int(np.argmax(rate[::-1])))
-        return corners
+    @property
+    def steps(self) -> int:
+        return len(self.imbalance) - 1
 
 
-def incremental(request: PlanRequest) -> tuple[Placement, ...]:
-    """Placements in the home layout by the slots moved for them: first the current one, last the best; within
-    ``max_moves`` and ``max_bytes``. Where nothing stands yet, the best alone."""
+def incremental(request: PlanRequest) -> Placement:
+    """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
     start = request.start
-    search = _Search(request, start)
+    first_L = _uses_no_copies(start)
+    found = _search(request, start, FIRST)
     if request.current is None:
-        ends = in_threads(search.best, request.num_layers)
-        return (placed_anew(np.array([home_E for home_E, _ in ends]), np.array([replica for _, replica in ends])),)
-    frontiers = in_threads(search.frontier, request.num_layers)
-    return _path(request, start, frontiers, _within_budget(frontiers, request))
+        ends = [one.found for one in found]
+        return placed_anew(np.array([end.home_E for end in ends]), np.array([end.replica_RK for end in ends]))
+    placement = _reached(request, start, found)
+    if first_L.any() and request.max_moves is None and request.max_bytes is None:
+        anew = _search(request, start, 0.0)
+        placement = _where_all_may_move(request, (placement, found), (_reached(request, start, anew), anew), first_L)
+    return placement
 
 
-def _path(
-    request: PlanRequest, start: Placement, frontiers: list[Frontier], end_L: NDArray[np.int64]
-) -> tuple[Placement, ...]:
-    """Whole placements: layers cut at one common price of a second, from a high one to none."""
-    corners = [one.hull(int(end)) for one, end in zip(frontiers, end_L, strict=True)]
-    segments = []
-    for layer, (one, at) in enumerate(zip(frontiers, corners, strict=True)):
-        for number, (here, there) in enumerate(pairwise(at)):
-            gain, cost = one.imbalance[here] - one.imbalance[there], one.cost[there] - one.cost[here]
-            segments.append((-gain / max(cost, 1e-300), layer, number, there))
-    segments.sort()
-    moved = np.cumsum([_moved_by(frontiers[layer], corners[layer], number) for _, layer, number, _ in segments])
-    assert start.home is not None
-    slots_LP, home_LE, path, taken = start.physical_to_logical.copy(), start.home.copy(), [start], 0
-    for count in _stops(moved):
-        reached = {layer: there for _, layer, _, there in segments[taken:count]}
-        taken = count
-        for layer, there in reached.items():
-            slots_LP[layer], home_LE[layer] = align_layer(start, layer, *frontiers[layer].state(there))
-        tried = Placement(slots_LP, start.num_experts, start.num_ranks, home_LE, start.epoch)
-        path.append(_where_it_gains(request, start, tried))
-    return tuple(one for index, one in enumerate(path) if index == 0 or one != path[index - 1])
+def _search(request: PlanRequest, start: Placement, first: float) -> list[Trajectory]:
+    """How far each layer goes, and where that ends.
+
+    Args:
+        first: share of the price of moves, where no copies are in use yet.
+    """
+    search = _Search(request, start, first)
+    trajectories = in_threads(search.layer, request.num_layers)
+    farthest = [search.worth_going(layer, one) for layer, one in enumerate(trajectories)]
+    steps = _within_budget(trajectories, farthest, request)
+    for layer in np.flatnonzero((steps > 0) & (steps < [one.steps for one in trajectories])).tolist():
+        trajectories[layer] = search.cut(layer, trajectories[layer], int(steps[layer]))
+    return [replace(one, taken=int(step)) for one, step in zip(trajectories, steps, strict=True)]
 
 
-def _moved_by(one: Frontier, corners: list[int], number: int) -> int:
-    return int(one.moved[corners[number + 1]].sum() - one.moved[corners[number]].sum())
+def _uses_no_copies(start: Placement) -> NDArray[np.bool_]:
+    """bool ``[L]``: layers with replica slots, all of them empty."""
+    return np.asarray((start.replicas_LRK == EMPTY).all(axis=(1, 2)) & (start.replica_slots > 0))
 
 
-def _stops(moved_N: NDArray[np.int64]) -> list[int]:
-    """After how many segments a placement is offered: closer together where few slots have moved."""
-    if not len(moved_N):
-        return []
-    targets = moved_N[-1] * (np.arange(1, MOST_OFFERS) / (MOST_OFFERS - 1)) ** 2
-    stops = np.searchsorted(np.maximum.accumulate(moved_N), targets) + 1
-    return sorted({*np.minimum(stops, len(moved_N)).tolist()[:-1], len(moved_N)})
+def _reached(request: PlanRequest, start: Placement, found: list[Trajectory]) -> Placement:
+    """What the layers reach, where that is more than noise."""
+    moves_L = np.array([one.taken > 0 for one in found])
+    return _where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
 
 
 class _Search:
-    """The question of every layer, laid out for the compiled search."""
+    """The question of every layer, laid out for the compiled search.
 
-    def __init__(self, request: PlanRequest, start: Placement) -> None:
+    Args:
+        first: share of the price of moves, where no copies are in use yet.
+    """
+
+    def __init__(self, request: PlanRequest, start: Placement, first: float) -> None:
         topology = request.topology
         self._request = request
         self._load_LWE = np.ascontiguousarray(
@@ -147,53 +130,68 @@ class _Search:
         self._most_L = start.copy_count.max(axis=1)
         links = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         self._seconds = request.home_bytes / links, request.replica_bytes / links
-        self._a_move = A_MOVE * max(float(seconds.max()) for seconds in self._seconds) or 1.0
+        of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
+        of_all_L[_uses_no_copies(start)] *= first
+        self._price_L = np.zeros_like(of_all_L) if request.current is None else of_all_L / request.num_slots
+        self._seconds_price = _seconds_price(request)
         alike = request.speed_R is None and not request.crossing_price
         # Of ranks that are alike, each with one expert, none is better for any of them.
         pointless = alike and start.homes_per_rank == 1 and start.replica_slots == 0
         self._anew = request.max_moves is None and request.max_bytes is None and not pointless
         one = self._load_LWE.shape[1] == 1 and self._anew and start.replica_slots > 0
-        self._may_pour = one and request.crossing_price == 0.0 and topology.num_ranks >= POURED_FROM
-        self._stays_L = worth_by_scenario(request, start).mean(axis=0)
+        free = self._seconds_price == 0.0 and request.crossing_price == 0.0
+        self._may_pour = one and free and topology.num_ranks >= POURED_FROM
         self._stride_K = strides(topology.num_ranks, start.replica_slots)
 
-    def best(self, layer: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Home ranks and replicas of the best state found, where nothing stands yet."""
-        ends = self._explored(layer, stays=False)
-        found = min(ends, key=lambda one: float(one.track.value_N[one.steps]))
-        return state_after(found.home_E, found.replica_RK, found.track.step_N4[1 : found.steps + 1])
+    def layer(self, layer: int) -> Trajectory:
+        question = self._question(layer)
+        found, starts = self._explored(layer, question)
+        track, reached = found.track, found.steps + 1
+        value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
+        begin = None
+        if found.start > 0:
+            begin = Starts(starts.home_XE[found.start, None], starts.replica_XRK[found.start, None])
+            value = np.concatenate([[np.inf], value])
+            moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
+            seconds = np.concatenate([[0.0], seconds])
+        return Trajectory(value, moved, seconds, found, begin)
 
-    def frontier(self, layer: int) -> Frontier:
-        ends = self._explored(layer, stays=True)
-        reached = [(found, step) for found in ends for step in range(found.steps + 1)]
-        value = np.concatenate([found.track.value_N[: found.steps + 1] for found in ends])
-        moved = np.concatenate([found.track.moved_N2[: found.steps + 1] for found in ends])
-        seconds = np.concatenate([found.track.seconds_N[: found.steps + 1] for found in ends])
-        cost = seconds + self._a_move * moved.sum(axis=1)
-        value[0] = self._stays_L[layer]
-        order = np.lexsort((value, cost))
-        order = np.concatenate([[0], order[order > 0]])
-        better = np.concatenate([[True], value[order][1:] < np.minimum.accumulate(value[order])[:-1]])
-        kept = order[better]
-        return Frontier(value[kept], cost[kept], moved[kept], tuple(reached[index] for index in kept.tolist()))
-
-    def _explored(self, layer: int, stays: bool) -> tuple[Found, ...]:
-        """What searches found; of a layer that stays first the one that begins there."""
-        load_WE, ballast_WR, question = self._question(layer)
-        led_WE, led_WR, limits = load_WE[: self._led_by], ballast_WR[: self._led_by], self._limits(layer)
-        stands = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
-        if self._may_pour:
-            found, starts = pour_anew(led_WE, led_WR, question, limits)
+    def _explored(self, layer: int, question: LayersQuestion) -> tuple[Found, Starts]:
+        """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
+        load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
+        limits = self._limits(layer)
+        poured = None
+        if self._may_pour and self._price_L[layer] == 0.0:
+            found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
             if found.track.value_N[0] <= limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE:
-                if not stays:
-                    return (found,)
-                still = search_layer(load_WE, ballast_WR, question, limits._replace(max_steps=0), stands, True)
-                return (still[0], found) if found.start else (found,)
-            poured = starts
-        starts = make_starts(led_WE, led_WR, question, self._stride_K, self._anew)
-        if self._may_pour:
+                return found, poured
+        starts = make_starts(load_WE, ballast_WR, question[2], self._stride_K, self._anew)
+        if poured is not None:
             starts = Starts(*(np.concatenate([one, two[1:]]) for one, two in zip(starts, poured, strict=True)))
-        return search_layer(load_WE, ballast_WR, question, limits, starts, stays)
+        return search_layer(*question, self._seconds_price, limits, starts), starts
+
+    def cut(self, layer: int, one: Trajectory, steps: int) -> Trajectory:
+        """The same after so many steps only."""
+        question = self._question(layer)
+        begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
+        limits = self._limits(layer)._replace(max_steps=steps - (one.begin is not None))
+        found = search_layer(*question, self._seconds_price, limits, one.begin or begin)
+        return Trajectory(one.imbalance, one.moved, one.seconds, found, one.begin)
+
+    def worth_going(self, layer: int, one: Trajectory) -> int:
+        """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
+        least = 0 if one.begin is None else 1
+        value = one.imbalance + self._seconds_price * one.seconds + one.moved @ self._prices(layer)
+        value = value[least:]
+        if self._request.current is None:
+            return one.steps
+        if least == 0 and value[0] - value.min() < LEAST_GAIN:
+            return 0
+        return least + int(np.argmax(value <= value.min() + LEAST_GAIN / 10))
+
+    def _prices(self, layer: int) -> tuple[float, float]:
+        """Of a home and of a replica."""
+        return float(self._price_L[layer]), float(self._price_L[layer])
 
     def _question(self, layer: int) -> LayersQuestion:
         load_WE = self._load_LWE[layer]
@@ -201,10 +199,12 @@ class _Search:
         ballast_WR = np.zeros((len(load_WE), self._request.topology.num_ranks), dtype=np.int64)
         if speed_R is not None:
             ballast_WR = ballast(load_WE.sum(axis=1) / speed_R.sum(), speed_R)
+        node = self._request.topology.ranks_per_node
         question = Question(
             self._home_LE[layer],
             self._replica_LRK[layer],
-            self._request.topology.ranks_per_node,
+            node,
+            *self._prices(layer),
             *self._seconds,
             self._sources(layer),
             self._request.crossing_price,
@@ -228,31 +228,75 @@ class _Search:
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
 
 
-def _within_budget(frontiers: list[Frontier], request: PlanRequest) -> NDArray[np.int64]:
-    """int64 ``[L]``: the farthest state of each layer that the budgets allow."""
+def _stray(request: PlanRequest) -> NDArray[np.float64]:
+    """float64 ``[L]``: the share of tokens that go to other experts than on average, mean over the scenarios."""
+    mean = request.scenarios.mean(axis=0)
+    expected = mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-300)
+    come = request.scenarios / np.maximum(request.scenarios.sum(axis=2, keepdims=True), 1e-300)
+    return np.asarray(0.5 * np.abs(come - expected).sum(axis=2).mean(axis=0))
+
+
+def _within_budget(trajectories: list[Trajectory], farthest: list[int], request: PlanRequest) -> NDArray[np.int64]:
+    """Steps of each layer that the budgets allow, at most ``farthest``."""
     size = np.array([request.home_bytes, request.replica_bytes])
+    cut = [(one.imbalance[: end + 1], one.moved[: end + 1]) for one, end in zip(trajectories, farthest, strict=True)]
     return share_out(
-        [one.imbalance for one in frontiers],
-        [np.stack([one.moved.sum(axis=1), one.moved @ size], axis=1) for one in frontiers],
+        [value for value, _ in cut],
+        [np.stack([moved.sum(axis=1), moved @ size], axis=1) for _, moved in cut],
         (request.max_moves, request.max_bytes),
     )
 
 
-def _where_it_gains(request: PlanRequest, start: Placement, other: Placement) -> Placement:
-    """``other`` in those layers whose gain, by the splitter itself, is more than the scenarios' own noise and than the
-    search's tolerance."""
-    gain_WL = worth_by_scenario(request, start) - worth_by_scenario(request, other)
+def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -> Placement:
+    """Layers that move stand as their search ended, the others as in ``start``."""
+    home_rank, replicas = start.home_rank.copy(), start.replicas_LRK.copy()
+    for layer in np.flatnonzero(moves).tolist():
+        home_rank[layer], replicas[layer] = ends[layer].home_E, ends[layer].replica_RK
+    return align(start, home_rank, replicas)
+
+
+def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) -> Placement:
+    """Layers of ``other`` whose gain, by the splitter itself, is more than the scenarios' own noise."""
+    gain_WL = worth_by_scenario(request, standing) - worth_by_scenario(request, other)
     gain_L = gain_WL.mean(axis=0)
-    error_L = np.zeros_like(gain_L)
-    if len(gain_WL) > 1:  # mixes are made of the scenarios: they say nothing new of their mean
-        error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(request.scenarios))
-    gains_L = gain_L > np.maximum(SURE * error_L, GOOD_ENOUGH)
-    if gains_L.all() or start.home is None or other.home is None:
+    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
+    return _choose((gain_L > 0) & (gain_L > NOISE * error_L), other, standing)
+
+
+def _where_all_may_move(
+    request: PlanRequest,
+    one: tuple[Placement, list[Trajectory]],
+    other: tuple[Placement, list[Trajectory]],
+    first_L: NDArray[np.bool_],
+) -> Placement:
+    """Layers of ``other`` that gain enough over ``one`` for what they move beyond it."""
+    gain_WL = worth_by_scenario(request, one[0]) - worth_by_scenario(request, other[0])
+    gain_L = gain_WL.mean(axis=0)
+    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
+    share, seconds_price = ALL_MAY_MOVE / request.num_slots, _seconds_price(request)
+    price_L = np.zeros_like(gain_L)
+    for sign, found in ((-1, one[1]), (1, other[1])):
+        for layer, track in enumerate(found):
+            moved, seconds = track.moved[track.taken].sum(), track.seconds[track.taken]
+            price_L[layer] += sign * (share * moved + seconds_price * seconds)
+    return _choose(first_L & (gain_L > np.maximum(price_L, NOISE * error_L)), other[0], one[0])
+
+
+def _seconds_price(request: PlanRequest) -> float:
+    """Imbalance that a second of carrying must be worth."""
+    if request.seconds_per_imbalance is None:
+        return 0.0
+    return HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
+
+
+def _choose(first: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
+    """Layers of ``one`` where ``first`` ``[L]`` holds, of ``other`` elsewhere."""
+    if one.home is None or other.home is None or not first.any():
         return other
     return Placement(
-        np.where(gains_L[:, None], other.physical_to_logical, start.physical_to_logical),
-        start.num_experts,
-        start.num_ranks,
-        np.where(gains_L[:, None], other.home, start.home),
-        start.epoch,
+        np.where(first[:, None], one.physical_to_logical, other.physical_to_logical),
+        one.num_experts,
+        one.num_ranks,
+        np.where(first[:, None], one.home, other.home),
+        other.epoch,
     )

@@ -6,7 +6,7 @@ from ...placement import Placement
 from ..types import PlanError, PlanRequest
 
 
-def static(request: PlanRequest) -> tuple[Placement, ...]:
+def static(request: PlanRequest) -> Placement:
     """The current placement, or experts in logical order where there is none (``home`` layout).
 
     Raises:
@@ -14,4 +14,4 @@ def static(request: PlanRequest) -> tuple[Placement, ...]:
     """
     if request.current is None and request.layout == "free":
         raise PlanError("policy 'static' has no free placement to keep: give current=, or layout='home'")
-    return (request.start,)
+    return request.start

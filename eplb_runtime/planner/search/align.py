@@ -29,26 +29,15 @@ def align(
     Raises:
         PlanError: a rank gets another number of homes than E/R.
     """
-    physical_to_logical = np.empty_like(start.physical_to_logical)
+    physical_to_logical = np.full_like(start.physical_to_logical, EMPTY)
     home = np.empty((start.num_layers, start.num_experts), dtype=np.int32)
     for layer in range(start.num_layers):
-        physical_to_logical[layer], home[layer] = align_layer(
-            start, layer, np.asarray(home_rank[layer]), replicas_LRK[layer]
-        )
+        home[layer] = _align_homes(start, layer, np.asarray(home_rank[layer]))
+        physical_to_logical[layer, home[layer]] = np.arange(start.num_experts)
+        _align_replicas(start, layer, replicas_LRK[layer], physical_to_logical[layer])
     return Placement(
         physical_to_logical, start.num_experts, start.num_ranks, home, start.epoch if epoch is None else epoch
     )
-
-
-def align_layer(
-    start: Placement, layer: int, home_rank_E: NDArray[np.integer], replicas_RK: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Slots of one layer, otherwise as `align`: int32 ``[P]``, the expert of each slot, and ``[E]``, home slots."""
-    slots_P = np.full_like(start.physical_to_logical[layer], EMPTY)
-    home_E = _align_homes(start, layer, home_rank_E)
-    slots_P[home_E] = np.arange(start.num_experts)
-    _align_replicas(start, layer, replicas_RK, slots_P)
-    return slots_P, home_E
 
 
 def placed_anew(home_rank_LE: NDArray[np.int32], replicas_LRK: NDArray[np.int32]) -> Placement:

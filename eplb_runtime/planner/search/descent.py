@@ -2,9 +2,8 @@
 
 A step relieves a rank that is busy in many scenarios: it swaps one of its homes with another rank's, or gives one of
 its experts a replica elsewhere. Steps are ranked by how far the sum of squared rank loads would fall with the splits
-held still; the best few are tried, the splits settled, and the best of them taken if the busiest ranks fall, and not in
-the odd scenario only. What a step costs is no matter here: each prefix of the track can be taken. Loads are integers,
-so that every machine takes the same steps.
+held still; the best few are tried, the splits settled, and the best of them taken if the busiest ranks fall by more
+than the step's price, and not in the odd scenario only. Loads are integers, so that every machine takes the same steps.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
-from .prices import Question, Track, crossing_cost, judge, record
+from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, set_replica, settle, stands_on, swap_homes
 
 NEAR_BONUS = 1.02
@@ -31,9 +30,8 @@ SETTLING_SWEEPS = 3
 LEAST_FALL = 1e-6
 ROUNDED = 1.0 + 1e-9
 """So far may a sum in another order differ."""
-SURE = 3.0
-"""A step's gain must be so many standard errors of its mean over the scenarios: the best of hundreds of steps that are
-no better than nothing gains one or two of these by chance."""
+SURE = 1.2
+"""A step's gain must be so many standard errors of its mean over the scenarios."""
 GOOD_ENOUGH = 2.0**-10
 """A rank this little above the mean needs no relief."""
 
@@ -64,7 +62,7 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
     value, goal = judge(layer, peak_W)
     crossing = crossing_cost(layer, question)
     record(layer, question, track, 0, value + crossing)
-    goal += crossing
+    goal += crossing + price_of_moves(layer, question)
     copy_state(layer, spare)
     stuck, step = 0, 0
     while step + 1 < track.value_N.size and stuck < STUCK_RANKS and value > enough:
@@ -89,11 +87,10 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
             tried_value, tried = judge(layer, tried_W)
             if tried < reached:
                 tried_crossing = crossing_cost(layer, question)
-                tried += tried_crossing
+                tried += tried_crossing + price_of_moves(layer, question)
                 if tried < reached and _is_sure(peak_W, tried_W):
                     reached, value, crossing, found = tried, tried_value, tried_crossing, True
                     kept_W[:] = tried_W
-                    track.step_N4[step + 1] = best.step_M4[index]
                     copy_state(layer, other)
             copy_state(spare, layer)
         if not found:

@@ -1,7 +1,7 @@
 """Everything that one layer could become: the search from where it stands, and from a few placements made anew.
 
-Each search leaves a track of what it reached and what that takes; which of these states is worth its moves is decided
-elsewhere. Layers are searched by themselves, so they can share the machine's cores.
+Each search leaves a track of what it reached and what that costs; the one whose end is best with its price is handed
+back. Layers are searched by themselves, so they can share the machine's cores.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from ...placement import EMPTY
 from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
-from .prices import Question, Track, crossing_cost, empty_track, judge, record
+from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
 
+SEARCHED = 2
+"""Starts that are searched from, of those tried: the best by what they are and cost."""
 NUM_STARTS = 9
 LITTLE = 0.005
 """With one scenario, what is so near to the bound is not searched for again."""
@@ -49,10 +51,7 @@ class Limits(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a search began, by its number among the starts and as experts stood there, and how it went.
-
-    Replicas beyond the most copies of an expert are not among those that it began with.
-    """
+    """Where a search ended, how it went, and which of the given starts it began at."""
 
     home_E: NDArray[np.int32]
     replica_RK: NDArray[np.int32]
@@ -78,18 +77,15 @@ def search_layer(
     load_WE: NDArray[np.int64],
     ballast_WR: NDArray[np.int64],
     question: Question,
+    seconds_price: float,
     limits: Limits,
     starts: Starts,
-    stays: bool,
-) -> tuple[Found, Found, Found]:
-    """Searches from the starts that are best by what all scenarios make of them: two besides where the layer stands.
+) -> Found:
+    """The best of the searches from those starts that are best by what they are and cost.
 
     Args:
         load_WE, ballast_WR: as in ``scenarios.Layer``.
-        stays: the first start is where the layer stands: it is searched from in any case, and first.
-
-    Returns:
-        What the searches found, in their order; the last again, where no further one was needed.
+        seconds_price: imbalance that a second of carrying must be worth.
     """
     slots, count = question.start_replica_RK.shape[1], len(starts.home_XE)
     led_WE, led_WR = load_WE[: limits.led_by], ballast_WR[: limits.led_by]
@@ -97,35 +93,19 @@ def search_layer(
     spare = empty_layer(led_WE, led_WR, slots, limits.max_copies)
     other = empty_layer(led_WE, led_WR, slots, limits.max_copies)
     every = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
-    worth_X, peak_W = np.zeros(count), np.empty(len(load_WE))
+    price_X = np.zeros(count)
     for index in range(count if count > 1 else 0):
-        stand(every, starts.home_XE[index], starts.replica_XRK[index])
-        worth_X[index] = judge(every, peak_W)[1] + crossing_cost(every, question)
-    if stays:
-        worth_X[0] = -np.inf
+        price_X[index] = _price(every, starts.home_XE[index], starts.replica_XRK[index], question, seconds_price)
+    least = np.inf
     enough = limits.lowest * (1.0 + GOOD_ENOUGH)
-    order_X = np.argsort(worth_X, kind="mergesort")
-    one = _search_from(layer, spare, other, question, limits, starts, order_X[0])
-    if count == 1 or (len(load_WE) == 1 and one.track.value_N[one.steps] <= enough + LITTLE):
-        return one, one, one
-    two = _search_from(layer, spare, other, question, limits, starts, order_X[1])
-    if count == 2 or not stays:
-        return one, two, two
-    return one, two, _search_from(layer, spare, other, question, limits, starts, order_X[2])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def state_after(
-    home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], step_N4: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Home ranks and replicas after these steps from where the first two arguments say; these do not change."""
-    home_E, replica_RK = home_E.copy(), replica_RK.copy()
-    for kind, first, second, third in step_N4:
-        if kind == 0:
-            home_E[first], home_E[second] = home_E[second], home_E[first]
-        else:
-            replica_RK[second, third] = first
-    return home_E, replica_RK
+    for index in np.argsort(price_X, kind="mergesort")[:SEARCHED]:
+        if len(load_WE) == 1 and least <= enough + LITTLE:
+            break
+        tried = _search_from(layer, spare, other, question, limits, starts, index)
+        price = _price(every, tried.home_E, tried.replica_RK, question, seconds_price) if count > 1 else 0.0
+        if price < least - LEAST_FALL:
+            least, found = price, tried
+    return found
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -146,7 +126,7 @@ def pour_anew(
         pack(load_E, ballast_R, 0, home_XE[1], replica_XRK[1], False)
         match_ranks(question.start_home_E, home_XE[1], replica_XRK[1])
     layer = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
-    track, peak_W = empty_track(1), np.empty(1)
+    track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
     enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
     stand(layer, home_XE[0], replica_XRK[0])
     value, start, tried_RK = judge(layer, peak_W)[0], 0, np.empty_like(question.start_replica_RK)
@@ -170,14 +150,12 @@ def _search_from(
     layer: Layer, spare: Layer, other: Layer, question: Question, limits: Limits, starts: Starts, start: int
 ) -> Found:
     """Descend, try chords in slots left empty, and descend on if some stay."""
-    track = empty_track(limits.max_steps + 2)
+    room = limits.max_steps + 2
+    track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
     stand(layer, starts.home_XE[start], starts.replica_XRK[start])
-    home_E, replica_RK = layer.home_E.copy(), layer.replica_RK.copy()
     steps, filled = 0, 0
     for _ in range(2):
-        rest = Track(
-            track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:], track.step_N4[filled:]
-        )
+        rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
         steps = filled + descend(layer, spare, other, question, rest, limits.lowest * (1.0 + GOOD_ENOUGH))
         filled = _fill(layer, spare, question, limits.stride_K, track, steps)
         if filled == steps:
@@ -185,7 +163,19 @@ def _search_from(
         steps = filled
     if question.crossing_price > 0.0:
         steps = draw_near(layer, spare, other, question, track, steps)
-    return Found(home_E, replica_RK, track, steps, start)
+    return Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, start)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _price(
+    every: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], question: Question, seconds_price: float
+) -> float:
+    """What all scenarios make of a placement, and what going there costs, in imbalance."""
+    track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
+    stand(every, home_E, replica_RK)
+    reached = judge(every, np.empty(every.load_WR.shape[0]))[1] + crossing_cost(every, question)
+    record(every, question, track, 0, reached)
+    return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -193,7 +183,7 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
     """Chords into empty slots, one after the other, where the busiest ranks gain by it; returns the steps by then."""
     ranks, slots = layer.replica_RK.shape
     peak_W = np.empty(layer.load_WR.shape[0])
-    goal = judge(layer, peak_W)[1] + crossing_cost(layer, question)
+    goal = judge(layer, peak_W)[1] + crossing_cost(layer, question) + price_of_moves(layer, question)
     for slot in range(slots):
         for rank in range(ranks):
             if layer.replica_RK[rank, slot] != EMPTY or steps + 2 >= track.value_N.size:
@@ -206,13 +196,11 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
             settle(layer, 1)
             value, tried = judge(layer, peak_W)
             crossing = crossing_cost(layer, question)
-            tried += crossing
+            tried += crossing + price_of_moves(layer, question)
             if tried < goal - LEAST_FALL:
                 goal = tried
                 steps += 1
                 record(layer, question, track, steps, value + crossing)
-                track.step_N4[steps, 0], track.step_N4[steps, 1] = 1, expert
-                track.step_N4[steps, 2], track.step_N4[steps, 3] = rank, slot
             else:
                 copy_state(spare, layer)
     return steps

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from .descent import LEAST_FALL, SETTLING_SWEEPS, Best, keep_best, take
-from .prices import Question, Track, crossing_cost, judge, record
+from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, settle, stands_on, tokens_at_home
 
 TRIED = 6
@@ -35,7 +35,7 @@ def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, trac
     best = Best(np.zeros(TRIED), np.zeros((TRIED, 4), dtype=np.int64))
     peak_W, share_E, load_R = np.empty(scenarios), np.empty(experts), np.empty(ranks)
     value, goal = judge(layer, peak_W)
-    goal += crossing_cost(layer, question)
+    goal += crossing_cost(layer, question) + price_of_moves(layer, question)
     copy_state(layer, spare)
     for _ in range(MOST_STEPS):
         if step + 2 >= track.value_N.size:
@@ -52,10 +52,9 @@ def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, trac
             settle(layer, SETTLING_SWEEPS)
             tried_value, tried = judge(layer, peak_W)
             crossing = crossing_cost(layer, question)
-            tried += crossing
+            tried += crossing + price_of_moves(layer, question)
             if tried < reached:
                 reached, value, found = tried, tried_value + crossing, True
-                track.step_N4[step + 1] = best.step_M4[index]
                 copy_state(layer, other)
             copy_state(spare, layer)
         if not found:

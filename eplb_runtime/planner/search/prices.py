@@ -19,9 +19,10 @@ class Question(NamedTuple):
     """What does not change during a search.
 
     Args:
-        start_home_E: int32, current home ranks, from which moves are counted.
-        start_replica_RK: int32, current replicas, likewise.
+        start_home_E: int32, where homes stand now, for the price of what is reached.
+        start_replica_RK: int32, likewise replicas.
         ranks_per_node: consecutive ranks that share a node.
+        home_price, replica_price: of moving one, in imbalance.
         home_seconds, replica_seconds: float64 ``[2]``, of carrying one expert inside a node and between nodes.
         source_EN: float64 ``[E, N]``, the share of each expert's tokens that comes from each node.
         crossing_price: imbalance that it is worth if no token crosses nodes instead of all; 0: nothing.
@@ -30,6 +31,8 @@ class Question(NamedTuple):
     start_home_E: NDArray[np.int32]
     start_replica_RK: NDArray[np.int32]
     ranks_per_node: int
+    home_price: float
+    replica_price: float
     home_seconds: NDArray[np.float64]
     replica_seconds: NDArray[np.float64]
     source_EN: NDArray[np.float64]
@@ -43,20 +46,11 @@ class Track(NamedTuple):
         value_N: float64, mean over scenarios of max / mean rank load, and the price of tokens that cross nodes.
         moved_N2: int64 ``[N, 2]``, homes and replicas that have moved by then.
         seconds_N: float64, of the busiest link to carry these.
-        step_N4: int64, the step that led here: kind (0 swap, 1 replica) and the three numbers that name it.
     """
 
     value_N: NDArray[np.float64]
     moved_N2: NDArray[np.int64]
     seconds_N: NDArray[np.float64]
-    step_N4: NDArray[np.int64]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def empty_track(room: int) -> Track:
-    return Track(
-        np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room), np.zeros((room, 4), dtype=np.int64)
-    )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -109,6 +103,21 @@ def crossing_cost(layer: Layer, question: Question) -> float:
                 near += min(load * question.source_EN[expert, node], computed_N[node])
         crossing += 1.0 - near / max(total, 1.0)
     return float(question.crossing_price * crossing / layer.load_WE.shape[0])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def price_of_moves(layer: Layer, question: Question) -> float:
+    """Of homes on another rank than now, and of replicas on a rank that does not hold the expert now; in imbalance."""
+    homes, replicas = 0, 0
+    for expert in range(layer.home_E.size):
+        if layer.home_E[expert] != question.start_home_E[expert]:
+            homes += 1
+    for rank in range(layer.replica_RK.shape[0]):
+        for slot in range(layer.replica_RK.shape[1]):
+            expert = layer.replica_RK[rank, slot]
+            if expert != EMPTY and not _stood_on(question, expert, rank):
+                replicas += 1
+    return question.home_price * homes + question.replica_price * replicas
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

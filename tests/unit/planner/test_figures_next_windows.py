@@ -35,7 +35,7 @@ def test_under_pure_jitter_a_plan_is_as_good_as_a_plain_graph(ranks: int, replic
 
 @pytest.mark.parametrize(
     ("series", "replicas", "at_most"),
-    [("by_domain", 1, 1.12), ("shuffled", 1, 1.135), ("by_domain", 2, 1.035), ("shuffled", 2, 1.035)],
+    [("by_domain", 1, 1.11), ("shuffled", 1, 1.13), ("by_domain", 2, 1.035), ("shuffled", 2, 1.035)],
 )
 def test_real_windows_are_met_better_than_by_any_graph(
     shared_data: Path, series: str, replicas: int, at_most: float
@@ -61,4 +61,4 @@ def test_over_changing_domains_few_moves_keep_the_balance(shared_data: Path) -> 
     done = simulate(Series(merge_windows(load, 5), every=1), Topology(8, 8), slots_per_rank=5, policies=["incremental"])
     summary = done[0].summary()
     assert summary["balancedness"]["mean"] >= 0.93
-    assert summary["moved_slots_share"] <= 0.08, "the first plan among them"
+    assert summary["moved_slots_share"] <= 0.05, "the first plan among them"

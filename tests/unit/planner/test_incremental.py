@@ -94,7 +94,6 @@ def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
         ({"options": {"spilled": 1}}, "options: no policy has 'spilled'"),
         ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
         ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
-        ({"current": np.arange(8)[None]}, "current is a ndarray: give a Placement"),
         ({"rank_speed": [1e-9, 1, 1, 1]}, "rank_speed: 1e-09 beside 1"),
         ({"available": [0.5, 1, 1, 1]}, "available: give True or False"),
         ({"available": [float("nan"), 1, 1, 1]}, "available: give True or False"),
