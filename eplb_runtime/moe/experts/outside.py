@@ -247,7 +247,11 @@ class Outside:
     def _may_be_state(self, shape: tuple[int, ...]) -> bool:
         """Whether what has this shape is kept for experts if it is there for long."""
         if len(shape) == 1:
-            return shape[0] in self.layouts() or any(shape[0] == p.numel() for p in self._parameters.values())
+            # A vector of a model may be as long as the biases of some experts; as long as their matrices it is rarely.
+            experts = {id(p) for p in self._parameters.values() if p.ndim > 2}
+            ways = self.layouts().get(shape[0], [])
+            long = any(id(p) in experts for way in ways for p in way)
+            return long or any(shape[0] == p.numel() for p in self._parameters.values() if p.ndim > 2)
         as_experts = {tuple(parameter.shape) for parameter in self._parameters.values() if parameter.ndim > 2}
         return shape not in self._shapes_of_rows() and shape in as_experts | self._shapes_of_masks()
 
