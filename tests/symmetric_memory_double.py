@@ -57,6 +57,8 @@ def rendezvous(tensor: Tensor, group: Any) -> SymmetricMemory:
 
 
 class SymmetricMemory:
+    __module__ = "torch.distributed._symmetric_memory"  # whose place it takes, also for who asks what holds a tensor
+
     def __init__(self, rank: int, memory: list[Tensor]) -> None:
         self.rank, self.world_size = rank, len(memory)
         self.signal_pad_size, self.buffer_size = PAD_BYTES, memory[0].nbytes - PAD_BYTES

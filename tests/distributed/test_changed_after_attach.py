@@ -531,7 +531,7 @@ REFUSED: dict[Callable[[], None], str] = {
     scaled_by_torch: "use eplb.GradScaler(balancer)",
     whole_in_ddp: "wrap the very module that was attached",
     compiled_in_ddp: "wrap the very module that was attached",
-    each_rank_a_part: "with a state of its own for model.layers.0.mlp.experts.gate_up_proj, which would stay behind",
+    each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 
 
