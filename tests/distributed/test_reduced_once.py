@@ -485,7 +485,7 @@ def bring_it_all_again() -> None:
 
 
 def overlook_what_is_new() -> None:
-    Averaging.has_new = False
+    Averaging.has_new = Averaging.has_replaced = False
     Gradients.arrives = lambda self, parameter: None
 
 
