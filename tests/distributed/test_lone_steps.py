@@ -25,7 +25,7 @@ EXPERTS, STEPS = 8, 8
 class OwnStep(torch.optim.Optimizer):
     """Gradient descent; ``change`` is what it adds to a parameter, ``begins`` from which step on it does more."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2, begins: int = 4) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, begins: int | str = 4) -> None:
         super().__init__(params, {"lr": lr, "begins": begins})
         self.steps = 0
 
@@ -38,7 +38,7 @@ class OwnStep(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    late = self.steps >= group["begins"] and parameter.ndim == 3
+                    late = self.steps >= int(group["begins"]) and parameter.ndim == 3
                     parameter.sub_(self.change(parameter, late), alpha=group["lr"])
 
     def change(self, parameter: Tensor, late: bool) -> Tensor:
@@ -274,7 +274,8 @@ def the_rest(rank: int) -> dict[str, Any]:
             trained(rank, of(InAttribute), on_step=registers),
             trained(rank, of(InAttribute), on_step=registers, move=False),
         ),
-        "one rank alone": trained(rank, of(LateTrustRatio, begins=4 if rank else 10**6)),
+        # Text: numbers in a group must be the same on all ranks.
+        "one rank alone": trained(rank, of(LateTrustRatio, begins="4" if rank else "1000000")),
     }
 
 
