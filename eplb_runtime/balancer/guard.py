@@ -257,7 +257,7 @@ class Guard:
         return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone, options)
 
     def _left_behind(self) -> str:
-        """What optimizers keep for experts and would not move."""
+        """Name what optimizers keep for experts and would not move."""
         return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
 
     def _lone(self) -> Callable[[], str] | None:

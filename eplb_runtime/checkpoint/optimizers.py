@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class KeepsState(Protocol):
-    """What a checkpoint reads and writes of an optimizer."""
+    """The part of an optimizer that a checkpoint reads and writes."""
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:

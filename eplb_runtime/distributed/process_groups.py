@@ -409,7 +409,7 @@ def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: 
 
 
 def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
-    """What waits on this gloo group from here on waits for so long. Others have no such wait: who uses them looks."""
+    """Set how long collectives of a gloo group wait from here on. Other backends have no such wait."""
     if backend == "gloo":
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 

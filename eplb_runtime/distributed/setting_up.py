@@ -146,7 +146,7 @@ class SettingUp:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another rank did not come, or has gone."""
+    """Return whether an error only says that another rank did not come, or has gone."""
     chain: BaseException | None = error
     while chain is not None:
         text = str(chain)

@@ -66,7 +66,7 @@ class Averaging:
 
     @property
     def has_replaced(self) -> bool:
-        """Whether gradients are other tensors than the last reduction left: a loop may have put raw ones aside."""
+        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
         return any(map(self._is_replaced, self._alike))
 
     def arrives(self, parameter: Tensor) -> None:
@@ -106,7 +106,7 @@ class Averaging:
         everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
         gradients = []
-        for parameter, mine, most in zip(parameters, here, self._told_apart(everywhere.tolist()), strict=True):
+        for parameter, mine, most in zip(parameters, here, self._kinds_by_rank(everywhere.tolist()), strict=True):
             if most == NEW:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -147,9 +147,9 @@ class Averaging:
         left, gradient = self._reduced.get(parameter), parameter.grad
         return left is not None and gradient is not None and left() is not gradient
 
-    def _told_apart(self, most: list[int]) -> list[int]:
-        """What ranks have, where those in place of what was reduced are alike still (scaled by the loop on all ranks
-        alike), or new. Collective if there are any.
+    def _kinds_by_rank(self, most: list[int]) -> list[int]:
+        """Tell gradients in place of reduced ones that are alike on all ranks still from new ones. Collective if there
+        are any.
 
         Raises:
             RuntimeError: they are not alike, and to sum them might sum what is summed already.
