@@ -39,7 +39,7 @@ make_venv() {
     fi
 }
 
-# What it starts takes a minute and a core; `planner_compiled` waits for it.
+# What it starts takes a minute and a core where sources have changed, else seconds; `planner_compiled` waits for it.
 install_project() { # extra
     local constraints=launch/constraints-cpu.txt
     if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
@@ -47,20 +47,19 @@ install_project() { # extra
         .venv/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
     fi
     stamp="$1 $(cat pyproject.toml "$constraints" | sha256sum)"
-    compiling=
-    [ "$(cat .venv/installed 2>/dev/null)" = "$stamp" ] && return 0
-    say "installing eplb-runtime[$1] and what it needs ($(grep -o 'torch==.*' "$constraints"))"
-    .venv/bin/python -m pip install --quiet --constraint "$constraints" --editable ".[$1]" ||
-        die "the installation failed; see pip's message above"
-    say "compiling the planner's kernels (kept for later runs)"
-    .venv/bin/python -c 'from eplb_runtime.planner.warmup import compile_kernels; compile_kernels()' &
+    if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
+        say "installing eplb-runtime[$1] and what it needs ($(grep -o 'torch==.*' "$constraints"))"
+        .venv/bin/python -m pip install --quiet --constraint "$constraints" --editable ".[$1]" ||
+            die "the installation failed; see pip's message above"
+        printf '%s' "$stamp" >.venv/installed
+        say "compiling the planner's kernels (kept for later runs)"
+    fi
+    .venv/bin/python -m eplb_runtime.balancer.compile_ahead incremental &
     compiling=$!
 }
 
 planner_compiled() {
-    [ -n "$compiling" ] || return 0
     wait "$compiling" || die "the planner cannot be compiled; see the message above"
-    printf '%s' "$stamp" >.venv/installed
 }
 
 [ -x .venv/bin/python ] || make_venv

@@ -14,20 +14,18 @@ from pathlib import Path
 
 import numba
 import numpy as np
-import xxhash
 
-from ..migration.cycles import cut_into_short_cycles
 from ..migration.schedule import warm_up as compile_schedules
 from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
 from ..planner.warmup import compile_kernels
 from ..utils.checksums_numba import warm_up as compile_copies
+from ..utils.jit import cache_folder, remove_older
 
 logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
 """Of the other process; after it this one compiles for itself."""
-_PACKAGE = Path(__file__).parents[1]
 
 
 def compile_here(policy: str) -> None:
@@ -46,9 +44,9 @@ def compile_here(policy: str) -> None:
 def compile_apart(policy: str) -> None:
     """See that another process has compiled all this on this machine; arguments as `compile_here`. Never raises."""
     command = [sys.executable, "-m", __name__, policy]
+    if not compiles() or _mark(policy).exists():
+        return
     try:
-        if _mark(policy).exists():
-            return
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             try:
                 _, said = process.communicate(timeout=MOST_SECONDS)
@@ -56,42 +54,34 @@ def compile_apart(policy: str) -> None:
                 process.kill()
         if process.returncode:
             logger.debug("the compiling process ended with %d: %s", process.returncode, said[-500:])
-    except (AttributeError, OSError, subprocess.SubprocessError) as error:  # AttributeError: numba compiles nothing
+    except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no compiling process: %s", error)
 
 
-def cache_folder() -> Path | None:
-    """Where compiled code is kept; None: numba compiles nothing."""
-    try:
-        return Path(cut_into_short_cycles._cache.cache_path)  # type: ignore[attr-defined]
-    except AttributeError:
-        return None
+def compiles() -> bool:
+    """Whether numba compiles here at all."""
+    return not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 
 def is_compiled(policy: str) -> bool:
     """Whether all that decisions need has been compiled on this machine, for these very sources."""
-    return cache_folder() is not None and _mark(policy).exists()
+    return compiles() and _mark(policy).exists()
 
 
 def _mark(policy: str) -> Path:
-    """A file beside numba's own: these sources have been compiled here, for this policy."""
-    sources = sorted(_PACKAGE.rglob("*.py"))
-    states = [f"{path.relative_to(_PACKAGE)} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in sources]
-    lines = [numba.__version__, sys.version, policy, *states]
-    state = xxhash.xxh3_64("\n".join(lines).encode())
-    folder = Path(cut_into_short_cycles._cache.cache_path)  # type: ignore[attr-defined]
-    return folder / f"eplb_runtime-{state.hexdigest()}.compiled"
+    """A file beside numba's own: all has been compiled here, for this policy."""
+    return cache_folder() / f"{policy or 'no policy'}.compiled"
 
 
 def main(policy: str) -> None:
     """What the other process does: one of them at a time compiles, the others find it done."""
     mark = _mark(policy)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    with open(mark.parent / "eplb_runtime.lock", "w") as lock:
+    with open(mark.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not mark.exists():
             compile_here(policy)
             mark.touch()
+            remove_older()
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ once. `scenarios` says how what comes may stray from the forecast.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ..utils.jit import jit
 from .lightest import lightest, set_value, tournament
 
 MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
@@ -213,7 +213,7 @@ def is_restless(load: Load) -> NDArray[np.bool_]:
     return np.asarray(new_LT.sum(axis=1) >= OFTEN)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _cut(share_TE: Load) -> int:
     """Where the windows of one layer part, 0 if they do not, or drift rather; at least two on either side."""
     count = len(share_TE)
@@ -273,7 +273,7 @@ def _what_came(load: Load, horizon: int) -> tuple[NDArray[np.int64], Load]:
     return after - 1, np.ascontiguousarray(total[np.minimum(after + horizon, len(load))] - total[after])
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _dealt(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
     windows, layers, experts = foretold_TLE.shape
     result_TL = np.ones((windows, layers))

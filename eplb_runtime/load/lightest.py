@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ..utils.jit import jit
 
-@njit(nogil=True, cache=True, error_model="numpy")
+
+@jit(error_model="numpy")
 def tournament(value_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64 ``[2 M]`` for M >= N, a power of two: the values at the end, at each place before the lesser of two."""
     leaves = 1
@@ -20,7 +21,7 @@ def tournament(value_N: NDArray[np.float64]) -> NDArray[np.float64]:
     return tree
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def set_value(tree: NDArray[np.float64], index: int, value: float) -> None:
     """Change one value; infinite: it takes no part."""
     place = tree.size // 2 + index
@@ -33,7 +34,7 @@ def set_value(tree: NDArray[np.float64], index: int, value: float) -> None:
         tree[place] = least
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def lightest(tree: NDArray[np.float64]) -> int:
     """The index of the least value, the first of several; -1 where all are infinite."""
     if tree[1] == np.inf:

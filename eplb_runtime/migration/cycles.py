@@ -10,13 +10,14 @@ Shape suffixes: M moves of all layers, sorted by layer; L layers; N cycles; R ra
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ..utils.jit import jit
 
 Ints = NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
     """The cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation.
 
@@ -48,7 +49,7 @@ def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, nu
     return cycle_M
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
     """int64 ``[R, C]``: the move that leaves each rank in each colour; numbers from ``len(source)`` on: none does."""
     moves = source.size
@@ -104,7 +105,7 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
     return leaving
 
 
-@njit(nogil=True, cache=True)
+@jit
 def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
     """The cycle of each move as above, the shortest first that goes through the rank with the most moves left."""
     cycle_M = np.full(source_M.size, -1, np.int64)
@@ -155,7 +156,7 @@ def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, nu
     return cycle_M
 
 
-@njit(nogil=True, cache=True)
+@jit
 def first_fit(
     order_N: Ints, first_N: Ints, rank_M: Ints, bytes_N: Ints, num_ranks: int, budget: int
 ) -> tuple[Ints, Ints]:
@@ -213,7 +214,7 @@ def first_fit(
     return round_N, load[:used]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def follow_slots(
     first_L: Ints, expert_M: Ints, round_M: Ints, home_LE: Ints, target_LE: Ints, slots_per_rank: int, round_L: Ints
 ) -> Ints:

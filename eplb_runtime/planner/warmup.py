@@ -1,6 +1,6 @@
 """Compile the planner's kernels before they are needed.
 
-Compiled code is kept beside the package (numba's cache): only the first run on a machine takes seconds.
+Compiled code is kept on the disk (`utils.jit`): only the first run on a machine takes seconds.
 """
 
 from __future__ import annotations

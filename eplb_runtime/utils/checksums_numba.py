@@ -12,12 +12,13 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .checksums import HASH_BLOCK_BYTES, block_hashes, hash_factors
+from .jit import jit
 
 _LINE_BYTES = 64
 _LINE = _LINE_BYTES // 8
@@ -123,14 +124,14 @@ _write_line: Any = intrinsic(_line_writer)
 _all_written: Any = intrinsic(_fence)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _copy_lines(source: Words, into: Words) -> None:
     for word in range(0, source.shape[0], _LINE):
         _write_line(source, into, word)
     _all_written()
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _hash_blocks(source: Words, factors: Words, hashes: Words) -> None:
     for block in range(hashes.shape[0]):
         first, sum_ = block * _BLOCK, np.uint64(0)
@@ -139,7 +140,7 @@ def _hash_blocks(source: Words, factors: Words, hashes: Words) -> None:
         hashes[block] = sum_
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _copy_and_hash_blocks(source: Words, into: Words, factors: Words, hashes: Words) -> None:
     for block in range(hashes.shape[0]):
         first, sum_ = block * _BLOCK, np.uint64(0)

@@ -7,9 +7,9 @@ tokens travel.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ...utils.jit import jit
 from .speeds import split_by_speed
 from .tables import SplitTables
 from .water_filling import SWEEPS, Mode
@@ -71,7 +71,7 @@ def split_for_rank(
     return sent_EC, received_RS
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _column_sums(counts_RE: NDArray[np.int64]) -> NDArray[np.int64]:
     total_E = np.zeros(counts_RE.shape[1], dtype=np.int64)
     for rank in range(counts_RE.shape[0]):
@@ -80,7 +80,7 @@ def _column_sums(counts_RE: NDArray[np.int64]) -> NDArray[np.int64]:
     return total_E
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _share_out(
     counts_RE: NDArray[np.int64],
     copy_slot_EC: NDArray[np.int32],

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import Placement
+from ...utils.jit import jit
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class SplitTables:
         return cls(slot, first, order_LN, ranks_LNC, count_LN, color_LN, placement.num_ranks, placement.slots_per_rank)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sum_by_rank(
     quota_LEC: NDArray[np.int64], slot_LEC: NDArray[np.int32], slots_per_rank: int, rank_load_LR: NDArray[np.int64]
 ) -> None:
@@ -113,7 +113,7 @@ def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> tuple
     return replicated[by_color], color[by_color]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _colors(
     order_N: NDArray[np.int32], rank_EC: NDArray[np.int32], count_E: NDArray[np.int32], num_ranks: int
 ) -> NDArray[np.int32]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ...utils.jit import jit
 from .tables import SplitTables
 
 SWEEPS = 16
@@ -89,7 +89,7 @@ def ballast(level_L: NDArray[np.floating], speed_R: NDArray[np.float64]) -> NDAr
     return np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def sweep_once(
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
@@ -147,7 +147,7 @@ def sweep_once(
                 load_R[rank] += share
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def go_on(
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
@@ -180,7 +180,7 @@ def go_on(
             share_NC[index, 0] = first
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def is_optimal(
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
@@ -215,7 +215,7 @@ def is_optimal(
     return locked >= enough
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def sweep_until_optimal(
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
@@ -245,7 +245,7 @@ def sweep_until_optimal(
     return sweeps
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def fraction_bits(total: int, copies: int) -> int:
     """Bits after the binary point that fit: sums of ``copies + 1`` rank loads must stay below 2 ** 62."""
     room = (1 << 62) // (copies + 1)
@@ -255,7 +255,7 @@ def fraction_bits(total: int, copies: int) -> int:
     return bits
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def even_shares(total: int, copies: int, share_C: NDArray[np.int64]) -> None:
     """``total // copies`` each, one more to the first few."""
     each = total >> 1 if copies == 2 else total // copies
@@ -264,7 +264,7 @@ def even_shares(total: int, copies: int, share_C: NDArray[np.int64]) -> None:
         share_C[copy] = each + (1 if copy < more else 0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def warm_shares(total: int, copies: int, warm_C: NDArray[np.int64], share_C: NDArray[np.int64]) -> None:
     """``total`` in the proportions of ``warm_C``, in 2 ** -16ths, the rest to the first copy; even if zero."""
     before = warm_C[:copies].sum()
@@ -279,7 +279,7 @@ def warm_shares(total: int, copies: int, warm_C: NDArray[np.int64], share_C: NDA
     share_C[0] = total - spread
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def round_shares(
     share_NC: NDArray[np.int64],
     order_N: NDArray[np.int32],
@@ -308,7 +308,7 @@ def round_shares(
                 quota_EC[expert, best] += 1  # its remainder is negative from here on
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _peak(
     base_R: NDArray[np.int64],
     order_N: NDArray[np.int32],
@@ -324,7 +324,7 @@ def _peak(
     return int(load_R.max())
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _split_layers(
     totals_LE: NDArray[np.int64],
     first_rank_LE: NDArray[np.int32],

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
+from ...utils.jit import jit
 from ..search.settle import settle
 from ..types import PlanError
 
@@ -82,7 +82,7 @@ def balance(
     return physical_to_logical, logical_to_physical, copy_count
 
 
-@njit(nogil=True, cache=True)
+@jit
 def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position: Array) -> None:
     """Put equally many items into each pack, heaviest first, each into the lightest pack that has room.
 
@@ -133,7 +133,7 @@ def pack(weight: NDArray[np.float32], num_packs: int, item_pack: Array, position
         heap[node] = top
 
 
-@njit(nogil=True, cache=True)
+@jit
 def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, slot_copy: Array, count: Array) -> None:
     """Give each spare slot to the expert whose copies are hottest; ties to the lower id.
 
@@ -177,7 +177,7 @@ def replicate(weight: NDArray[np.float32], num_slots: int, slot_expert: Array, s
         hottest[node] = expert
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _balance(
     weight: NDArray[np.float32],
     group_load: NDArray[np.float32],

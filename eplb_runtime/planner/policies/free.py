@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike
 
 from ...placement import Placement
+from ...utils.jit import jit
 from ..search.bounds import floor
 from ..search.packing import (
     FloatArray,
@@ -85,7 +85,7 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> IntArray:
     return np.concatenate(parts)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _balance(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> IntArray:
     result = np.empty((weight.shape[0], num_ranks * slots_per_rank), dtype=np.int32)
     for index in range(weight.shape[0]):
@@ -95,7 +95,7 @@ def _balance(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> IntArra
     return result
 
 
-@njit(nogil=True, cache=True)
+@jit
 def plan_layer(layer: Layer, lowest: float) -> None:
     """Place all copies of one layer; in place.
 
@@ -115,7 +115,7 @@ def plan_layer(layer: Layer, lowest: float) -> None:
         _kick(layer, enough, work)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def descend(layer: Layer, enough: float, work: int) -> int:
     """Cool the hottest rank until no move does, or it is cool enough; moves that are dear to look for only while there
     is ``work`` left.
@@ -141,7 +141,7 @@ def descend(layer: Layer, enough: float, work: int) -> int:
             return work
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _kick(layer: Layer, enough: float, work: int) -> None:
     """Iterated local search: a few swaps at random, one of them on the hottest rank, every other time a changed count,
     then descent; the best stays."""
@@ -186,7 +186,7 @@ def _kick(layer: Layer, enough: float, work: int) -> None:
     recompute(layer)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _kick_count(layer: Layer, random: np.uint64) -> np.uint64:
     """Let some copy of an expert with several make room for one of an expert that its rank lacks; returns the next
     state of the generator."""
@@ -209,7 +209,7 @@ def _kick_count(layer: Layer, random: np.uint64) -> np.uint64:
     return random
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _xorshift(state: np.uint64) -> np.uint64:
     """The next state of Marsaglia's 64-bit xorshift: the same numbers on every machine."""
     state ^= state << np.uint64(13)

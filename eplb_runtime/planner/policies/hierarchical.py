@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
+from ...utils.jit import jit
 from ..evaluate import predicted_imbalance
 from ..search.bounds import floor, lower_bound
 from ..search.packing import FloatArray, IntArray, empty_layer
@@ -155,7 +155,7 @@ def hottest_rank(weight: FloatArray, physical_to_logical: IntArray, num_ranks: i
     return np.asarray(tokens.reshape(layers, num_ranks, -1).sum(axis=2).max(axis=1))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _balance(
     weight: FloatArray, num_ranks: int, slots_per_rank: int, groups: int, num_nodes: int, spilled_experts: int
 ) -> tuple[IntArray, FloatArray]:
@@ -183,7 +183,7 @@ def _balance(
     return result, hottest
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _plan_node(
     weight: FloatArray,
     copies: IntArray,
@@ -221,7 +221,7 @@ def _plan_node(
     return max(hottest, float(layer.load.max()))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _spill(
     weight: FloatArray,
     group_load: FloatArray,
@@ -289,7 +289,7 @@ def _spill(
     return locked, node_load
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _give(
     load: FloatArray,
     given: IntArray,

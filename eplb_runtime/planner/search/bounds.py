@@ -8,8 +8,9 @@ tokens of its groups). The bounds hold for every split of an expert's tokens ove
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
+
+from ...utils.jit import jit
 
 FloatArray = NDArray[np.float64]
 
@@ -39,7 +40,7 @@ def lower_bound(
     return np.asarray(np.where(mean > 0, np.maximum(floor, mean) / np.where(mean > 0, mean, 1.0), 1.0))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def floors(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatArray:
     """float64 ``[L]``: ``floor`` of every layer of ``weight`` ``[L, E]``."""
     result = np.empty(weight.shape[0])
@@ -48,7 +49,7 @@ def floors(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatArra
     return result
 
 
-@njit(nogil=True, cache=True)
+@jit
 def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
     """Tokens that the heaviest rank has at least, whatever the placement.
 
@@ -77,7 +78,7 @@ def floor(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> float:
     return best
 
 
-@njit(nogil=True, cache=True)
+@jit
 def hottest_copy(weight: FloatArray, spare: int, num_ranks: int) -> float:
     """Least possible tokens of the hottest copy with ``spare`` copies to give and at most one a rank.
 

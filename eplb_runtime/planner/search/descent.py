@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from ...utils.jit import jit
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, set_replica, settle, stands_on, swap_homes
 
@@ -43,7 +43,7 @@ class Best(NamedTuple):
     step_M4: NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track, enough: float) -> int:
     """Take improving steps from where ``layer`` stands, in place; ``spare`` and ``other`` are room to work in.
 
@@ -108,7 +108,7 @@ def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track:
     return step
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> bool:
     """Whether the busiest ranks gain in more than the odd scenario: by so many standard errors of the mean gain."""
     scenarios = before_W.size
@@ -124,7 +124,7 @@ def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> boo
     return mean >= 0.0 and mean * mean * (scenarios - 1) >= SURE * SURE * variance
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _excess(layer: Layer, excess_R: NDArray[np.float64]) -> None:
     """How far each rank is above the mean, squared, summed over the scenarios."""
     scenarios, ranks = layer.load_WR.shape
@@ -142,7 +142,7 @@ def _excess(layer: Layer, excess_R: NDArray[np.float64]) -> None:
                 excess_R[rank] += above * above
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _look(layer: Layer, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
     """Tokens of each expert at its home, and of each rank, scenarios innermost."""
     scenarios, experts = layer.load_WE.shape
@@ -157,7 +157,7 @@ def _look(layer: Layer, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.floa
             load_RW[rank, scenario] = layer.load_WR[scenario, rank]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _find_swaps(
     layer: Layer,
     busiest: int,
@@ -195,7 +195,7 @@ def _find_swaps(
                 keep_best(best, gain, 0, here, there, 0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ranks_per_node: int, best: Best) -> None:
     """Experts of the busiest rank into replica slots elsewhere, in place of what stands there."""
     ranks, slots = layer.replica_RK.shape
@@ -231,7 +231,7 @@ def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ran
                     keep_best(best, gain, 1, expert, rank, slot)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _of_rank(layer: Layer, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray[np.int32]:
     """int32 ``[H + K]``: experts of a rank that may have one copy more, or -1; and their tokens there."""
     homes, slots = layer.homes_RH.shape[1], layer.replica_RK.shape[1]
@@ -254,7 +254,7 @@ def _of_rank(layer: Layer, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray
     return expert_X
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _cost_of_leaving(
     layer: Layer,
     rank: int,
@@ -285,7 +285,7 @@ def _cost_of_leaving(
         loss_W[scenario] = 2.0 * freed * (lightest - load_RW[rank, scenario] + freed)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third: int) -> None:
     """Into the list by gain; among equals the earlier stays ahead."""
     place = best.gain_M.size - 1
@@ -298,7 +298,7 @@ def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third
     best.step_M4[place, 2], best.step_M4[place, 3] = second, third
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def take(layer: Layer, step_4: NDArray[np.int64]) -> None:
     if step_4[0] == 0:
         swap_homes(layer, step_4[1], step_4[2])

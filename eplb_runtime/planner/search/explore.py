@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from ...utils.jit import jit
 from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
@@ -72,7 +72,7 @@ class Starts(NamedTuple):
     replica_XRK: NDArray[np.int32]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def search_layer(
     load_WE: NDArray[np.int64],
     ballast_WR: NDArray[np.int64],
@@ -108,7 +108,7 @@ def search_layer(
     return found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def pour_anew(
     load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], question: Question, limits: Limits
 ) -> tuple[Found, Starts]:
@@ -145,7 +145,7 @@ def pour_anew(
     return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _search_from(
     layer: Layer, spare: Layer, other: Layer, question: Question, limits: Limits, starts: Starts, start: int
 ) -> Found:
@@ -166,7 +166,7 @@ def _search_from(
     return Found(layer.home_E.copy(), layer.replica_RK.copy(), track, steps, start)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _price(
     every: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], question: Question, seconds_price: float
 ) -> float:
@@ -178,7 +178,7 @@ def _price(
     return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.int64], track: Track, steps: int) -> int:
     """Chords into empty slots, one after the other, where the busiest ranks gain by it; returns the steps by then."""
     ranks, slots = layer.replica_RK.shape
@@ -206,7 +206,7 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
     return steps
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _heaviest(layer: Layer, source: int, rank: int) -> int:
     """The home of ``source`` with most tokens a copy that does not stand on ``rank`` and may have one copy more."""
     best, best_load = EMPTY, 0.0
@@ -223,7 +223,7 @@ def _heaviest(layer: Layer, source: int, rank: int) -> int:
     return best
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def make_starts(
     load_WE: NDArray[np.int64],
     ballast_WR: NDArray[np.int64],

@@ -8,10 +8,10 @@ crossing tokens together, at their price, fall by more than the step costs.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from ...utils.jit import jit
 from .descent import LEAST_FALL, SETTLING_SWEEPS, Best, keep_best, take
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
 from .scenarios import Layer, copy_state, settle, stands_on, tokens_at_home
@@ -23,7 +23,7 @@ CROWDING = 0.5
 """What a step would heap on a rank beyond the busiest counts so much when steps are ranked: the split spreads some."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track, step: int) -> int:
     """Take steps while one pays, in place; what they reach is written behind ``step`` of the track.
 
@@ -67,7 +67,7 @@ def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, trac
     return step
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _shares(layer: Layer, share_E: NDArray[np.float64], load_R: NDArray[np.float64]) -> None:
     """Of all tokens, mean over the scenarios: what each expert computes at its home, and each rank in all."""
     share_E[:] = 0.0
@@ -81,7 +81,7 @@ def _shares(layer: Layer, share_E: NDArray[np.float64], load_R: NDArray[np.float
             load_R[rank] += layer.load_WR[scenario, rank] / total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _find_swaps(
     layer: Layer, question: Question, share_E: NDArray[np.float64], load_R: NDArray[np.float64], best: Best
 ) -> None:
@@ -107,7 +107,7 @@ def _find_swaps(
                 keep_best(best, gain, 0, here, there, 0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _find_replicas(layer: Layer, question: Question, share_E: NDArray[np.float64], best: Best) -> None:
     ranks, slots = layer.replica_RK.shape
     nodes = question.source_EN.shape[1]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from ...utils.jit import jit
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
@@ -40,7 +41,7 @@ class Layer(NamedTuple):
     """``[R, E]`` whether a rank holds an expert."""
 
 
-@njit(nogil=True, cache=True)
+@jit
 def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Layer:
     """A layer with one copy of each expert and nothing placed yet."""
     experts = weight.size
@@ -55,7 +56,7 @@ def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Laye
     )
 
 
-@njit(nogil=True, cache=True)
+@jit
 def spread_copies(layer: Layer) -> None:
     """Give each spare slot to the expert with the hottest copies, at most one copy a rank: the least possible maximum.
 
@@ -91,17 +92,17 @@ def spread_copies(layer: Layer) -> None:
         heap[node] = expert
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _hotter(key: FloatArray, one: int, other: int) -> bool:
     return bool(key[one] > key[other] or (key[one] == key[other] and one < other))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _lighter(load: FloatArray, one: int, other: int) -> bool:
     return bool(load[one] < load[other] or (load[one] == load[other] and one < other))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sift_down(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) -> None:
     node = 0
     while True:
@@ -117,7 +118,7 @@ def _sift_down(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) 
     heap[node] = rank
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sift_up(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) -> None:
     node = size
     while node > 0:
@@ -129,7 +130,7 @@ def _sift_up(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) ->
     heap[node] = rank
 
 
-@njit(nogil=True, cache=True)
+@jit
 def place_heaviest_first(layer: Layer) -> None:
     """Place every copy, heaviest first, on the lightest rank that has room and does not hold its expert.
 
@@ -167,7 +168,7 @@ def place_heaviest_first(layer: Layer) -> None:
                 size += 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _place_by_exchange(layer: Layer, filled: IntArray, expert: int) -> None:
     """Put ``expert`` in the place of some copy that can go to a rank with room. Such a copy exists: a full rank
     without ``expert`` holds more experts than a rank with room, so one that the latter lacks."""
@@ -200,7 +201,7 @@ def _place_by_exchange(layer: Layer, filled: IntArray, expert: int) -> None:
     filled[open_rank] += 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def swap(layer: Layer, rank: int, slot: int, other_rank: int, other_slot: int) -> None:
     """Let two slots of different ranks change contents."""
     one = layer.expert[rank, slot]
@@ -216,7 +217,7 @@ def swap(layer: Layer, rank: int, slot: int, other_rank: int, other_slot: int) -
     layer.load[other_rank] += change
 
 
-@njit(nogil=True, cache=True)
+@jit
 def improve_by_one_swap(layer: Layer, rank: int) -> bool:
     """Make the one swap with another rank after which the hotter of the two is coolest, if that is cooler than now."""
     num_ranks, slots = layer.expert.shape
@@ -247,7 +248,7 @@ def improve_by_one_swap(layer: Layer, rank: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def improve_by_two_swaps(layer: Layer, rank: int) -> bool:
     """As ``improve_by_one_swap``, with two copies of each of the two ranks at once."""
     num_ranks, slots = layer.expert.shape
@@ -286,7 +287,7 @@ def improve_by_two_swaps(layer: Layer, rank: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def improve_by_another_copy(layer: Layer, rank: int) -> bool:
     """Give an expert of ``rank`` one more copy, in the slot of an expert elsewhere that has copies to spare."""
     num_ranks, slots = layer.expert.shape
@@ -328,7 +329,7 @@ def improve_by_another_copy(layer: Layer, rank: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit
 def replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
     """Put a further copy of ``expert`` where a copy of another expert stands."""
     other = layer.expert[rank, slot]
@@ -350,7 +351,7 @@ def replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
     layer.unit[other] = other_unit
 
 
-@njit(nogil=True, cache=True)
+@jit
 def recompute(layer: Layer) -> None:
     """Derive units, loads and holders anew from the slots and the counts."""
     layer.unit[:] = layer.weight / layer.copies

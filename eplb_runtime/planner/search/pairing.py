@@ -8,9 +8,9 @@ partners; a second copy for a middling expert makes two light partners. This roo
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from ...utils.jit import jit
 from .packing import FloatArray, Layer
 
 AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
@@ -18,7 +18,7 @@ AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
 would make the most and heaviest copies light, odd rounds those with the lightest copies."""
 
 
-@njit(nogil=True, cache=True)
+@jit
 def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
     """Move spare slots between experts while that lowers the heaviest pair; changes ``copies`` and ``unit``.
 
@@ -92,7 +92,7 @@ def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
     return trials
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _candidates(
     weight: FloatArray,
     count: NDArray[np.int32],
@@ -129,7 +129,7 @@ def _candidates(
     return num_givers, num_takers
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sorted_copies(weight: FloatArray, count: NDArray[np.int32], copies: FloatArray) -> None:
     slot = 0
     for expert in range(weight.size):
@@ -139,7 +139,7 @@ def _sorted_copies(weight: FloatArray, count: NDArray[np.int32], copies: FloatAr
     copies.sort()
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _heaviest_pair(copies: FloatArray) -> tuple[float, int]:
     """Tokens of the heaviest pair, and the place of its lighter half."""
     best = -1.0
@@ -153,7 +153,7 @@ def _heaviest_pair(copies: FloatArray) -> tuple[float, int]:
     return best, place
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _excess(copies: FloatArray, target: float, limit: float) -> float:
     """Tokens above ``target``, over all pairs; or any number from ``limit`` on, as soon as that is reached."""
     last = copies.size - 1
@@ -169,7 +169,7 @@ def _excess(copies: FloatArray, target: float, limit: float) -> float:
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _exchange(
     copies: FloatArray, trial: FloatArray, weight: FloatArray, count: NDArray[np.int32], giver: int, taker: int
 ) -> None:
@@ -220,7 +220,7 @@ def _exchange(
         written += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _place(values: FloatArray, wanted: float) -> int:
     """The first place in sorted ``values`` that is not below ``wanted``."""
     low, high = 0, values.size

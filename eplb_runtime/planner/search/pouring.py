@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from ...utils.jit import jit
 
 NEAR_AND_LEVEL = ((2.0**-4, 2.0**-9), (2.0**-2, 2.0**-8.5), (2.0**-3, 2.0**-8), (2.0**-5, 2.0**-8))
 """Of the mean: how near a rank's lack must be to what another has too much for the two to be paired ahead of others,
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
     mean: float
 
 
-@njit(nogil=True, cache=True)
+@jit
 def pour(
     load_E: NDArray[np.float64],
     ballast_R: NDArray[np.float64],
@@ -73,7 +73,7 @@ def pour(
     _pour_largest(groups, most, level, replica_RK, False)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _single_ranks(
     load_E: NDArray[np.float64], ballast_R: NDArray[np.float64], home_E: NDArray[np.int32], ranks: int
 ) -> Groups:
@@ -107,7 +107,7 @@ def _single_ranks(
     return groups
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pour_largest(groups: Groups, most: int, level: float, replica_RK: NDArray[np.int32], large_only: bool) -> None:
     """Who has most gives to who lacks as much as it has or a little less, until nobody has too much.
 
@@ -130,7 +130,7 @@ def _pour_largest(groups: Groups, most: int, level: float, replica_RK: NDArray[n
         _join(groups, (giver, amount), (taker, lack), expert, replica_RK)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _pair(groups: Groups, most: int, near: float, replica_RK: NDArray[np.int32]) -> None:
     """Ranks whose lack is nearly what another has too much: such groups are level with two ranks."""
     givers, takers = groups.used
@@ -159,7 +159,7 @@ def _pair(groups: Groups, most: int, near: float, replica_RK: NDArray[np.int32])
         _join(groups, (giver, amount), given, _giveable(groups, giver, most), replica_RK)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _giveable(groups: Groups, rank: int, most: int) -> int:
     """The expert of a rank that has most to give and may have one copy more."""
     given = EMPTY
@@ -169,7 +169,7 @@ def _giveable(groups: Groups, rank: int, most: int) -> int:
     return given
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _join(
     groups: Groups, giver: tuple[int, float], taker: tuple[int, float], expert: int, replica_RK: NDArray[np.int32]
 ) -> None:
@@ -185,7 +185,7 @@ def _join(
         groups.used[1] = _sort_in(groups.taker_N, groups.lack_N, groups.used[1], giver[0], -rest)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _sort_in(name_N: NDArray[np.int64], value_N: NDArray[np.float64], used: int, name: int, value: float) -> int:
     """Among ascending values; returns how many there are then."""
     place = np.searchsorted(value_N[:used], value)
@@ -195,7 +195,7 @@ def _sort_in(name_N: NDArray[np.int64], value_N: NDArray[np.float64], used: int,
     return int(used + 1)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _take_out(name_N: NDArray[np.int64], value_N: NDArray[np.float64], used: int, place: int) -> None:
     for index in range(place, used - 1):
         name_N[index], value_N[index] = name_N[index + 1], value_N[index + 1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import EMPTY
+from ...utils.jit import jit
 from .scenarios import Layer
 
 SPREAD_WEIGHT = 0.1
@@ -53,7 +53,7 @@ class Track(NamedTuple):
     seconds_N: NDArray[np.float64]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
     """Mean over scenarios of max / mean rank load; the same with a little of the spread, which the search lowers.
 
@@ -80,7 +80,7 @@ def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
     return peaks / scenarios, (peaks + SPREAD_WEIGHT * spread) / scenarios
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def crossing_cost(layer: Layer, question: Question) -> float:
     """What the tokens that cross nodes cost, mean over the scenarios; in imbalance."""
     if question.crossing_price == 0.0:
@@ -105,7 +105,7 @@ def crossing_cost(layer: Layer, question: Question) -> float:
     return float(question.crossing_price * crossing / layer.load_WE.shape[0])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def price_of_moves(layer: Layer, question: Question) -> float:
     """Of homes on another rank than now, and of replicas on a rank that does not hold the expert now; in imbalance."""
     homes, replicas = 0, 0
@@ -120,7 +120,7 @@ def price_of_moves(layer: Layer, question: Question) -> float:
     return question.home_price * homes + question.replica_price * replicas
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _stood_on(question: Question, expert: int, rank: int) -> bool:
     if question.start_home_E[expert] == rank:
         return True
@@ -130,7 +130,7 @@ def _stood_on(question: Question, expert: int, rank: int) -> bool:
     return found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def record(layer: Layer, question: Question, track: Track, step: int, value: float) -> None:
     """Write down what has been reached and what it costs: as ``CostModel.transfer_seconds``."""
     ranks, node = layer.replica_RK.shape[0], question.ranks_per_node

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...moe.routing.water_filling import sweep_once, sweep_until_optimal
 from ...placement import EMPTY
+from ...utils.jit import jit
 
 FIRST_SWEEPS = 16
 SETTLING_SWEEPS = 3
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
     used: NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots: int, max_copies: int) -> Layer:
     """Room for a layer; nothing stands anywhere yet."""
     scenarios, experts = load_WE.shape
@@ -77,7 +77,7 @@ def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def stand(layer: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]) -> None:
     """Put experts where these say, and split every scenario; replicas beyond the most copies are dropped."""
     ranks, slots = layer.replica_RK.shape
@@ -111,7 +111,7 @@ def stand(layer: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]
     split_anew(layer)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def split_anew(layer: Layer) -> None:
     """Split every scenario from the even split, until optimal."""
     used = layer.used[0]
@@ -132,7 +132,7 @@ def split_anew(layer: Layer) -> None:
         sweep_until_optimal(layer.ranks_NC[:used], layer.count_N[:used], share_NC[:used], load_R, FIRST_SWEEPS)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def settle(layer: Layer, sweeps: int) -> None:
     """Bring each scenario's split, good before a step, up to date after it."""
     used = layer.used[0]
@@ -143,7 +143,7 @@ def settle(layer: Layer, sweeps: int) -> None:
             )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def copy_state(source: Layer, target: Layer) -> None:
     """``target`` stands as ``source`` does."""
     used = source.used[0]
@@ -160,7 +160,7 @@ def copy_state(source: Layer, target: Layer) -> None:
     target.used[0] = used
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def stands_on(layer: Layer, expert: int, rank: int) -> bool:
     if layer.home_E[expert] == rank:
         return True
@@ -170,7 +170,7 @@ def stands_on(layer: Layer, expert: int, rank: int) -> bool:
     return found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def swap_homes(layer: Layer, here: int, there: int) -> None:
     """Two experts change their homes, which neither has a copy beside."""
     a, b = layer.home_E[here], layer.home_E[there]
@@ -191,13 +191,13 @@ def swap_homes(layer: Layer, here: int, there: int) -> None:
         layer.load_WR[scenario, b] += shift
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def tokens_at_home(layer: Layer, scenario: int, expert: int) -> int:
     row = layer.row_E[expert]
     return int(layer.load_WE[scenario, expert] if row < 0 else layer.share_WNC[scenario, row, 0])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def set_replica(layer: Layer, rank: int, slot: int, expert: int) -> None:
     """``expert``, or nothing, takes a replica slot; what the slot's old expert computed there goes to its home."""
     if layer.replica_RK[rank, slot] != EMPTY:
@@ -219,7 +219,7 @@ def set_replica(layer: Layer, rank: int, slot: int, expert: int) -> None:
     layer.count_N[row] += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@jit(error_model="numpy")
 def _drop(layer: Layer, expert: int, rank: int) -> None:
     row = layer.row_E[expert]
     last = layer.count_N[row] - 1

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...placement import Placement
+from ...utils.jit import jit
 from ..evaluate import predicted_imbalance
 from .packing import FloatArray, IntArray
 
@@ -59,7 +59,7 @@ def _budget(request: PlanRequest) -> int | None:
     return min(limits, default=None)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _align(
     current: IntArray,
     planned: IntArray,
@@ -101,7 +101,7 @@ def _align(
                 )
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _shared_experts(current: IntArray, planned: IntArray, experts: int, num_ranks: int) -> FloatArray:
     """float64 ``[R, R]``: how many slots of a planned rank (row) hold what a current rank (column) holds."""
     per_rank = planned.size // num_ranks
@@ -118,14 +118,14 @@ def _shared_experts(current: IntArray, planned: IntArray, experts: int, num_rank
     return shared
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _match(worth: FloatArray) -> IntArray:
     """For each row a column of its own: see `_match_entries`."""
     entry_N = np.flatnonzero(worth.ravel())
     return _match_entries(entry_N, worth.ravel()[entry_N], len(worth))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _match_entries(entry_N: NDArray[np.int64], worth_N: FloatArray, size: int) -> IntArray:
     """For each row a column of its own: dearest pairs first, then exchanges between two rows while one gains.
 
@@ -180,7 +180,7 @@ def _match_entries(entry_N: NDArray[np.int64], worth_N: FloatArray, size: int) -
     return name
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
     """Fill one rank's ``slots`` with ``experts``; those of ``before`` keep their slots.
 
@@ -210,7 +210,7 @@ def _seat(before: IntArray, experts: IntArray, slots: IntArray) -> int:
     return known
 
 
-@njit(nogil=True, cache=True)
+@jit
 def match_ranks(before_E: IntArray, home_E: IntArray, replica_RK: IntArray) -> None:
     """Rename the ranks of ``home_E`` and ``replica_RK``, in place, so that many experts keep the home rank they had."""
     ranks = len(replica_RK)

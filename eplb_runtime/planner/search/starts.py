@@ -8,11 +8,11 @@ a few of them flows off. Which of the two a layer needs, or how many of each, th
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ...load.lightest import lightest, set_value, tournament
 from ...placement import EMPTY
+from ...utils.jit import jit
 
 
 def strides(ranks: int, slots: int) -> NDArray[np.int64]:
@@ -26,7 +26,7 @@ def strides(ranks: int, slots: int) -> NDArray[np.int64]:
     return np.array([different[slot % len(different)] for slot in range(slots)], dtype=np.int64)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def pack(
     load_E: NDArray[np.float64],
     ballast_R: NDArray[np.float64],
@@ -84,7 +84,7 @@ def pack(
             set_value(for_copies, rank, load_R[rank] if filled_R[rank] < hot else np.inf)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def pack_near(
     load_E: NDArray[np.float64], source_EN: NDArray[np.float64], ranks_per_node: int, home_E: NDArray[np.int32]
 ) -> None:
@@ -120,7 +120,7 @@ def pack_near(
         node_filled_R[rank] += 1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _lightest(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: int) -> int:
     best = -1
     for rank in range(load_R.size):
@@ -129,7 +129,7 @@ def _lightest(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: in
     return best
 
 
-@njit(nogil=True, cache=True)
+@jit
 def hottest_first(load_E: NDArray[np.float64], spare: int, most: int) -> NDArray[np.int64]:
     """int64 ``[E]``: copies of each expert, home included, when each spare one goes to who has most tokens a copy."""
     copies_E = np.ones(load_E.size, dtype=np.int64)
@@ -143,7 +143,7 @@ def hottest_first(load_E: NDArray[np.float64], spare: int, most: int) -> NDArray
     return copies_E
 
 
-@njit(nogil=True, cache=True)
+@jit
 def add_chords(
     load_E: NDArray[np.float64],
     stride_K: NDArray[np.int64],

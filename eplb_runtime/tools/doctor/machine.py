@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...balancer.compile_ahead import cache_folder, is_compiled
+from ...balancer.compile_ahead import compiles, is_compiled
 from ...distributed.transports import deepep_package
 from ...replicas import node_memory
+from ...utils.jit import cache_folder
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 POLICY = "incremental"
@@ -31,11 +32,10 @@ class Backend:
 
 def compiled() -> Backend:
     """Whether what decisions need is compiled already, and where it is kept."""
-    folder = cache_folder()
-    if folder is None:
+    if not compiles():
         return Backend("numba cache", False, "numba compiles nothing here (NUMBA_DISABLE_JIT): plans take minutes")
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
+    folder = cache_folder()
+    if not os.access(folder, os.W_OK | os.X_OK):
         return Backend("numba cache", False, f"{_home(folder)} cannot be written: each job compiles for itself")
     if is_compiled(POLICY):
         return Backend("numba cache", True, f"compiled, in {_home(folder)}")

@@ -1,0 +1,100 @@
+"""numba's compiler with a cache on the disk that notices each change of the compiled sources.
+
+numba's own cache looks at the file of a function alone, not at what that function calls. Here the cache is a folder
+named by a digest of all compiled sources of the package: after an update in place nothing old is ever loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+import numba
+import xxhash
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PACKAGE = Path(__file__).parents[1]
+_IMPORT = b".jit import jit"
+"""What each module with compiled functions has in a line."""
+
+
+@overload
+def jit(function: Function) -> Function: ...
+@overload
+def jit(*, error_model: Literal["python", "numpy"]) -> Callable[[Function], Function]: ...
+def jit(function: Function | None = None, *, error_model: Literal["python", "numpy"] = "python") -> Any:
+    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk.
+
+    Args:
+        error_model: "numpy": a division by zero gives what NumPy's gives, and costs no check.
+    """
+    if function is None:
+        return lambda function: _cached(function, error_model)
+    return _cached(function, error_model)
+
+
+def _cached(function: Any, error_model: Literal["python", "numpy"]) -> Any:
+    settings: Any = numba.config
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder())  # read below, for this function only
+    try:
+        return numba.njit(nogil=True, cache=True, error_model=error_model)(function)
+    finally:
+        settings.CACHE_DIR = before
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled functions of this package are kept, for these very sources, this Python and this numba."""
+    return folder_for(_PACKAGE)
+
+
+def folder_for(package: Path) -> Path:
+    """The folder for a package: in ``NUMBA_CACHE_DIR``, else inside the package, else (it cannot be written) in the
+    user's cache, else in the folder for temporary files."""
+    for parent in _parents(package):
+        folder = parent / _name(package)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / _name(package)
+
+
+def remove_older() -> None:
+    """Remove what earlier sources of this package left inside it."""
+    here = cache_folder()
+    if here.parent == _PACKAGE / "__pycache__":
+        for other in here.parent.glob(f"{_prefix()}-*"):
+            if other != here:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _parents(package: Path) -> Iterator[Path]:
+    if folder := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(folder)
+    yield package / "__pycache__"
+    yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / package.name
+    yield Path(tempfile.gettempdir()) / f"{package.name}-{os.getuid()}"
+
+
+def _name(package: Path) -> str:
+    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version}".encode())
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_bytes()
+        if _IMPORT in source:
+            digest.update(f"{path.relative_to(package)} {len(source)}\n".encode())
+            digest.update(source)
+    return f"{_prefix()}-{digest.hexdigest()}"
+
+
+def _prefix() -> str:
+    return f"numba-{sys.implementation.cache_tag}"
