@@ -101,7 +101,7 @@ class LowLatency:
             rows_MD = rows.flatten(0, 1).index_select(0, index_M)
         route = LowLatencyRoute(ticket, slots_TK, index_M)
         handle = Handle(weights_TK.detach(), hidden_TD.dtype, route)
-        return Dispatched(rows_MD, SlotCounts.of(counts, hidden_TD.device), None, handle, None)
+        return Dispatched(rows_MD, SlotCounts.of(counts, hidden_TD.device), None, handle)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         """As `Dispatcher.combine`, in bfloat16 on the way."""
