@@ -185,6 +185,8 @@ class BalancerConfig:
             raise ConfigError(f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more")
         if self.overlap and self.move_gradients:
             raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
+        if self.overlap and self.transport == "deepep":
+            raise ConfigError("overlap=True with transport='deepep': all ranks make its calls, between steps only")
         for name in ("timeout_seconds", "max_pause_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
