@@ -74,14 +74,14 @@ class _Settings:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _whole(self, name: str, least: int) -> None:
+    def _whole(self, name: str, least: int | None = None) -> None:
         """A whole number, or None where that is the default."""
         value = getattr(self, name)
         if value is None and self.__dataclass_fields__[name].default is None:
             return
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ConfigError(f"{name}={_shown(value)}: give a whole number, at least {least}")
-        if value < least:
+            raise ConfigError(f"{name}={_shown(value)}: give a whole number")
+        if least is not None and value < least:
             raise ConfigError(f"{name}={value}: give at least {least}")
         self._set(name, int(value))
 
@@ -179,9 +179,9 @@ class DispatchConfig(_Settings):
         self._whole("split_least_tokens", 0)
 
     def _check_low_latency(self) -> None:
-        self._whole("low_latency_tokens", 0)
+        self._whole("low_latency_tokens")
         tokens = self.low_latency_tokens
-        if tokens > MOST_LOW_LATENCY_TOKENS or tokens % 4:
+        if not 0 <= tokens <= MOST_LOW_LATENCY_TOKENS or tokens % 4:
             raise ConfigError(
                 f"low_latency_tokens={tokens}: give a multiple of 4 up to {MOST_LOW_LATENCY_TOKENS}, or 0 for none"
             )
@@ -194,7 +194,9 @@ class DispatchConfig(_Settings):
     def _check_most_tokens(self) -> None:
         self._whole("most_tokens", 0)
         if self.most_tokens and self.name != "deepep":
-            raise ConfigError(f"most_tokens={self.most_tokens} with dispatch={self.name!r}: only 'deepep' uses it")
+            raise ConfigError(
+                f"most_tokens={self.most_tokens} with dispatch={self.name!r}: only 'deepep' has use for it"
+            )
         if self.most_tokens and self.low_latency_tokens:
             raise ConfigError(
                 f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
