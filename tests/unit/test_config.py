@@ -24,7 +24,17 @@ from eplb_runtime.config import (
 )
 
 FLAT = settings_of(BalancerConfig())
-FIRST = "interval replica_slots policy gate overlap dense_gradients timeout_seconds run listen".split()
+FIRST = [
+    "interval",
+    "replica_slots",
+    "policy",
+    "gate",
+    "overlap",
+    "dense_gradients",
+    "timeout_seconds",
+    "run",
+    "listen",
+]
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000}, "give overlap=True", {"overlap": True}),
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
@@ -66,7 +76,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"initial_placement": 3}, "give a Placement or its file"),
     ({"listen": 80.5}, "listen=80.5: give a port"),
     ({"listen": 0, "listen_token": 12345678}, "listen_token must be"),
-    ({"dispatch": 3}, "dispatch=3: give DispatchConfig(...)"),
+    ({"dispatch": 3}, "dispatch=3 is unknown; choose one of: all_to_all"),
     ({"dispatch": "pigeon"}, "dispatch='pigeon' is unknown"),
     ({"migration": 3}, "migration=3: give MigrationConfig(...)"),
 ]
@@ -136,6 +146,7 @@ def test_names_that_are_not_known_get_the_nearest_with_its_place() -> None:
 
 
 def test_a_name_is_enough_for_a_dispatch() -> None:
+    assert refusal(BalancerConfig, {"dispatch": 3}).startswith("dispatch=3: give DispatchConfig(...), or one of: all_")
     assert BalancerConfig(dispatch="hierarchical") == BalancerConfig(dispatch=DispatchConfig("hierarchical"))
     assert BalancerConfig(dispatch="hierarchical").dispatch.name == "hierarchical"
     assert BalancerConfig(dispatch="hierarchical") != BalancerConfig()
@@ -189,8 +200,28 @@ VALUES = st.one_of(
     st.text(max_size=8),
     st.lists(st.floats(), max_size=3),
     st.sampled_from(
-        "water_filling even incremental static payoff always torch shm copy_engine deepep hierarchical auto by_rank "
-        "float8 host allreduce 127.0.0.1:80 model logical all_to_all".split()
+        [
+            "water_filling",
+            "even",
+            "incremental",
+            "static",
+            "payoff",
+            "always",
+            "torch",
+            "shm",
+            "copy_engine",
+            "deepep",
+            "hierarchical",
+            "auto",
+            "by_rank",
+            "float8",
+            "host",
+            "allreduce",
+            "127.0.0.1:80",
+            "model",
+            "logical",
+            "all_to_all",
+        ]
     ),
 )
 

@@ -103,6 +103,7 @@ def train(
         dense_gradients="allreduce",
         timeout_seconds=TIMEOUT_SECONDS,
         overlap=points == [BESIDE],
+        # Little more than one expert: a rebalance takes several rounds.
         migration=eplb.MigrationConfig(transport=transport, staging_bytes=20_000),
     )
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
