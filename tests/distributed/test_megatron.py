@@ -231,6 +231,7 @@ def refusals() -> dict[str, str]:
         eplb.attach(model, optimizer, config=config_from_settings(settings))
 
     expect("copies", lambda: attach(settings={"replica_slots": 1}), AttachError)
+    expect("dispatch", lambda: attach(settings={"dispatch": "hierarchical"}), AttachError)
     expect("padded", lambda: attach(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True), AttachError)
     expect("averaged twice", lambda: attach(wrap={}, settings={"dense_gradients": "allreduce"}), AttachError)
     model, optimizer = ours.wrapped(ours.model_of())

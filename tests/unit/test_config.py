@@ -1,4 +1,4 @@
-"""Settings: at most 18 for everybody, nested ones for the rest, and a line for each that cannot work or has no effect."""
+"""Settings: at most 18 at the top, nested ones for the rest, and a line for each that cannot work or has no effect."""
 
 from __future__ import annotations
 
