@@ -414,6 +414,7 @@ def test_frozen_experts_move_like_others(results: list[dict[str, Any]]) -> None:
 def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -> None:
     said = results[0]["refused"]
     assert "replica_slots" in said["copies"] and "nothing to balance" in said["padded"]
+    assert "its own dispatchers carry tokens" in said["dispatch"]
     assert (
         "averages gradients itself" in said["averaged twice"] and "get_megatron_optimizer" in said["torch's optimizer"]
     )
