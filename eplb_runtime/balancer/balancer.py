@@ -136,7 +136,7 @@ class Balancer:
             parts.groups,
             watched(parts, self._dense, self._optimizers),
             parts.device,
-            parts.config.interval + parts.config.lag + 2,
+            parts.config.interval + parts.config.migration.lag + 2,
         )
         self._gradients.reduced = self._guard.gradients_are_reduced
         self._rebalancer = Rebalancer(parts, self._guard)

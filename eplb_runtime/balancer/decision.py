@@ -320,7 +320,7 @@ class DecisionMaker:
             current=measurement.placement,
             policy=self._config.policy,
             layout="home",
-            max_moves=self._config.max_moves,
+            max_moves=self._config.migration.max_moves,
             max_bytes=self._max_bytes(),
             cost=self._cost(measurement),
             gate=self._config.gate,
@@ -335,7 +335,7 @@ class DecisionMaker:
             home_bytes=measurement.home_bytes,
             replica_bytes=0,  # copies are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
-            moe_share=self._config.moe_share,
+            moe_share=self._config.migration.moe_share,
             horizon_steps=self._config.horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes),
@@ -352,12 +352,12 @@ class DecisionMaker:
 
     def _max_bytes(self) -> int | None:
         """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
-        if self._config.max_pause_seconds is None:
+        if self._config.migration.max_pause_seconds is None:
             return None
         slowest = self._topology.intra_node_bandwidth
         if self._topology.num_nodes > 1:
             slowest = min(slowest, self._topology.inter_node_bandwidth)
-        return int(self._config.max_pause_seconds * slowest)
+        return int(self._config.migration.max_pause_seconds * slowest)
 
     def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
         size = torch.tensor([len(message)])

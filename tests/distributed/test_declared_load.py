@@ -11,6 +11,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
 
@@ -24,7 +25,7 @@ class Job:
         self.rank, self.steps = rank, 0
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        config = eplb.BalancerConfig(**{"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
+        config = config_from_settings({"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors
@@ -206,7 +207,7 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(AttachError) as error:
-            eplb.attach(model, optimizer, config=eplb.BalancerConfig(**options), ep_group=ep_group)
+            eplb.attach(model, optimizer, config=config_from_settings(options), ep_group=ep_group)
         said.append(str(error.value))
 
     refused(Shard(0))

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import GuardError
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding, LoadMeasured
 
 EXPERTS = 8
@@ -29,7 +30,7 @@ class Job:
         self.before_attach()
         self.optimizer = self.make_optimizer()
         settings = {"interval": 4, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
-        self.balancer = eplb.attach(self.model, self.optimizer, config=eplb.BalancerConfig(**settings))
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config_from_settings(settings))
         self.model.train()
         self.trained: nn.Module = self.model
 
