@@ -41,7 +41,6 @@ from ..migration.engine import MigrationBroken, MigrationEngine, Outcome
 from ..migration.overlapped import HELD, REPLACED, WRITTEN, BackgroundMigration, Brought
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN, BESIDE
-from ..moe.experts.slices import is_sliced
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
@@ -126,9 +125,7 @@ class Rebalancer:
         self._worker = Worker("eplb_runtime", use_my_device)
         self.background = self._new_background()
         self.background.held_outside = self._copies_outside
-        # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
-        gathered = groups.job.divided_rows or any(is_sliced(p) for p in parts.registry.parameters())
-        self._beside = config.overlap and not gathered
+        self._beside = config.overlap
         self._link_seconds_per_byte = 1.0 / max(parts.topology.slowest_bandwidth, 1.0)
         self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")

@@ -216,6 +216,7 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
     refused(Shard(1), spread=False)
     refused(Shard(1), divided=True)
     refused(Shard(1), dense_gradients="allreduce")
+    refused(Shard(1), overlap=True)
     twice = make_model("olmoe", experts=EXPERTS)
     eplb.shard_experts(twice, ep_group=ep_group)
     for again in (lambda: eplb.shard_experts(twice, ep_group=ep_group), lambda: eplb.attach(twice)):
@@ -233,6 +234,7 @@ def test_other_ways_to_shard_are_refused_with_the_way_that_works() -> None:
         "call eplb_runtime.shard_experts(model) first",
         "set_gradient_divide_factor was called",
         "leave dense_gradients='host'",
+        "leave overlap=False",
         "shard_experts is called once",
         "give both the same config and ep_group",
     ]
