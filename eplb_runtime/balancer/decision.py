@@ -28,7 +28,7 @@ from ..migration.difference import apply, difference
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
-from ..planner.evaluate import predicted_imbalance
+from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..topology import Topology
 from ..utils.spans import phase
 from ..utils.worker import Worker
@@ -195,7 +195,16 @@ class DecisionMaker:
         if compiling:
             self._declared = declared
             summary = staying(measurement.placement, "the planner is still being compiled")
-            return Decision(summary=summary, finding=finding)
+            # How copies share load is compiled, too; before the first plan there are none, unless a job goes on.
+            seen = bool(len(total)) and all(has_no_copies(placement) for _, placement in measurement.placements)
+            return Decision(
+                summary=summary,
+                finding=finding,
+                imbalance=_imbalance_as_it_was(total, measurement, self._config.speed_R) if seen else None,
+                load=total,
+                placements=measurement.placements,
+                step_seconds=measurement.step_seconds,
+            )
         declared, self._declared = declared if declared is not None else self._declared, None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
