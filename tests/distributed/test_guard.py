@@ -358,7 +358,7 @@ class SkippedOnOneRank(Job):
 
 
 class BeginsWithItsStateAlone(Job):
-    """The first step makes the optimizer's state and writes no weights, as ADOPT's does."""
+    """The first two steps write the optimizer's state and no weights, as ADOPT's first and RAdam's first few do."""
 
     makes_state = True
 
@@ -366,14 +366,18 @@ class BeginsWithItsStateAlone(Job):
         makes_state = self.makes_state
 
         class Begins(torch.optim.SGD):
+            steps = 0
+
             def step(self, closure: object = None) -> None:
-                if self.state or not makes_state:
-                    if makes_state:
-                        super().step()
+                self.steps += 1
+                if not makes_state:
                     return
                 for group in self.param_groups:
                     for parameter in group["params"]:
-                        self.state[parameter]["exp_avg_sq"] = parameter.grad**2
+                        state = self.state[parameter]
+                        state.setdefault("exp_avg_sq", torch.zeros_like(parameter)).add_(parameter.grad**2)
+                if self.steps > 2:
+                    super().step()
 
         self.kind = Begins
 
