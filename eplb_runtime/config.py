@@ -1,4 +1,4 @@
-"""What a user can choose, in frozen values that are checked when made; the only room that reads the environment.
+"""Keep what a user can choose, in frozen values that are checked when made; no other room reads the environment.
 
 `BalancerConfig` has what everybody may want, and holds a `DispatchConfig` and a `MigrationConfig`. Where settings come
 as one flat mapping (a command line, a file), `config_from_settings` makes the config of it. No torch.distributed here.
@@ -560,7 +560,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     elif name in _SECTIONS:
         raise ConfigError(f"{name}={_shown(value)}: give {_SECTIONS[name].__name__}(...)")
     else:
-        raise ConfigError(f"there is no setting {_shown(name)}{_nearest(name)}")
+        raise ConfigError(f"there is no setting {_shown(name)}{_nearest(name, BalancerConfig)}")
 
 
 def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> str:
@@ -571,7 +571,7 @@ def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> st
         if name in known:
             continue
         if name not in _PLACES:
-            return f"{cls.__name__} has no setting {name!r}{_nearest(name)}"
+            return f"{cls.__name__} has no setting {name!r}{_nearest(name, cls)}"
         section, inner = _PLACES[name]
         elsewhere.setdefault(section, {})[name] = inner
     said = []
@@ -588,12 +588,12 @@ def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> st
     return "; ".join(said)
 
 
-def _nearest(name: object) -> str:
-    """What may have been meant by an unknown name."""
+def _nearest(name: object, cls: type[_Settings]) -> str:
+    """Say which setting a name that ``cls`` does not know may have meant."""
     places = {**{inner: place for place in _PLACES.values() for inner in [place[1]]}, **_PLACES}
     found = difflib.get_close_matches(str(name).lower(), places, 1)
     if not found:
-        return f"; there are: {', '.join(own.name for own in fields(BalancerConfig))}"
+        return f"; there are: {', '.join(own.name for own in fields(cls))}"
     section, inner = places[found[0]]
     return f": the nearest is {_home(section)}({inner}=...)"
 

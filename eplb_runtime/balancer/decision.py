@@ -183,6 +183,7 @@ class DecisionMaker:
             declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
             return Decision(failure=str(error))
+        declared = declared if declared is not None else self._declared
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
         if total.any():
@@ -205,7 +206,7 @@ class DecisionMaker:
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
             )
-        declared, self._declared = declared if declared is not None else self._declared, None
+        self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
             message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)

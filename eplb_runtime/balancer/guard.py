@@ -339,7 +339,7 @@ class Guard:
         return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
 
     def _state_of(self, parameter: Tensor) -> object:
-        """What becomes another value where an optimizer does anything for it: its state, as often as it was written."""
+        """Return what changes where an optimizer does anything for it: its state, and how often that was written."""
         kept = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers]
         values = [value for state in kept if isinstance(state, dict) for value in state.values()]
         return [(id(one), _writes_of(one)) if isinstance(one, Tensor) else repr(one) for one in values]

@@ -56,7 +56,7 @@ def filled_rank_load(
 
 
 def has_no_copies(placement: Placement) -> bool:
-    """Whether no replica slot holds an expert (``home`` layout)."""
+    """Return whether no replica slot holds an expert (``home`` layout)."""
     return bool((placement.replicas_LRK == EMPTY).all())
 
 

@@ -98,7 +98,7 @@ class Outside:
         if self._said and any(reference() is not None for reference in self._holding):
             return self._said
         rows, waits = self._rows_of_users(copies_only)
-        beside, wait = self._written_beside()
+        beside, wait = self._models_written()
         waits |= wait
         if beside:
             self._holding = [weakref.ref(one) for one in beside]
@@ -115,8 +115,8 @@ class Outside:
         self._said = f"{said} as {like}" if like else said
         return self._said
 
-    def _written_beside(self) -> tuple[list[Outside], bool]:
-        """Other attached models that the user writes; whether there are some that may have been written once only."""
+    def _models_written(self) -> tuple[list[Outside], bool]:
+        """Find other attached models that the user writes; whether some may have been written once only."""
         others = [one for one in _ALL if self._may_be_averaged_in(one)]
         waits = [one._look_at_writes() for one in others]
         written = [weakref.ref(one) for one in others if one._is_written]
