@@ -597,7 +597,11 @@ class Rebalancer:
     def _carrier(self, connections: Connections, seconds: float) -> Transport:
         """Of experts, on new connections, made in so many seconds."""
         transport = new_transport(self._config, connections.migration, self._groups.backend, self._device, seconds)
-        transport.warm_up(time.monotonic() + seconds)
+        try:
+            transport.warm_up(time.monotonic() + seconds)
+        except BaseException:
+            transport.close()
+            raise
         transport.wait_at_most(self._config.timeout_seconds)
         return transport
 
