@@ -337,6 +337,7 @@ class Rebalancer:
         self._compiler.close(0.0)
         self.decisions.close()
         self._engine.close()
+        self._agreement.close()
         if self._maps.replicas is not None:
             self._let_copies_arrive()
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()

@@ -64,6 +64,11 @@ class Agreement:
         self._store = store
         self._probe = probe
 
+    def close(self) -> None:
+        """Let go of the group, whose threads and connections go with the last who holds it. Nobody compares or votes
+        any more."""
+        del self._control
+
     @property
     def turn(self) -> int:
         """A positive number that is the higher, the lower the rank: the highest over ranks names the lowest rank."""

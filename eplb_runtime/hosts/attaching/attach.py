@@ -7,6 +7,7 @@ rank, leaves models and optimizers on all ranks as they were.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -82,6 +83,7 @@ def attach_stages(
         device: where the experts are, or will be made.
         container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
+    gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
