@@ -77,8 +77,8 @@ class BalancerConfig:
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
             memory between the ranks of one node, on a CPU), ``"cuda_ipc"`` (the same between the GPUs of one node, by
             their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or
-            ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer) or
-            ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
+            ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer; not with
+            ``overlap``) or ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
         dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
             crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer) or ``"auto"``
             (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
@@ -185,6 +185,8 @@ class BalancerConfig:
             raise ConfigError(f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more")
         if self.overlap and self.move_gradients:
             raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
+        if self.overlap and self.transport == "deepep":
+            raise ConfigError("overlap=True with transport='deepep': all ranks make its calls, between steps only")
         for name in ("timeout_seconds", "max_pause_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:

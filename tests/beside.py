@@ -98,3 +98,11 @@ def at(job: Job, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator
         yield
     finally:
         job.engine.probe = lambda phase, subject: None
+
+
+def fail(subject: Any) -> None:
+    raise MemoryError("no memory on one rank")
+
+
+def flip_a_bit(staged: Any) -> None:
+    staged[0].record[3] ^= 1

@@ -53,9 +53,7 @@ class ByRank(Dispatcher):
             weights_TK.reshape(-1, 1), manifest.choice_M, manifest.most_tokens * weights_TK.shape[1], self
         )
         weights_M = weights_M.squeeze(1)
-        return Dispatched(
-            rows_MD, manifest.counts_S, weights_M, Handle(weights_M.detach(), hidden_TD.dtype, manifest), None
-        )
+        return Dispatched(rows_MD, manifest.counts_S, weights_M, Handle(weights_M.detach(), hidden_TD.dtype, manifest))
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         return _Push.apply(out_MD, handle, self)

@@ -31,7 +31,7 @@ from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.lanes import Lane, Lanes
 from ..moe.experts.gathering import in_logical_order, on_one_rank
-from ..moe.experts.lone_step import LoneSteps
+from ..moe.experts.lone_step import LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
@@ -153,9 +153,9 @@ class Balancer:
                 patient=patient, copies_only=copies_only
             )
             if parts.config.policy != "static":
-                registry, rebalancer = parts.registry, self._rebalancer
+                registry, rebalancer, interval = parts.registry, self._rebalancer, parts.config.interval
                 self._guard.lone = LoneSteps(
-                    parts.parameters, registry.moves_by_itself, lambda: rebalancer.ends_in_decision
+                    parts.parameters, registry.moves_by_itself, lambda: is_due(rebalancer.step, interval)
                 )
         self._guard.run = self._rebalancer.run
         self._guard.number = lambda: self._rebalancer.step

@@ -86,7 +86,7 @@ class Guard:
         self._distinct = True
         self._meetings = 0
         self.seconds, self.clocked_steps = 0.0, 0
-        self._before: list[tuple[str, int, Tensor]] = []
+        self._before: list[tuple[str, int, Tensor, bool]] = []
         self._passed_over: set[int] = set()
         self._steps_between = steps
         self._samples: Samples | None = None
@@ -177,7 +177,9 @@ class Guard:
         if self.is_new:
             self._settle(self._meet(self._look("gradients"), "the end of the reduction of gradients"))
             if not self._before:  # with several optimizers: before the first of them
-                self._before = [(name, p._version, self._piece(p).clone()) for name, p in self._stepped()]
+                self._before = [
+                    (name, p._version, self._piece(p).clone(), self._has_state(p)) for name, p in self._stepped()
+                ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Some decision of all ranks has left out an optimizer in this step: it will have written nothing."""
@@ -336,11 +338,15 @@ class Guard:
         }
         return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
 
+    def _has_state(self, parameter: Tensor) -> bool:
+        """Whether an optimizer keeps anything for it yet."""
+        return any(getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers)
+
     def _not_stepped(self) -> str:
         """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
         before, self._before = self._before, []
         now = {name: parameter for name, parameter in self._stepped() if id(parameter) not in self._passed_over}
-        for name, version, piece in before:
+        for name, version, piece, had_state in before:
             parameter = now.get(name)
             # Writing through .data leaves no version; the values tell then, where rounding hides no update.
             if (
@@ -350,6 +356,7 @@ class Guard:
                 and piece.numel()
                 and bool(self._piece(parameter.grad).any())
                 and torch.equal(self._piece(parameter), piece)
+                and (had_state or not self._has_state(parameter))  # a first step may do no more than begin with it
             ):
                 return (
                     f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step "

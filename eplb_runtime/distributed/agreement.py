@@ -209,7 +209,7 @@ class Agreement:
         Raises:
             InDoubt: it never will.
         """
-        if ballot.state is State.UNKNOWN or time.monotonic() - began > self._most_seconds:
+        if time.monotonic() - began > self._most_seconds:
             raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
         ballot.wait(_PAUSE_SECONDS)
 

@@ -2,9 +2,8 @@
 
 Each rank says yes or no, ranks count what all have said, and the outcome is the first word in a record that all can
 read. Nobody can have counted "all yes" without this rank's yes: until it has said that, it may refuse alone. From then
-on it is in doubt. It may propose a word, but acts on what the record holds, however long that takes to hear; or on what
-other ranks know, where all of them meet anyway. `tests/unit/distributed/test_ballot.py` explores the table
-exhaustively.
+on it is in doubt. It may propose a word, but acts on what the record holds, however long that takes to hear.
+`tests/unit/distributed/test_ballot.py` explores the table exhaustively.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ class State(Enum):
 
     OPEN = "has said nothing"
     DOUBT = "has said yes, and does not know what became of it"
-    MEETING = "is in doubt, and has told the others so: what they know together decides"
     COMMITTED = "commits"
     ABORTED = "does not commit"
-    UNKNOWN = "was in a meeting that broke off: nobody can tell any more"
 
 
 class Heard(Enum):
@@ -64,10 +61,6 @@ class Heard(Enum):
     COMMIT = "the record holds commit"
     ABORT = "the record holds abort"
     SILENCE = "the record does not answer"
-    MEET = "it meets the others"
-    SOME_COMMITTED = "a rank that it met has committed"
-    NONE_COMMITTED = "none of them has: some have not committed, or all are in doubt"
-    BROKEN_OFF = "the meeting broke off"
 
 
 class Act(Enum):
@@ -92,15 +85,11 @@ TABLE: Mapping[tuple[State, Heard], tuple[State, Act]] = {
     (_S.DOUBT, _H.ABORT): (_S.ABORTED, _A.NOTHING),
     (_S.ABORTED, _H.A_NO): (_S.ABORTED, _A.RECORD),
     (_S.ABORTED, _H.LOST): (_S.ABORTED, _A.RECORD),
-    (_S.DOUBT, _H.MEET): (_S.MEETING, _A.NOTHING),
-    (_S.MEETING, _H.SOME_COMMITTED): (_S.COMMITTED, _A.NOTHING),
-    (_S.MEETING, _H.NONE_COMMITTED): (_S.ABORTED, _A.NOTHING),
-    (_S.MEETING, _H.BROKEN_OFF): (_S.UNKNOWN, _A.NOTHING),
 }
-"""What is not in it changes nothing: who is in a meeting hears no record any more, and what is decided stays so."""
+"""A pair that is not in it changes nothing: what is decided stays so."""
 
-_TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE, Heard.SOME_COMMITTED, Heard.NONE_COMMITTED)
-DECIDED = (State.COMMITTED, State.ABORTED, State.UNKNOWN)
+_TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE)
+DECIDED = (State.COMMITTED, State.ABORTED)
 
 
 class Ballot:

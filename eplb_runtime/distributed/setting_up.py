@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..utils.errors import one_line
+
 SETUP_SECONDS = 120.0
 """For each step of setting up, or the balancer's own timeout where that is longer."""
 ACCOUNT_SECONDS = 10.0
@@ -113,7 +115,7 @@ class SettingUp:
             hang_up: ends the waits of others for this rank.
         """
         words: dict[int, tuple[bool, str]] = {}
-        own = is_echo(error), line_of(error)
+        own = is_echo(error), one_line(error, with_type=True)
         try:
             self._store.set(f"{self._name}/failed/{self._rank}", json.dumps(own))
             self._store.compare_set(self.key, "", f"rank {self._rank}: {own[1]}")
@@ -156,13 +158,6 @@ def is_echo(error: BaseException) -> bool:
             return True
         chain = chain.__cause__
     return False
-
-
-def line_of(error: BaseException) -> str:
-    """The first line of an error, after its kind where that is no message of ours."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    kind = type(error)
-    return text if kind.__module__.startswith("eplb_runtime") and text else f"{kind.__name__}: {text}".rstrip(": ")
 
 
 # -- file descriptors --------------------------------------------------------------------------------------------------

@@ -91,11 +91,6 @@ class Outcome:
         """What of the pause does not grow with the bytes."""
         return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
 
-    @property
-    def partly_committed(self) -> bool:
-        """Whether it broke off between two rounds."""
-        return self.failed_phase is not None and self.rounds > 0
-
 
 @dataclass
 class Migration:

@@ -179,8 +179,6 @@ class ExpertParallelLayer:
             dispatched = self._dispatcher.dispatch(
                 hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest
             )
-            if dispatched.event is not None:
-                torch.accelerator.current_stream().wait_event(dispatched.event)
         with phase("compute", "F", self.index, epoch), self._one_at_a_time:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, standing)
         with phase("combine", "F", self.index, epoch):

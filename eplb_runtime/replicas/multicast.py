@@ -21,6 +21,7 @@ from ..distributed.transports.deepep_package import refuse_filled_memory
 from ..distributed.transports.deepep_rows import (
     ROW_BYTES,
     Part,
+    Stream,
     addresses,
     as_rows,
     call,
@@ -28,10 +29,9 @@ from ..distributed.transports.deepep_rows import (
     parts_of,
     repeated,
     rows_of,
+    streams_of,
 )
-from ..distributed.transports.ledger import Stream, streams_of
 from ..distributed.transports.side_stream import SideStream
-from ..distributed.transports.turns import Turns
 from .carrier import Carrier, Copied, Lane, Stage, Waiting
 
 CALL_ROWS = (64 << 20) // ROW_BYTES
@@ -46,7 +46,6 @@ class Multicast(Carrier):
     Args:
         buffer: `deep_ep.Buffer` of the EP group, the one that tokens go by if they do.
         config: of `deepep_package.settings`, there.
-        turns: the order of calls on the buffer.
         rank, num_ranks: of the EP group.
         device: the model's.
         gradients: carries them along trees.
@@ -58,13 +57,12 @@ class Multicast(Carrier):
         self,
         buffer: Any,
         config: Any,
-        turns: Turns,
         rank: int,
         num_ranks: int,
         device: torch.device,
         gradients: Carrier,
     ) -> None:
-        self.buffer, self.config, self.turns = buffer, config, turns
+        self.buffer, self.config = buffer, config
         self.rank, self.num_ranks = rank, num_ranks
         self.device = device
         self.stream = SideStream(device)
@@ -166,8 +164,7 @@ class _Dispatches(Stage):
         stream.after_current()
         with stream():
             for one in self.calls:
-                with self.by.turns.of_tokens():
-                    one.carry(self.by)
+                one.carry(self.by)
         return [_Arrived(stream.end())]
 
     def __len__(self) -> int:

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def one_line(error: BaseException, *, with_type: bool = False) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none.
+
+    Args:
+        with_type: put the name of its type before the message, unless the error is one of this package.
+    """
+    kind = type(error)
+    text = (str(error).strip().splitlines() or [kind.__name__])[0]
+    foreign = with_type and not kind.__module__.startswith("eplb_runtime") and text != kind.__name__
+    return f"{kind.__name__}: {text}" if foreign else text

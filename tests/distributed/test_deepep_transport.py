@@ -1,9 +1,8 @@
-"""The transport over DeepEP, with a double of its buffer: what every transport must do, and what it must do beside
-tokens on the same buffer. DeepEP itself: `tests/gpu`."""
+"""The transport over DeepEP, with a double of its buffer: what every transport must do where all ranks post each round.
+DeepEP itself: `tests/gpu`."""
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,203 +11,217 @@ import deepep_double
 import pytest
 import torch
 import torch.distributed as dist
+import transport_contract as contract
+from beside import Job, at, fail, flip_a_bit, same
 from ranks import run_ranks
-from transport_contract import CASES, RANKS, Case, hear, large_messages, many_small_messages, run_cases, soon, tell
+from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
+from eplb_runtime.config import BalancerConfig, ConfigError
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep
-from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration.engine import Phase
 from eplb_runtime.moe.dispatch.deepep_buffer import BufferCarrier
+from eplb_runtime.planner.shuffle import plan_shuffle
 
-CHEAP = [case for case in CASES if case not in (large_messages, many_small_messages)]
 CPU = torch.device("cpu")
-
-
-ORDER: list[str] = []
+CALLS: list[str] = []
 """Collective calls of this rank's buffer, as they begin."""
 
 
 class Buffer(deepep_double.ForAnyNumber):
-    """Writes down what goes when."""
+    """Writes down what goes when; may lose a row."""
 
-    begun = threading.Event()
+    loses = False
 
     def dispatch(self, x: Any, *arguments: Any, **named: Any) -> Any:
-        ORDER.append("experts" if x.shape[1] * 2 == ROW_BYTES else "tokens")
-        Buffer.begun.set()
-        return super().dispatch(x, *arguments, **named)
+        CALLS.append("experts" if x.shape[1] * 2 == ROW_BYTES else "tokens")
+        arrived, ids, weights, *others = super().dispatch(x, *arguments, **named)
+        if Buffer.loses and weights is not None:
+            weights = weights * 0
+        return arrived, ids, weights, *others
 
     def combine(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        ORDER.append("back")
+        CALLS.append("back")
         return super().combine(x, *arguments, **named)
 
 
 PACKAGE = SimpleNamespace(Buffer=Buffer)
 
 
-def over_the_double(rank: int) -> dict:
+def exchange(rank: int, transport: Transport, size: int = 5000) -> torch.Tensor:
+    """Post one message to the next rank and one from the rank before; the latter's memory."""
+    into = transport.empty(size).fill_(7)
+    to, source = Message((rank + 1) % RANKS, random_bytes(rank, size, CPU)), Message((rank - 1) % RANKS, into)
+    transport.post([to], [source]).wait(soon(5.0))
+    return into
+
+
+def a_rank_without_messages_takes_part(rank: int, transport: Transport) -> None:
+    into = transport.empty(3 * ROW_BYTES + 1)
+    payload = random_bytes(3, into.numel(), CPU)
+    transport.post([Message(1, payload)] if rank == 0 else [], [Message(0, into)] if rank == 1 else []).wait(soon())
+    assert rank != 1 or torch.equal(into, payload)
+
+
+def nobody_calls_deepep_where_a_rank_does_not_come(rank: int, transport: Transport) -> None:
+    CALLS.clear()
+    if rank == 2:
+        hear("0 gave up")
+        hear("1 gave up")
+    else:
+        with pytest.raises(TransportError, match="not every rank has come to this round in time"):
+            transport.post([], [Message(1 - rank, transport.empty(10))]).wait(soon(0.5))
+        tell(f"{rank} gave up")
+        with pytest.raises(TransportError, match="carries no experts any more: not every rank has come"):
+            transport.post([], [])
+    assert not CALLS
+
+
+def a_rank_that_comes_after_others_gave_up_does_not_call_deepep(rank: int, transport: Transport) -> None:
+    CALLS.clear()
+    if rank == 2:
+        hear("0 has given up")
+        hear("1 has given up")
+    with pytest.raises(TransportError, match="not every rank has come to this round in time"):
+        transport.post([], []).wait(soon(0.5))
+    tell(f"{rank} has given up")
+    assert not CALLS
+
+
+def ranks_that_mean_other_messages_say_so_alike(rank: int, transport: Transport) -> None:
+    CALLS.clear()
+    sends = [Message(1, random_bytes(0, 10, CPU))] if rank == 0 else []
+    with pytest.raises(TransportError, match="EP rank 0 sends 10 bytes where EP rank 1 waits for 11"):
+        transport.post(sends, [Message(0, transport.empty(11))] if rank == 1 else []).wait(soon())
+    assert not CALLS
+
+
+def what_was_given_up_is_not_written_and_others_hear_of_it(rank: int, transport: Transport) -> None:
+    """Rank 0 gives up while its round is under way: it still makes the calls that the others wait in."""
+    into = transport.empty(5000).fill_(7)
+    to, source = Message((rank + 1) % RANKS, random_bytes(rank, 5000, CPU)), Message((rank - 1) % RANKS, into)
+    pending = transport.post([to], [source])
+    agree = transport._agree  # type: ignore[attr-defined]
+
+    def agree_and_give_up(*arguments: Any) -> Any:
+        agreed = agree(*arguments)
+        pending.abort()
+        return agreed
+
+    if rank == 0:
+        transport._agree = agree_and_give_up  # type: ignore[attr-defined]
+    if rank == 2:
+        pending.wait(soon())
+        assert torch.equal(into, random_bytes(1, 5000, CPU))
+        return
+    with pytest.raises(TransportError, match="aborted" if rank == 0 else "a rank has given up meanwhile"):
+        pending.wait(soon())
+    assert (into == 7).all()
+
+
+def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
+    assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
+    Buffer.loses = rank == 1
+    try:
+        if rank == 1:
+            with pytest.raises(TransportError, match="rows did not arrive as they were sent"):
+                exchange(rank, transport)
+        else:
+            exchange(rank, transport)
+    finally:
+        Buffer.loses = False
+
+
+def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
+    carrier = BufferCarrier(dist.group.WORLD, 2, 20, package=PACKAGE)
+    assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
+    CALLS.clear()
+    rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
+    arrival = carrier.carry(rows, torch.tensor([[0], [2], [4]]))
+    assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
+    assert torch.equal(carrier.back(arrival.rows_UC, arrival.ticket), rows)
+    assert CALLS == ["tokens", "experts", "back"]
+
+
+def large_messages_go_in_equally_many_calls_on_every_rank(rank: int, transport: Transport) -> None:
+    """Rank 0 sends 50 rows to each other rank, and nobody else sends any."""
+    CALLS.clear()
+    payload, into = random_bytes(0, 50 * ROW_BYTES, CPU), transport.empty(50 * ROW_BYTES)
+    sends = [Message(peer, payload) for peer in others(0)] if rank == 0 else []
+    transport.post(sends, [Message(0, into)] if rank else []).wait(soon())
+    assert rank == 0 or torch.equal(into, payload)
+    assert CALLS == ["experts"] * 5  # of 20 rows at most
+
+
+CASES: list[Case] = [
+    contract.messages_of_a_pair_arrive_in_order,
+    contract.messages_of_any_size,
+    contract.empty_messages_between_others,
+    contract.messages_to_itself,
+    contract.rows_of_every_dtype,
+    contract.several_posts_at_once_in_any_order_of_waiting,
+    contract.memory_that_was_registered,
+    contract.registered_memory_that_nobody_has_is_given_back,
+    contract.what_is_done_stays_done_after_an_abort,
+    a_rank_without_messages_takes_part,
+    nobody_calls_deepep_where_a_rank_does_not_come,
+    a_rank_that_comes_after_others_gave_up_does_not_call_deepep,
+    ranks_that_mean_other_messages_say_so_alike,
+    what_was_given_up_is_not_written_and_others_hear_of_it,
+    a_lost_row_is_noticed,
+    experts_go_by_the_buffer_of_tokens,
+    large_messages_go_in_equally_many_calls_on_every_rank,
+]
+
+
+def over_the_double(rank: int) -> dict[str, Any]:
     deepep.CHUNK_BYTES = 20 * ROW_BYTES  # a message of a megabyte goes in several calls
     TRANSPORTS["deepep"] = partial(DeepEP, package=PACKAGE)
-    said = run_cases(rank, "deepep", "gloo", lambda rank: CPU, CHEAP)
-    said["beside tokens"] = beside_tokens(rank)
-    return said
+    return {**run_cases(rank, "deepep", "gloo", lambda rank: CPU, CASES), "job": job_over_it(rank)}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict]:
+def ranks() -> list[dict[str, Any]]:
     return run_ranks(RANKS, over_the_double)
 
 
-@pytest.mark.parametrize("case", CHEAP, ids=lambda case: case.__name__)
-def test_contract(ranks: list, case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_contract(ranks: list[dict[str, Any]], case: Case) -> None:
     wrong = "".join(said[case.__name__] for said in ranks)
     assert not wrong, wrong
 
 
-# -- beside tokens, on one buffer --------------------------------------------------------------------------------------
+def job_over_it(rank: int) -> dict[str, Any]:
+    """A job whose experts all move at every decision, with faults on the way; the same steps without."""
+    job = Job(rank, overlap=False, transport="deepep", policy="incremental", staging_bytes=40_000)
+    job.balancer._plan_with(plan_shuffle)
+    said: dict[str, Any] = {}
+    CALLS.clear()
+    job.until(RebalanceCommitted)
+    said["experts"] = CALLS.count("experts")
+    for name, who, phase, fault in (("fails", 1, Phase.VERIFIED, fail), ("flips", 2, Phase.STAGED, flip_a_bit)):
+        with at(job, who, phase, fault):
+            said[name] = job.until(RebalanceAborted).cause
+        job.until(RebalanceCommitted)
+    still = Job(rank, overlap=False)
+    while still.steps < job.steps:
+        still.step()
+    said["same"] = job.losses == still.losses and same(job.state(), still.state())
+    for each in (job, still):
+        each.balancer.close()
+    return said
 
 
-def beside_tokens(rank: int) -> dict[str, Any]:
-    """Only ranks 0 and 1 have messages; tokens go between all three."""
-    transport = DeepEP(dist.group.WORLD, "gloo", CPU, 30.0, package=PACKAGE)
-    transport.warm_up(soon())
-    carrier = BufferCarrier(dist.group.WORLD, 2, 20, package=PACKAGE)
-    shared = carrier._shared
-    assert transport._buffer is shared.buffer(dist.group.WORLD, 20, None, None), "tokens and experts have one buffer"
-    found: dict[str, Any] = {}
-    for name, check in (
-        ("one call behind", one_call_behind),
-        ("many", many_calls),
-        ("to several", to_several),
-        ("two models", two_models),
-    ):
-        ORDER.clear()
-        dist.barrier()
-        found[name] = check(rank, transport, carrier), list(ORDER)
-        dist.barrier()
-    transport.close()
-    return found
+def test_a_job_over_it_has_the_bits_of_one_whose_experts_stay(ranks: list[dict[str, Any]]) -> None:
+    for said in (of_rank["job"] for of_rank in ranks):
+        assert said["experts"] > 1 and said["same"]
+        assert "rank 1" in said["fails"] and "checksum" in said["flips"]
 
 
-def tokens(rank: int, carrier: BufferCarrier) -> bool:
-    """A token to each rank and back; whether they came back as they went."""
-    rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    arrival = carrier.carry(rows, torch.tensor([[0], [2], [4]]))
-    return torch.equal(carrier.back(arrival.rows_UC, arrival.ticket), rows)
-
-
-def one_call_behind(rank: int, transport: DeepEP, carrier: BufferCarrier) -> bool:
-    """Ranks 0 and 1 have begun a call with tokens when experts are to go; rank 2, which posts nothing, has not, and
-    says that it is ready before it does."""
-    payload, into = torch.arange(50_000).to(torch.uint8), transport.empty(50_000)
-    Buffer.begun.clear()
-    right: list[bool] = []
-    if rank < 2:
-        calls = threading.Thread(target=lambda: right.append(tokens(rank, carrier)))
-        calls.start()
-        Buffer.begun.wait(30)
-        message = Message(1 - rank, payload if rank == 0 else into)
-        pending = transport.post([message], []) if rank == 0 else transport.post([], [message])
-        pending.wait(soon())
-        calls.join()
-        return right == [True] and (rank == 0 or torch.equal(into, payload))
-    turns, ready = carrier._shared.turns, threading.Event()
-    hold = turns.hold
-
-    def hold_and_tell(holder: object, deadline: float) -> int:
-        held = hold(holder, deadline)
-        ready.set()
-        return held
-
-    turns.hold = hold_and_tell  # type: ignore[method-assign]
-    ready.wait(30)
-    turns.hold = hold  # type: ignore[method-assign]
-    return tokens(rank, carrier)
-
-
-def two_models(rank: int, transport: DeepEP, carrier: BufferCarrier) -> tuple[str, bool]:
-    """On rank 2 something of another model's is on its way: an exchange waits for that, and ends where it waits too
-    long."""
-    turns, other = carrier._shared.turns, object()
-    payload, into = torch.arange(50_000).to(torch.uint8), transport.empty(50_000)
-    if rank == 2:
-        turns.hold(other, soon())
-        tell("rank 2 is busy")
-        with pytest.raises(TransportError, match="another model of this process"):
-            turns.hold(transport, 0.0)
-        hear("posted")
-        assert transport._thread is not None and transport._thread.is_alive()
-        turns.release(other)
-    hear("rank 2 is busy")
-    pending = transport.post([Message(1, payload)] if rank == 0 else [], [Message(0, into)] if rank == 1 else [])
-    if rank == 0:
-        waited = not pending.poll()
-        tell("posted")
-    pending.wait(soon())
-    return "waited" if rank != 0 or waited else "did not wait", rank != 1 or torch.equal(into, payload)
-
-
-def to_several(rank: int, transport: DeepEP, carrier: BufferCarrier) -> tuple[bool, int]:
-    """Rank 0 sends the same bytes to both others; whether they came, and how many rows rank 0 sent for it."""
-    payload, rows = torch.arange(3 * ROW_BYTES).to(torch.uint8), []
-    sent = transport._buffer.dispatch
-
-    def counting(x: torch.Tensor, **named: Any) -> Any:
-        rows.append(int((named["topk_idx"] >= 0).any(dim=1).sum()))
-        return sent(x, **named)
-
-    transport._buffer.dispatch = counting
-    into = transport.empty(payload.numel())
-    if rank == 0:
-        hear("1 waits for it")
-        hear("2 waits for it")
-        transport.post([Message(1, payload), Message(2, payload)], []).wait(soon())
-    else:
-        pending = transport.post([], [Message(0, into)])
-        transport._log._writer.submit(lambda: tell(f"{rank} waits for it"))
-        pending.wait(soon())
-    dist.barrier()
-    transport._buffer.dispatch = sent
-    return rank == 0 or torch.equal(into, payload), sum(rows)
-
-
-def many_calls(rank: int, transport: DeepEP, carrier: BufferCarrier) -> bool:
-    """Two ranks exchange again and again while all make calls with tokens."""
-    right = []
-
-    def exchange() -> None:
-        for number in range(15):
-            payload, into = torch.full((40_000,), 100 * rank + number).to(torch.uint8), transport.empty(40_000)
-            transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)]).wait(soon())
-            right.append(bool((into == 100 * (1 - rank) + number).all()))
-        tell(f"exchanged {rank}")
-
-    thread = threading.Thread(target=exchange)
-    if rank < 2:
-        thread.start()
-    right += [tokens(rank, carrier) for _ in range(60)]
-    hear("exchanged 0")
-    hear("exchanged 1")
-    dist.barrier()
-    return all(right)
-
-
-def test_experts_go_at_the_same_place_among_tokens_on_every_rank(ranks: list) -> None:
-    for said in ranks:
-        right, order = said["beside tokens"]["one call behind"]
-        assert right and order == ["tokens", "experts", "back"]
-
-
-def test_calls_come_in_one_order_on_every_rank_while_two_of_them_exchange(ranks: list) -> None:
-    orders = [said["beside tokens"]["many"] for said in ranks]
-    assert all(right for right, _ in orders) and orders[0][1] == orders[1][1] == orders[2][1]
-    assert orders[0][1].count("tokens") == orders[0][1].count("back") == 60 and orders[0][1].count("experts") >= 15
-
-
-def test_what_goes_by_one_buffer_goes_one_model_at_a_time(ranks: list) -> None:
-    assert [said["beside tokens"]["two models"][0] for said in ranks] == [("waited", True)] * RANKS
-
-
-def test_bytes_for_several_ranks_are_sent_once(ranks: list) -> None:
-    assert [said["beside tokens"]["to several"][0] for said in ranks] == [(True, 3), (True, 0), (True, 0)]
+def test_migrating_beside_training_over_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="overlap=True with transport='deepep'"):
+        BalancerConfig(overlap=True, transport="deepep")
+    assert BalancerConfig(overlap=False, transport="deepep").transport == "deepep"

@@ -27,7 +27,7 @@ class Job:
         self.rank = rank
         self.model = make_model("olmoe", experts=EXPERTS)
         self.before_attach()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = self.make_optimizer()
         settings = {"interval": 4, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
         self.balancer = eplb.attach(self.model, self.optimizer, config=eplb.BalancerConfig(**settings))
         self.model.train()
@@ -35,6 +35,9 @@ class Job:
 
     def before_attach(self) -> None:
         pass
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def before_step(self, step: int) -> None:
         pass
@@ -353,6 +356,34 @@ class SkippedOnOneRank(Job):
         self.optimizer.step = (lambda *_: None) if rank == 1 else self.optimizer.step
 
 
+class BeginsWithItsStateAlone(Job):
+    """The first step makes the optimizer's state and writes no weights, as ADOPT's does."""
+
+    makes_state = True
+
+    def before_attach(self) -> None:
+        makes_state = self.makes_state
+
+        class Begins(torch.optim.SGD):
+            def step(self, closure: object = None) -> None:
+                if self.state or not makes_state:
+                    if makes_state:
+                        super().step()
+                    return
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        self.state[parameter]["exp_avg_sq"] = parameter.grad**2
+
+        self.kind = Begins
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.kind(self.model.parameters(), lr=1e-3)
+
+
+class WritesNothing(BeginsWithItsStateAlone):
+    makes_state = False
+
+
 class WrittenOnOneRank(Job):
     """Long after the first steps, somebody writes a parameter on rank 1 alone."""
 
@@ -404,6 +435,8 @@ CASES: dict[str, Callable[[int], dict]] = {
             RatesByOwnLossAtOnce,
         )
     },
+    "begins with its state alone": lambda rank: BeginsWithItsStateAlone(rank).run(),
+    "writes nothing": lambda rank: WritesNothing(rank).run(),
     "overflow": lambda rank: OverflowsEverywhere(rank).run(2),
     "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
     "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
@@ -425,6 +458,7 @@ def results() -> list[dict[str, dict]]:
     "name",
     [
         *("right", "raising", "DDP", "copies", "upcycled", "idle ranks", "padding alone", "scaled alike", "overflow"),
+        "begins with its state alone",
         *(
             "ClampedByAHookOfTheOptimizer",
             "ClippedByTheBalancerLater",
@@ -456,6 +490,7 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("clipped ahead of averaging", 0, "balancer.clip_grad_norm_(value, parameters=...) for a part of them"),
         ("clipped by value ahead of averaging", 0, "on rank 1 in step 1, before they were averaged"),
         ("unfrozen later", 0, "holds model.layers.0.mlp.experts"),
+        ("writes nothing", 0, "and its step does not write it"),
         ("ScaledByTheNormOfItsRowsAtOnce", 1, "the weights of model.layers.0.mlp.experts"),
         ("RatesByOwnLossAtOnce", 0, "the learning rates of the optimizer on rank 1 differ from rank 0's"),
     ],

@@ -50,6 +50,13 @@ class LateTrustRatio(OwnStep):
         return parameter.grad * (parameter.norm() / parameter.grad.norm().clamp(min=1e-6)) if late else parameter.grad
 
 
+class TrustRatioBetweenDecisions(LateTrustRatio):
+    """In no step that ends in one."""
+
+    def change(self, parameter: Tensor, late: bool) -> Tensor:
+        return super().change(parameter, late and self.steps % 2 == 1)
+
+
 class LateClipping(OwnStep):
     """By the norm of each tensor, inside."""
 
@@ -269,6 +276,7 @@ def the_rest(rank: int) -> dict[str, Any]:
         "noise": trained(rank, of(Rounds)),
         "closures": trained(rank, of(LateTrustRatio), closures=True),
         "hidden": trained(rank, of(HiddenInClosure)),
+        "between decisions": trained(rank, of(TrustRatioBetweenDecisions)),
         "hooks": (trained(rank, of(OwnStep), on_step=clamped), trained(rank, of(OwnStep), on_step=clamped, move=False)),
         "registered": (
             trained(rank, of(InAttribute), on_step=registers),
@@ -320,6 +328,12 @@ def test_steps_with_a_closure_are_looked_at_too(rest: list[dict[str, Any]]) -> N
     for result in (one["closures"] for one in rest):
         assert any("LateTrustRatio does not update each expert" in line for line in result["said"])
         assert result["epochs"][3:] == [1] * (STEPS - 3)
+
+
+def test_mixing_in_steps_that_end_in_no_decision_is_said(rest: list[dict[str, Any]]) -> None:
+    for result in (one["between decisions"] for one in rest):
+        assert any("TrustRatioBetweenDecisions does not update each expert" in line for line in result["said"])
+        assert result["epochs"][3] >= 1 and len(set(result["epochs"][5:])) == 1
 
 
 def test_what_nobody_sees_shows_in_the_step_of_one_expert(rest: list[dict[str, Any]]) -> None:

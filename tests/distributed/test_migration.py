@@ -213,7 +213,6 @@ def test_what_fails_before_the_vote_leaves_what_was_committed_and_the_next_try_w
         assert not dropped.connections_broken
         assert whole, "live rows or maps differ from the placement that is said to stand"
         assert dropped.rounds == commits and commits >= committed
-        assert dropped.partly_committed == (committed > 0)
         assert bool(dropped.committed_layers) == (committed > 0)
         stands_there = (dropped.placement.physical_to_logical == target.physical_to_logical).all(axis=1)
         assert dropped.left_layers == tuple(np.flatnonzero(~stands_there).tolist())

@@ -10,21 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from beside import RANKS, Job, at, same
+from beside import RANKS, Job, at, fail, flip_a_bit, same
 from cuda_ipc_double import OfAnyMemory
-from deepep_double import ForAnyNumber
 from moe_models import batch_of
 from nvshmem_double import Double as NvshmemDouble
 from ranks import run_ranks
 
 from eplb_runtime.distributed.transports import TRANSPORTS, nixl_agent
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
-from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped
@@ -52,14 +49,6 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
         yield
     finally:
         BackgroundMigration._open_gate = open_gate
-
-
-def fail(subject: Any) -> None:
-    raise MemoryError("no memory on one rank")
-
-
-def flip_a_bit(staged: Any) -> None:
-    staged[0].record[3] ^= 1
 
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
@@ -164,7 +153,6 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
     Those of GPUs carry by doubles."""
     TRANSPORTS["cuda_ipc"] = lambda *arguments: CudaIpc(*arguments, memory=OfAnyMemory())
     TRANSPORTS["nvshmem"] = partial(Nvshmem, library=NvshmemDouble(heaps).library())
-    TRANSPORTS["deepep"] = partial(DeepEP, package=SimpleNamespace(Buffer=ForAnyNumber))
     said: dict[str, dict[str, Any]] = {}
     for transport in transports:
         job = Job(rank, overlap=True, transport=transport, staging_bytes=40_000)
@@ -200,7 +188,7 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
 
 
 def test_so_it_is_with_other_carriers(tmp_path: Path) -> None:
-    transports = ["shm", "cuda_ipc", "nvshmem", "deepep", *([] if nixl_agent.missing() else ["nixl"])]
+    transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.missing() else ["nixl"])]
     results = run_ranks(RANKS, what_other_carriers_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]

@@ -80,8 +80,6 @@ REFUSED: Sequence[Mapping[str, Any]] = (
     {"copies_by": "copy_engine", "replica_slots": 1},
     {"copies_by": "deepep", "replica_slots": 1},
     {"dispatch": "deepep"},
-    {"dispatch": "deepep_elastic"},
-    {"dispatch": "nccl_ep"},
     {"dispatch": "deepep", "combine_order": "by_rank", "dispatch_dtype": "float8"},
     {"dispatch": "deepep", "combine_order": "by_rank", "low_latency_tokens": 4},
     {"dispatch": "deepep", "most_tokens": 64},

@@ -206,8 +206,8 @@ def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_fl
 # -- experts by the same buffer ----------------------------------------------------------------------------------------
 
 
-def experts_beside_tokens(rank: int) -> list[bool]:
-    """Messages of several sizes, some of more than one call, while tokens go by the same buffer."""
+def experts_between_tokens(rank: int) -> list[bool]:
+    """Messages of several sizes, some of more than one call, between tokens by the same buffer."""
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -221,9 +221,9 @@ def experts_beside_tokens(rank: int) -> list[bool]:
     for size in (1, 4097, 100 << 20):
         payload, into = random_bytes(rank, size, device), transport.empty(size)
         pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
+        pending.wait(soon())
         arrivals = [carrier.carry(hidden, slots) for _ in range(5)]
         back = [carrier.back(arrival.rows_UC, arrival.ticket) for arrival in arrivals]
-        pending.wait(soon())
         right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]
     transport.close()
     return right
@@ -231,5 +231,5 @@ def experts_beside_tokens(rank: int) -> list[bool]:
 
 def test_experts_go_by_the_buffer_of_tokens() -> None:
     skip_without_deepep()
-    for right in run_ranks(RANKS, experts_beside_tokens, backend=NCCL, start_method="spawn"):
+    for right in run_ranks(RANKS, experts_between_tokens, backend=NCCL, start_method="spawn"):
         assert all(right)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from device import DEVICE, no_host_sync
+from water_filling_torch import assign_slots
 
 from eplb_runtime.moe.dispatch import kernels as moves
 from eplb_runtime.moe.dispatch import permute
@@ -17,7 +18,6 @@ from eplb_runtime.moe.routing import kernels, sources_kernel, water_filling, wat
 from eplb_runtime.moe.routing.sources import split_for_rank
 from eplb_runtime.moe.routing.splitter import OnDevice
 from eplb_runtime.moe.routing.tables import SplitTables
-from eplb_runtime.moe.routing.water_filling_torch import assign_slots
 from eplb_runtime.placement import Placement
 from eplb_runtime.utils import checksums_triton
 from eplb_runtime.utils.checksums import block_hashes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from device import DEVICE
+from records import pack
 
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
@@ -40,7 +41,7 @@ def test_a_record_brings_every_bit_to_another_slot(pinned: bool) -> None:
     record = torch.empty(record_format.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     before = [t.tensor.clone() for t in experts]
     addresses = [t.tensor.data_ptr() for t in experts]
-    record_format.pack(1, record)
+    pack(record_format, 1, record)
     record_format.unpack(record, 3)
     for t, old in zip(experts, before, strict=True):
         for slot, source in enumerate((0, 1, 2, 1)):

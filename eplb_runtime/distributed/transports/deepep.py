@@ -1,23 +1,19 @@
 """DeepEP (the package `deep_ep`): experts as rows of tokens, over NVLink inside a node and RDMA between nodes.
 
-DeepEP's calls are collective, and messages are not: so ranks write what they post into a log that all read alike
-(`common_log.py`, `ledger.py`), and what both sides have posted goes in one exchange that every rank enters, also one
-that has posted nothing. Before, each says that it is there: nobody waits on its GPU for a rank that does not come. A
-rank is one of DeepEP's experts here, and bytes for several ranks are sent once, as a token with several experts.
+DeepEP's calls are collective, and messages are not. So it serves migrations between steps only: every rank of the group
+posts once a round, and waits for it. Ranks then tell each other how many bytes go from whom to whom, and make the same
+calls. A rank is one of DeepEP's experts here.
 
-The buffer is the one that tokens go by, in an order that all ranks keep (`turns.py`); it is kept when groups are made
-anew.
+The buffer is the one that tokens go by; it is kept when groups are made anew.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -28,34 +24,66 @@ from ...config import ConfigError
 from ...utils.errors import one_line
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError
-from .common_log import CommonLog
-from .counted import Counted, to_others
-from .deepep_rows import ROW_BYTES, Part, call, expected_numbers, parts_of, rows_to_send
-from .ledger import Exchange, Ledger, note_of
+from .counted import to_others
+from .deepep_rows import (
+    ROW_BYTES,
+    Stream,
+    addresses,
+    as_rows,
+    call,
+    expected_numbers,
+    parts_of,
+    repeated,
+    rows_of,
+    streams_of,
+)
 from .meeting import tell_all
 from .neighbours import node_of_this_rank
 from .side_stream import SideStream, wait_until
 
 CHUNK_BYTES = 64 << 20
 """What a rank sends in one call; as much of each other rank can come at once."""
-_LEFT_SECONDS = 5.0
-"""An exchange that all ranks have entered may take so long after somebody has given up."""
+_GRACE_SECONDS = 5.0
+"""Ranks that know that all have come may take so long to say so, whatever the deadline."""
 
 
-@dataclass
-class _Post:
-    """What this rank has posted: contents that go, messages that come."""
+@dataclass(eq=False)
+class _Post(Pending):
+    """One rank's messages of a round. Asking for it carries it: `poll` waits for the other ranks.
 
-    contents: list[Tensor]
+    Args:
+        carry: called with this and a deadline, until it is done or has failed.
+        sends, receives: to and from other ranks.
+        end: a time of `time.monotonic`, the latest for all of it.
+    """
+
+    carry: Callable[[_Post, float], None]
+    sends: Sequence[Message]
     receives: Sequence[Message]
-    pending: Counted
+    end: float
+    done: bool = False
+    problem: str = ""
+
+    def poll(self) -> bool:
+        self.wait(self.end)
+        return True
+
+    def wait(self, deadline: float) -> None:
+        if not self.done and not self.problem:
+            self.carry(self, min(deadline, self.end))
+        if self.problem:
+            raise TransportError(self.problem)
+
+    def abort(self) -> None:
+        if not self.done:
+            self.problem = self.problem or "messages were aborted"
 
 
 class DeepEP(Transport):
-    """Carries by `deep_ep.Buffer`.
+    """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages.
 
     Args:
-        group: the migration group; used to meet, and to make the buffer if nobody has.
+        group: the migration group; used to agree on each round, and to make the buffer if nobody has.
         backend: its backend's name.
         device: the model's.
         timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
@@ -82,14 +110,8 @@ class DeepEP(Transport):
         self._timeout = timeout_seconds
         self._package = package
         self._stream = SideStream(device)
-        self._ledger = Ledger(self._num_ranks, ROW_BYTES)
-        self._posts: dict[int, _Post] = {}
-        self._number = 0
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        self._ready_until = inf
-        self._gone = threading.Event()
-        self._said_gone = False
+        self._posts: list[_Post] = []
+        self._lock = threading.Lock()
         self._problem = "it is not warmed up"
 
     def warm_up(self, deadline: float) -> None:
@@ -100,10 +122,10 @@ class DeepEP(Transport):
                 package = package if problem else deepep_package.imported(asked="transport='deepep'")
             except ConfigError as error:
                 problem = str(error)
-        word = json.dumps([node_of_this_rank(), problem, secrets.token_hex(8)]).encode()
+        word = json.dumps([node_of_this_rank(), problem]).encode()
         said = [json.loads(one) for one in tell_all(self._group, self._meeting_device, word, deadline)]
-        nodes = [node for node, _, _ in said]
-        problem = next((f"EP rank {rank}: {text}" for rank, (_, text, _) in enumerate(said) if text), "")
+        nodes = [node for node, _ in said]
+        problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
             problem = deepep_package.unfit(self._num_ranks, min(nodes.count(node) for node in nodes))
         if problem:
@@ -111,18 +133,14 @@ class DeepEP(Transport):
         self._problem = ""
         if self._num_ranks == 1:
             return
-        self._shared = deepep_package.shared_between(package, self._group)
         try:
             package.Buffer.set_num_sms(deepep_package.NUM_SMS)
             self._there, back = deepep_package.settings(package, self._num_ranks)
             deepep_package.refuse_filled_memory()
-            self._buffer = self._shared.buffer(self._group, deepep_package.NUM_SMS, self._there, back)
+            shared = deepep_package.shared_between(package, self._group)
+            self._buffer = shared.buffer(self._group, deepep_package.NUM_SMS, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
-        store = self._group.get_group_store()
-        self._log = CommonLog(store, f"transport {said[0][2]}", self._rank, self._num_ranks)
-        self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-        self._thread.start()
         peers = [peer for peer in range(self._num_ranks) if peer != self._rank]
         out, arrived = self.empty(1).zero_(), self.empty(self._num_ranks)
         self.post(
@@ -130,163 +148,141 @@ class DeepEP(Transport):
         ).wait(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        if self._problem:
+            raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
         out, into = to_others(self._rank, sends, receives)
-        with self._lock:
-            if self._problem:
-                raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
-            pending = Counted(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
-            if pending.left:
-                self._stream.after_current()
-                note, contents = note_of(out, into)
-                self._posts[self._number] = _Post([content.detach() for content in contents], into, pending)
-                self._number += 1
-                self._log.write(note)
-        return pending
+        post = _Post(self._carry, out, into, time.monotonic() + self._timeout, done=self._num_ranks == 1)
+        if not post.done:
+            self._stream.after_current()
+            self._posts.append(post)
+        return post
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         """The buffer stays: taking it down would wait for all ranks."""
-        if self._thread is not None:
-            self._say_gone("it is closed")
-            self._thread.join(_LEFT_SECONDS)
         self._end("it is closed")
-        if self._thread is not None:
-            self._log.close(_LEFT_SECONDS)
 
-    def give_up(self, pending: Counted, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        if not pending.finished.is_set():
-            self._say_gone(reason)
-            # If all ranks have entered an exchange before they could hear of it, that ends first.
-            self._gone.wait(_LEFT_SECONDS)
-            self._end(reason)
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        try:
-            while not self._gone.is_set():
-                word = self._log.next(self._deadline())
-                if word is not None:
-                    self._hear(word)
-                elif self._said_gone:
-                    self._end("the launcher's store does not answer")
-                else:
-                    self._say_gone("messages were not through in time")
-        except Exception as error:  # CUDA, DeepEP, the store
-            self._say_gone(one_line(error))
-            self._end(one_line(error))
-        finally:
-            self._shared.turns.release(self)
-
-    def _deadline(self) -> float:
-        if self._said_gone:
-            return time.monotonic() + _LEFT_SECONDS
+    def _carry(self, post: _Post, deadline: float) -> None:
+        """Carry what was posted, in that order, up to this post."""
         with self._lock:
-            return min([self._ready_until, *(post.pending.end for post in self._posts.values())])
+            try:
+                while self._posts and not post.done and not post.problem:
+                    self._exchange(self._posts[0], deadline)
+                    self._posts.pop(0)
+            except Exception as error:  # CUDA, DeepEP, the group
+                self._end(one_line(error))
 
-    def _hear(self, word: dict[str, Any]) -> None:
-        """The next word of the log; all ranks hear them in one order, and so they enter exchanges in one order."""
-        rank = word["rank"]
-        if "gone" in word:
-            self._end(word["gone"] if rank == self._rank else f"EP rank {rank} has given up ({word['gone']})")
-            return
-        if "go" in word:
-            self._ready_until = inf
-            self._exchange(self._ledger.exchange(), word["go"])
-        else:
-            self._ledger.enter(rank, word)
-        if self._ledger.due and self._ready_until == inf:
-            self._ready_until = time.monotonic() + self._timeout
-            # Others are waited for no longer than leaves time for the exchange itself.
-            self._log.ready(self._shared.turns.hold(self, time.monotonic() + self._timeout / 4))
+    def _end(self, problem: str) -> None:
+        self._problem = self._problem or problem
+        for post in self._posts:
+            post.problem = post.problem or problem
+        self._posts.clear()
 
-    def _exchange(self, exchange: Exchange, turn: int) -> None:
-        """Every rank is here.
+    def _exchange(self, post: _Post, deadline: float) -> None:
+        """One round, with all ranks.
 
-        Args:
-            turn: behind so many calls with tokens it goes.
+        Raises:
+            TransportError: a rank did not come in time, two do not mean the same messages, or rows were lost.
         """
-        deadline, chunk, whole = time.monotonic() + self._timeout, CHUNK_BYTES // ROW_BYTES, True
-        try:
-            self._shared.turns.reach(turn, deadline)
-            for first in range(0, max(exchange.rows), chunk):  # all of it, also after a loss: the others enter it too
-                with self._stream():
-                    whole = self._carry(exchange, first, chunk, deadline) and whole
-        finally:
-            self._shared.turns.release(self)
+        sent_RR = self._agree(post, deadline)
+        streams_R = [_streams(sent_R) for sent_R in sent_RR]
+        rows, chunk = max(_rows(streams) for streams in streams_R), CHUNK_BYTES // ROW_BYTES
+        whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
+        for first in range(0, rows, chunk):  # all of it, also after a loss: the others make these calls too
+            with self._stream():
+                whole = self._call(post, streams_R, first, chunk, deadline) and whole
+        if post.problem:
+            raise TransportError(post.problem)
         if not whole:
             raise TransportError("rows did not arrive as they were sent: a rank has given up meanwhile")
-        with self._lock:
-            for message in exchange.messages:
-                for rank, (number, _) in ((message.source, message.sent), (message.peer, message.received)):
-                    if rank == self._rank:
-                        self._posts[number].pending.one_done()
-            self._posts = {n: post for n, post in self._posts.items() if not post.pending.finished.is_set()}
+        post.done = True
 
-    def _carry(self, exchange: Exchange, first: int, chunk: int, deadline: float) -> bool:
-        """One call: rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
-        mine = parts_of(exchange.streams[self._rank], first, chunk)
-        rows_NC, to_NK, numbers_NK = rows_to_send(
-            mine, self._content, self._rank * chunk, first, exchange.most_peers, self.device
-        )
+    def _agree(self, post: _Post, deadline: float) -> list[list[int]]:
+        """Bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls.
+
+        Raises:
+            TransportError: a rank did not come in time, or a rank awaits other bytes than it is sent.
+        """
+        sizes = [[0] * self._num_ranks for _ in range(2)]
+        for of_peer, messages in zip(sizes, (post.sends, post.receives), strict=True):
+            for message in messages:
+                of_peer[message.peer] += message.data.numel()
+        try:
+            said = tell_all(self._group, self._meeting_device, json.dumps(sizes).encode(), deadline)
+            # A rank that gave up before does not come to this one, so nobody waits on its GPU for it.
+            tell_all(self._group, self._meeting_device, b"", max(deadline, time.monotonic()) + _GRACE_SECONDS)
+        except TransportError as error:
+            raise TransportError(f"not every rank has come to this round in time: {error}") from error
+        of_ranks = [json.loads(word) for word in said]
+        for source, (sent_R, _) in enumerate(of_ranks):
+            for peer, nbytes in enumerate(sent_R):
+                awaited = of_ranks[peer][1][source]
+                if nbytes != awaited:
+                    raise TransportError(
+                        f"EP rank {source} sends {nbytes} bytes where EP rank {peer} waits for {awaited}"
+                    )
+        return [sent_R for sent_R, _ in of_ranks]
+
+    def _call(
+        self, post: _Post, streams_R: Sequence[Sequence[Stream]], first: int, chunk: int, deadline: float
+    ) -> bool:
+        """Rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
+        mine = parts_of(streams_R[self._rank], first, chunk)
+        to_N1, numbers_N = addresses(mine, self._rank * chunk, first, 1)
+        flat = torch.empty(len(to_N1) * ROW_BYTES, dtype=torch.uint8, device=self.device)
+        if post.problem:
+            numbers_N.zero_()  # its memory may be somebody else's by now: these rows are no expert's
+        for part, rows in zip(mine, rows_of(mine), strict=True):
+            for piece, place in _pieces(post.sends, part.stream.peers[0], part.first_byte, part.nbytes):
+                flat[rows.start * ROW_BYTES :][place].copy_(piece, non_blocking=True)
         coming = [
             (source, part)
-            for source, streams in enumerate(exchange.streams)
+            for source, streams in enumerate(streams_R)
             for part in parts_of(streams, first, chunk)
             if self._rank in part.stream.peers
         ]
         expected_M = expected_numbers([(source * chunk - first, part) for source, part in coming])
+        to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, repeated(numbers_N, 1)))
         numbers_M, bytes_M = call(
-            self._buffer, self._there, self._num_ranks, rows_NC, to_NK, numbers_NK, len(expected_M)
+            self._buffer, self._there, self._num_ranks, as_rows(flat), to_N1, numbers_N1, len(expected_M)
         )
         on_host = numbers_M.to("cpu", non_blocking=True)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
-        if not torch.equal(on_host, expected_M):
+        if post.problem or not torch.equal(on_host, expected_M):
             return False
-        self._deliver(exchange, [part for _, part in coming], [source for source, _ in coming], bytes_M)
+        begin = 0
+        for source, part in coming:
+            for piece, place in _pieces(post.receives, source, part.first_byte, part.nbytes):
+                piece.copy_(bytes_M[begin:][place], non_blocking=True)
+            begin += part.nbytes
         wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
         return True
 
-    def _content(self, content: tuple[int, int]) -> Tensor | None:
-        """Bytes that this rank sends; None: it has given them up."""
-        with self._lock:
-            post = self._posts.get(content[0])
-            return None if post is None or post.pending.finished.is_set() else post.contents[content[1]]
 
-    def _deliver(self, exchange: Exchange, parts: list[Part], sources: list[int], bytes_M: Tensor) -> None:
-        """Copy what has come to where it belongs, unless that was given up."""
-        into = {(message.source, message.sent): message for message in exchange.messages if message.peer == self._rank}
-        begin = 0
-        for source, part in zip(sources, parts, strict=True):
-            arrived = bytes_M[begin : begin + part.nbytes]
-            begin += part.nbytes
-            for content, inside, outside in part.overlaps(
-                lambda content, source=source: into[source, content].nbytes  # type: ignore[misc]
-            ):
-                number, which = into[source, content].received
-                with self._lock:
-                    post = self._posts.get(number)
-                    if post is not None and not post.pending.finished.is_set():
-                        post.receives[which].data[outside].copy_(arrived[inside], non_blocking=True)
+def _streams(sent_R: Iterable[int]) -> Sequence[Stream]:
+    """What one rank sends: to each other rank all its messages one behind another, as bytes of one content."""
+    contents = {(peer, 0): (nbytes, (peer,)) for peer, nbytes in enumerate(sent_R) if nbytes}
+    return streams_of(contents, ROW_BYTES)[0]
 
-    # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _say_gone(self, reason: str) -> None:
-        """Tell all ranks, once, that nothing goes from here or to here any more."""
-        with self._lock:
-            if not self._said_gone and self._thread is not None:
-                self._said_gone = True
-                self._log.write({"gone": reason})
+def _rows(streams: Sequence[Stream]) -> int:
+    return sum(stream.rows for stream in streams)
 
-    def _end(self, problem: str) -> None:
-        with self._lock:
-            self._problem = self._problem or problem
-            for post in self._posts.values():
-                post.pending.fail(self._problem)
-            self._posts.clear()
-        self._gone.set()
+
+def _pieces(messages: Sequence[Message], peer: int, begin: int, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
+    """Parts of the messages to or from a rank that lie in some bytes of all of them: each with its place in those.
+
+    Args:
+        begin, nbytes: of the rank's messages one behind another; may go beyond their end.
+    """
+    first = 0
+    for message in messages:
+        if message.peer != peer:
+            continue
+        size = message.data.numel()
+        low, high = max(begin, first), min(begin + nbytes, first + size)
+        if low < high:
+            yield message.data[low - first : high - first], slice(low - begin, high - begin)
+        first += size

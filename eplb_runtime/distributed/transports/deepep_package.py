@@ -1,7 +1,7 @@
 """The package `deep_ep`, where it is there: whether this process can use it, and the buffers that its users share.
 
 A buffer cannot be taken down by one rank (its end waits for all ranks on their GPUs), so a process keeps it. Tokens and
-experts go through the same one, in an order that all ranks keep (`turns.py`). Nothing is imported unless asked for.
+experts go through the same one, experts between steps. Nothing is imported unless asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ...config import ConfigError
 from . import packages
-from .turns import Turns
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
 NUM_SMS = 20
@@ -125,14 +124,9 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
 
 
 class Shared:
-    """What a process has of DeepEP between the same ranks, whoever uses it.
-
-    Attributes:
-        turns: the order of calls.
-    """
+    """What a process has of DeepEP between the same ranks, whoever uses it."""
 
     def __init__(self, package: Any) -> None:
-        self.turns = Turns()
         self._package = package
         self._buffers: dict[int, Any] = {}
 

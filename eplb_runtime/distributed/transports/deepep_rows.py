@@ -1,20 +1,37 @@
 """Bytes of messages as rows that DeepEP carries. A row says which one it is by its router weight, which DeepEP carries
-along: so nothing depends on the order in which rows arrive, and a row that is lost or was given up is noticed."""
+along: so nothing depends on the order in which rows arrive, and a row that is lost or was given up is noticed. Bytes
+that one rank sends to several at once are a stream of their own that each of them gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ledger import Stream
-
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
+
+
+@dataclass
+class Stream:
+    """Contents one behind another, in whole rows, from one rank to the same ranks.
+
+    Args:
+        peers: who gets it, in ascending order.
+        first_row: of the source's rows in this exchange.
+        rows: how many.
+        contents: which ones, and the byte where each begins in the stream.
+    """
+
+    peers: tuple[int, ...]
+    first_row: int = 0
+    rows: int = 0
+    contents: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,17 +50,44 @@ class Part:
     def nbytes(self) -> int:
         return (self.end - self.begin) * ROW_BYTES
 
+    @property
+    def first_byte(self) -> int:
+        """Of the stream."""
+        return (self.begin - self.stream.first_row) * ROW_BYTES
+
     def overlaps(self, nbytes_of: Callable[[tuple[int, int]], int]) -> Iterator[tuple[tuple[int, int], slice, slice]]:
         """Contents that it has bytes of: which, which bytes of the part, and which bytes of the content.
 
         Args:
             nbytes_of: a content's size.
         """
-        first = (self.begin - self.stream.first_row) * ROW_BYTES
+        first = self.first_byte
         for content, begin in self.stream.contents.items():
             low, high = max(first, begin), min(first + self.nbytes, begin + nbytes_of(content))
             if low < high:
                 yield content, slice(low - first, high - first), slice(low - begin, high - begin)
+
+
+def streams_of(
+    contents: Mapping[tuple[int, int], tuple[int, Iterable[int]]], row_bytes: int
+) -> tuple[tuple[Stream, ...], int]:
+    """What one source sends, and the rows of all of it.
+
+    Args:
+        contents: of each its bytes and who gets it.
+        row_bytes: of a row in which bytes travel.
+    """
+    streams: dict[tuple[int, ...], Stream] = {}
+    ends: dict[tuple[int, ...], int] = defaultdict(int)
+    for content, (nbytes, to) in sorted(contents.items()):
+        peers = tuple(sorted(to))
+        streams.setdefault(peers, Stream(peers)).contents[content] = ends[peers]
+        ends[peers] += nbytes
+    row = 0
+    for peers, stream in streams.items():
+        stream.first_row, stream.rows = row, -(-ends[peers] // row_bytes)
+        row += stream.rows
+    return tuple(streams.values()), row
 
 
 def parts_of(streams: Sequence[Stream], first: int, rows: int) -> list[Part]:
@@ -74,34 +118,6 @@ def rows_of(parts: Sequence[Part]) -> list[slice]:
     """Where each lies among the rows of a call."""
     ends = list(accumulate((part.end - part.begin for part in parts), initial=0))
     return [slice(*bounds) for bounds in pairwise(ends)]
-
-
-def rows_to_send(
-    parts: Sequence[Part],
-    content_of: Callable[[tuple[int, int]], Tensor | None],
-    base: int,
-    first: int,
-    width: int,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What one call takes: rows bfloat16 ``[N, C]``, and of `addresses` the ranks, and the numbers as ``[N, K]``.
-
-    Args:
-        content_of: bytes; None: given up, its rows are numbered 0.
-        base, first, width: as of `addresses`.
-    """
-    to_NK, numbers_N = addresses(parts, base, first, width)
-    flat = torch.empty(len(to_NK) * ROW_BYTES, dtype=torch.uint8, device=device)
-    for part, rows in zip(parts, rows_of(parts), strict=True):
-        there = {content: content_of(content) for content in part.stream.contents}
-        sizes = {content: 0 if data is None else data.numel() for content, data in there.items()}
-        for content, inside, outside in part.overlaps(sizes.__getitem__):
-            data = there[content]
-            assert data is not None
-            flat[rows.start * ROW_BYTES :][inside].copy_(data[outside], non_blocking=True)
-        if any(data is None for data in there.values()):
-            numbers_N[rows] = 0
-    return as_rows(flat), to_NK.to(device, non_blocking=True), repeated(numbers_N, width).to(device, non_blocking=True)
 
 
 def as_rows(flat: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from ...distributed.bandwidth import measure
 from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
-from ...distributed.setting_up import line_of
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...moe.dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
@@ -51,13 +50,14 @@ from ...replicas.placement_maps import Maps
 from ...replicas.sliced import WholeCopies
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
+from ...utils.errors import one_line
 from .checks import as_all_say, check, raise_on_all
 from .computing import local_experts, log_memory
 from .copies import carrier_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meeting import meet
-from .meta import MetaError, make_buffers, make_parameters
+from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
 from .state_hooks import mark_state
@@ -87,7 +87,7 @@ def attach_stages(
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
-        raise AttachError(line_of(error)) from error
+        raise AttachError(one_line(error, with_type=True)) from error
     transport: Transport | None = None
     try:
         seconds = groups.setup_seconds
@@ -138,10 +138,8 @@ def _on_all_or_none(work: Callable[[], None], groups: ProcessGroups) -> None:
     problem = ""
     try:
         work()
-    except MetaError as error:
-        problem = str(error)
     except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        problem = one_line(error, with_type=True)
     raise_on_all(problem, groups)
 
 

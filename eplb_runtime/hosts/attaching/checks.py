@@ -15,13 +15,13 @@ from ...balancer.gradients.division import foreign_hooks
 from ...config import BalancerConfig
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, gather_rows
-from ...distributed.setting_up import line_of
 from ...moe.experts.element_wise import check_element_wise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
 from ...moe.experts.unmoved import unmoved
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
+from ...utils.errors import one_line
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, spread_of
 from .meta import has_meta
 from .optimizers import refuse_shared
@@ -375,7 +375,7 @@ def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | Non
     cause = groups.explain(error)
     if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
         return None
-    return AttachError(cause or line_of(error))
+    return AttachError(cause or one_line(error, with_type=True))
 
 
 def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:

@@ -101,4 +101,4 @@ def _deepep(
     there, back = deepep_package.settings(package, group.size())
     deepep_package.refuse_filled_memory()
     buffer = shared.buffer(group, config.dispatch_sms, there, back)
-    return Multicast(buffer, there, shared.turns, group.rank(), group.size(), device, by_torch)
+    return Multicast(buffer, there, group.rank(), group.size(), device, by_torch)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...config import BalancerConfig
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
-from ...distributed.setting_up import line_of
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
+from ...utils.errors import one_line
 from .checks import as_all_say, check
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .meta import blank
@@ -31,7 +31,7 @@ def shard_stage(
     try:
         groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
     except Exception as error:
-        raise AttachError(line_of(error)) from error
+        raise AttachError(one_line(error, with_type=True)) from error
     before = Before([stage.model], [])
     try:
         placement = check([stage], [], config, groups, device)

@@ -83,7 +83,7 @@ class AllToAll(Dispatcher):
         weights = weights_TK if self.combine_order == "logical" else weights_M
         assert weights is not None
         handle = Handle(weights.detach(), hidden_TD.dtype, manifest)
-        return Dispatched(rows_MD, manifest.choices.counts_S, weights_M if learns else None, handle, None)
+        return Dispatched(rows_MD, manifest.choices.counts_S, weights_M if learns else None, handle)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         combined_TD: Tensor = _Combine.apply(out_MD, handle, self)

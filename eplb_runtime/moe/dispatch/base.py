@@ -56,14 +56,12 @@ class Dispatched:
             computes the rows weighs them and gives these weights theirs (`moe.experts.compute.weigh_gradients`): so
             nobody keeps results for it where the tokens came from. None where there are no gradients.
         handle: for ``combine``.
-        event: the current stream waits for it before it reads the rows; None: it need not.
     """
 
     rows_MD: Tensor
     counts_S: SlotCounts
     weights_M: Tensor | None
     handle: Handle
-    event: torch.cuda.Event | None
 
 
 class Dispatcher(ABC):

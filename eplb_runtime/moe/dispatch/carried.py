@@ -117,7 +117,7 @@ class Carried(Dispatcher):
         weights = weights_TK if self._weights_travel() else None
         rows_MD, weights_M, route = _Dispatch.apply(hidden_TD, weights, slots_TK, manifest, self)
         handle = Handle(self._weights_of_combine(weights_TK, weights_M), hidden_TD.dtype, route)
-        return Dispatched(rows_MD, route.counts_S, weights_M if torch.is_grad_enabled() else None, handle, None)
+        return Dispatched(rows_MD, route.counts_S, weights_M if torch.is_grad_enabled() else None, handle)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         if isinstance(handle.manifest, LowLatencyRoute):

@@ -6,8 +6,6 @@ Whether it is there at all, and the buffers: `distributed/transports/deepep_pack
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,30 +63,30 @@ class BufferCarrier:
 
     def carry(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> Arrival:
         """As `Carrier.carry`; without ``most_rows`` one host sync, DeepEP's own. With them, ranks of one node only."""
-        with self._turn() as buffer:
-            slots_NK = slots_NK.contiguous()
-            to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
-            first, *more = parts(rows_NC, MOST_ROW_BYTES)
-            # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
-            unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
-            rows, slots_UK, _, counts, handle, _ = buffer.dispatch(
-                first,
-                num_tokens_per_rank=to_ranks,
-                num_tokens_per_rdma_rank=to_nodes,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=to_experts,
-                topk_idx=slots_NK,
-                topk_weights=unused,
-                num_worst_tokens=most_rows * self._num_ranks,
-                config=self._there,
-            )
-            rows = whole([rows, *(self._again(buffer, part, handle) for part in more)])
+        buffer = self._buffer()
+        slots_NK = slots_NK.contiguous()
+        to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
+        first, *more = parts(rows_NC, MOST_ROW_BYTES)
+        # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
+        unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
+        rows, slots_UK, _, counts, handle, _ = buffer.dispatch(
+            first,
+            num_tokens_per_rank=to_ranks,
+            num_tokens_per_rdma_rank=to_nodes,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=to_experts,
+            topk_idx=slots_NK,
+            topk_weights=unused,
+            num_worst_tokens=most_rows * self._num_ranks,
+            config=self._there,
+        )
+        rows = whole([rows, *(self._again(buffer, part, handle) for part in more)])
         return Arrival(rows, slots_UK, None if most_rows else counts, handle)
 
     def again(self, rows_NC: Any, ticket: Any) -> Any:
         """As `Carrier.again`; no sync."""
-        with self._turn() as buffer:
-            return whole([self._again(buffer, part, ticket) for part in parts(rows_NC, MOST_ROW_BYTES)])
+        buffer = self._buffer()
+        return whole([self._again(buffer, part, ticket) for part in parts(rows_NC, MOST_ROW_BYTES)])
 
     def back(self, rows_UC: Tensor, ticket: Any) -> Tensor:
         """As `Carrier.back`."""
@@ -96,10 +94,8 @@ class BufferCarrier:
         if self._num_ranks > deepep_package.RANKS_OF_A_NODE:
             left_over = -columns % (_SUMMED_BYTES // rows_UC.element_size())
             rows_UC = functional.pad(rows_UC, (0, left_over)) if left_over else rows_UC
-        with self._turn() as buffer:
-            back = whole(
-                [buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC, MOST_ROW_BYTES)]
-            )
+        buffer = self._buffer()
+        back = whole([buffer.combine(part, ticket, config=self._back)[0] for part in parts(rows_UC, MOST_ROW_BYTES)])
         return back if back.shape[1] == columns else back[:, :columns].contiguous()
 
     def close(self, deadline: float) -> None:
@@ -109,9 +105,8 @@ class BufferCarrier:
         rows = buffer.dispatch(part, handle=handle, config=self._there)[0]
         return rows
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[Any]:
-        """The buffer of this way, when it is the tokens' turn: experts may go by the first way's.
+    def _buffer(self) -> Any:
+        """The buffer of the current micro-batch's way. Experts and their copies may go by the first way's.
 
         Kernels of both ways may be on a GPU at once and wait for their peers there. That ends: all ranks launch them in
         one order (`Lanes.launching`), experts' among them, and both ways' multiprocessors are there besides each other
@@ -119,10 +114,8 @@ class BufferCarrier:
         """
         refuse_filled_memory()
         lane = self._lanes.here()
-        with self._shared.turns.of_tokens():
-            if self._lanes.is_first(lane):
-                yield self._shared.buffer(lane.tokens, self._num_sms, self._there, self._back)
-                return
-            if lane not in self._others:
-                self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, self._there, self._back)
-            yield self._others[lane]
+        if self._lanes.is_first(lane):
+            return self._shared.buffer(lane.tokens, self._num_sms, self._there, self._back)
+        if lane not in self._others:
+            self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, self._there, self._back)
+        return self._others[lane]

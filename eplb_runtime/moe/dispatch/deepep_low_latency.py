@@ -76,7 +76,6 @@ class LowLatency:
         self._num_experts = group.size() * slots_per_rank
         self._in_float8 = in_float8
         self._lanes = lanes or Lanes(Lane(group, group))
-        self._turns = deepep_package.shared_between(self._package, group).turns
         self._made: tuple[int, Any] | None = None
 
     def dispatch(self, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Dispatched:
@@ -101,7 +100,7 @@ class LowLatency:
             rows_MD = rows.flatten(0, 1).index_select(0, index_M)
         route = LowLatencyRoute(ticket, slots_TK, index_M)
         handle = Handle(weights_TK.detach(), hidden_TD.dtype, route)
-        return Dispatched(rows_MD, SlotCounts.of(counts, hidden_TD.device), None, handle, None)
+        return Dispatched(rows_MD, SlotCounts.of(counts, hidden_TD.device), None, handle)
 
     def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
         """As `Dispatcher.combine`, in bfloat16 on the way."""
@@ -123,7 +122,7 @@ class LowLatency:
         They are received before the other batch sends any: what sends clears the memory that the next call's rows come
         to, which is that of the last ones. ``arguments`` are read until then.
         """
-        with self._turns.of_tokens(), self._lanes.shared("low latency"):
+        with self._lanes.shared("low latency"):
             if not self._lanes.takes_turns:
                 return kernels(*arguments, **settings)
             *given, receive = kernels(*arguments, **settings, return_recv_hook=True)

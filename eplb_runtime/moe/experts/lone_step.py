@@ -2,9 +2,9 @@
 
 An optimizer may mix experts late (a warm-up, a trust ratio, clipping inside of it that bites one day), for real shapes
 alone, or by an option of one param group; or keep something for them where nobody sees it. So in a step that ends in a
-decision one row of parameter, gradient and state is stepped by an optimizer that is made anew for it, and some elements
-of the result are compared, to rounding, with what became of that row among the others. The training thread does not
-wait for any of it.
+decision, and in one more at a place that changes from interval to interval, one row of parameter, gradient and state is
+stepped by an optimizer that is made anew for it, and some elements of the result are compared, to rounding, with what
+became of that row among the others. The training thread does not wait for any of it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _ULPS = 3
 """Of an element by which both may differ, beside a share of the largest change in the row."""
 _CHANGE, _CHANGE_HALF = 2e-4, 2e-2
 """That share; for what is kept in 16 bits, or comes of it."""
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, come near every place."""
 
 
 class CannotStepAloneError(Exception):
@@ -96,13 +98,22 @@ def rounding_of(*dtypes: torch.dtype) -> tuple[float, float]:
     return _ULPS * eps, _CHANGE if coarsest <= torch.finfo(torch.float32).eps else _CHANGE_HALF
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Whether single experts are stepped in this step, the first of which is 0.
+
+    An optimizer that mixes experts in each k-th step may never do so in one that ends in a decision.
+    """
+    number, place = divmod(step, interval)
+    return place in (interval - 1, int(number * _GOLDEN % 1 * interval))
+
+
 class LoneSteps:
     """Steps experts of one model on one rank alone.
 
     Args:
         parameters: this rank's experts ``[E/R, ...]`` by name.
         registered: addresses of memory that moves with experts by itself.
-        is_due: whether the running step ends in a decision.
+        is_due: whether the running step is one to look at; the first step of an optimizer is in any case.
     """
 
     def __init__(
@@ -118,7 +129,7 @@ class LoneSteps:
         self._begun: set[int] = set()
         self._cannot: set[int] = set()
         self._running: dict[int, _Step] = {}
-        self._apart: dict[int, Apart] = {}
+        self._apart: dict[int, list[Apart]] = {}
         self._stays: dict[int, str] = {}
 
     def forget(self, optimizer: object) -> None:
@@ -178,16 +189,16 @@ class LoneSteps:
         with self._or_never_again(optimizer):
             apart = step.compared()
             if apart is not None:
-                self._apart[id(optimizer)] = apart
+                self._apart.setdefault(id(optimizer), []).append(apart)
 
-    def take(self) -> dict[int, Apart]:
+    def take(self) -> dict[int, list[Apart]]:
         """What was stepped since the last time, by the optimizer's id."""
         taken, self._apart = self._apart, {}
         return taken
 
-    def judge(self, taken: Mapping[int, Apart]) -> str:
+    def judge(self, taken: Mapping[int, Sequence[Apart]]) -> str:
         """Why experts must stay where they are; empty: they may move. Waits; on any thread."""
-        for key, apart in taken.items():
+        for key, apart in ((key, apart) for key, several in taken.items() for apart in several):
             name, repeats = apart.judged()
             if not repeats and key not in self._cannot:
                 self._cannot.add(key)

@@ -98,10 +98,8 @@ class Outside:
         if self._said and any(reference() is not None for reference in self._holding):
             return self._said
         rows, waits = self._rows_of_users(copies_only)
-        others = [one for one in _ALL if self._may_be_averaged_in(one)]
-        for one in others:
-            waits |= one._look_at_writes()
-        beside = [one for one in others if one._is_written]
+        beside, wait = self._written_beside()
+        waits |= wait
         if beside:
             self._holding = [weakref.ref(one) for one in beside]
             self._said = f"{BESIDE} (its {next(iter(beside[0]._parameters))})"
@@ -116,6 +114,16 @@ class Outside:
         said = f"{holder} holds {len(rows)} {what} as large as experts, one of shape {list(first.shape)}"
         self._said = f"{said} as {like}" if like else said
         return self._said
+
+    def _written_beside(self) -> tuple[list[Outside], bool]:
+        """Other attached models that the user writes; whether there are some that may have been written once only."""
+        others = [one for one in _ALL if self._may_be_averaged_in(one)]
+        waits = [one._look_at_writes() for one in others]
+        written = [weakref.ref(one) for one in others if one._is_written]
+        del others
+        if written:
+            gc.collect()  # a model that was let go of is in cycles with what balanced it
+        return [one for one in (reference() for reference in written) if one is not None], any(waits)
 
     def _rows_of_users(self, copies_only: bool) -> tuple[list[tuple[Array, tuple[set[int], str, bool]]], bool]:
         """What goes by row, and who holds it; whether there is more that was not there before, and may be passing."""

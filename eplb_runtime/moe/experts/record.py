@@ -37,10 +37,6 @@ class RowField:
         """``nbytes`` of uint8, in the row's dtype and shape."""
         return raw.view(self.source.dtype).view(self.source.row_shape)
 
-    def view_in(self, record: Tensor) -> Tensor:
-        """The row's place in a uint8 record, in the row's dtype and shape."""
-        return self.in_bytes(record[self.offset : self.offset + self.nbytes])
-
 
 @dataclass(frozen=True)
 class RecordFormat:
@@ -65,12 +61,6 @@ class RecordFormat:
         """Equal on two ranks when their records can be exchanged."""
         words = [f"{f.source.name} {f.source.kind} {f.source.dtype} {tuple(f.source.row_shape)}" for f in self.fields]
         return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
-
-    @torch.no_grad()
-    def pack(self, local_slot: int, record: Tensor) -> None:
-        """Copy the live rows of a slot into a uint8 record (on any device)."""
-        for field in self.fields:
-            field.view_in(record).copy_(field.live_row(local_slot))
 
     @torch.no_grad()
     def unpack(self, record: Tensor, local_slot: int) -> None:

@@ -24,7 +24,6 @@ def split_for_rank(
     ranks_per_node: int,
     mode: Mode = "water_filling",
     sweeps: int = SWEEPS,
-    warm_EC: NDArray[np.int64] | None = None,
     locality: bool = True,
     speed_R: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -32,9 +31,9 @@ def split_for_rank(
 
     Args:
         counts_RE: integer ``[R, E]``, tokens of each source rank for each expert.
-        rank: whose row of ``water_filling_torch.split_counts`` is asked for; and whose slots.
+        rank: sends the tokens, and has the slots that receive.
         ranks_per_node: consecutive ranks that share a node.
-        mode, sweeps: as ``split_totals``; ``warm_EC`` an earlier ``[E, C]`` result of it.
+        mode, sweeps: as ``split_totals``.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
         locality: serve copies on the source's own rank first, then on its node; otherwise in order of ranks alone.
 
@@ -50,7 +49,6 @@ def split_for_rank(
         speed_R,
         mode=mode,
         sweeps=sweeps,
-        warm_LEC=None if warm_EC is None else warm_EC[None],
         layers=slice(layer, layer + 1),
     )
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)

@@ -27,7 +27,6 @@ def split_by_speed(
     *,
     mode: Mode = "water_filling",
     sweeps: int = SWEEPS,
-    warm_LEC: NDArray[np.int64] | None = None,
     layers: slice = slice(None),
 ) -> NDArray[np.int64]:
     """`split_totals`, for ranks of these speeds.
@@ -38,9 +37,10 @@ def split_by_speed(
     Others, and the result, as of `split_totals`.
     """
     if speed_R is None or mode == "even":
-        return split_totals(totals_LE, tables, mode=mode, sweeps=sweeps, warm_LEC=warm_LEC, layers=layers)
+        return split_totals(totals_LE, tables, mode=mode, sweeps=sweeps, layers=layers)
     least_L = np.asarray(totals_LE, dtype=np.int64).sum(axis=1) / max(float(speed_R.sum()), 1e-12)
     level_L, reached_L = least_L, np.full(len(least_L), np.inf)
+    warm_LEC = None
     quota_LEC = np.zeros((*np.shape(totals_LE), tables.copy_slot_LEC.shape[2]), dtype=np.int64)
     for _ in range(LEVELS):
         weights_LR = ballast(level_L, speed_R)

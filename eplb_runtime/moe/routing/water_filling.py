@@ -4,7 +4,7 @@ Water-filling by Gauss-Seidel: visit the replicated experts in turn and give eac
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
 program min max rank load, and with momentum they do so along long chains of copies too: before each sweep every split
 goes on by five eighths of its last way. They stop on the optimum's certificate. All arithmetic is in integers - tokens
-in fixed point - so that the result is the same on every machine and in ``water_filling_torch``.
+in fixed point - so that the result is the same on every machine and in a kernel.
 """
 
 from __future__ import annotations

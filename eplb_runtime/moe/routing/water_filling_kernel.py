@@ -1,8 +1,8 @@
 """The water-filling split of all layers in one kernel, a program a layer: for counts that never leave the device.
 
-The same integers as `water_filling.split_totals`, which is the reference, as `water_filling_torch` is. Experts of one
-color share no rank, so a sweep takes a color at once: the result is that of the sweep in order. A layer's shares stay
-in registers; rank loads lie in memory, where a color's copies find theirs.
+The same integers as `water_filling.split_totals`, which is the reference. Experts of one color share no rank, so a
+sweep takes a color at once: the result is that of the sweep in order. A layer's shares stay in registers; rank loads
+lie in memory, where a color's copies find theirs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from torch import Tensor
 
 from ...utils.triton import jit, power_of_2, tl
 from .tables import SplitTables
-from .water_filling import (
-    FRACTION_BITS,
-    MOMENTUM_EIGHTHS,
-    MOMENTUM_FROM,
-    SWEEPS,
-    TOLERANCE_BITS,
-    WARM_BITS,
-)
+from .water_filling import FRACTION_BITS, MOMENTUM_EIGHTHS, MOMENTUM_FROM, SWEEPS, TOLERANCE_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,22 +63,14 @@ class KernelTables:
             yield replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in names})
 
 
-def launch_split_totals(
-    totals_LE: Tensor,
-    tables: KernelTables,
-    quota_LEC: Tensor,
-    *,
-    sweeps: int = SWEEPS,
-    warm_LEC: Tensor | None = None,
-    ballast_LR: Tensor | None = None,
-) -> None:
-    """`water_filling.split_totals` on the device. No host sync: a CUDA graph can hold it.
+def launch_split_totals(totals_LE: Tensor, tables: KernelTables, quota_LEC: Tensor, *, sweeps: int = SWEEPS) -> None:
+    """`water_filling.split_totals` on the device, for equally fast ranks. No host sync: a CUDA graph can hold it.
 
     Args:
         totals_LE: int64 ``[L, E]``, contiguous; sums below 2 ** 60.
         tables: of all these layers.
-        quota_LEC: int64 ``[L, E, C]``, contiguous, written; not ``warm_LEC``.
-        sweeps, warm_LEC, ballast_LR: as there; 0 sweeps: the even split. ``warm_LEC`` below 2 ** 47.
+        quota_LEC: int64 ``[L, E, C]``, contiguous, written.
+        sweeps: as there; 0: the even split.
     """
     (layers, experts), ranks = totals_LE.shape, power_of_2(tables.num_ranks)
     loads_L2R = torch.empty(layers, 2, ranks, dtype=torch.int64, device=totals_LE.device)
@@ -97,8 +82,6 @@ def launch_split_totals(
         tables.count_LN,
         tables.color_LN,
         tables.colors_L,
-        totals_LE if warm_LEC is None else warm_LEC,
-        totals_LE if ballast_LR is None else ballast_LR,
         loads_L2R,
         quota_LEC,
         experts,
@@ -106,8 +89,6 @@ def launch_split_totals(
         tables.num_ranks,
         sweeps,
         (1 << 62) // (tables.copies + 1),
-        IS_WARM=warm_LEC is not None,
-        HAS_BALLAST=ballast_LR is not None,
         C=tables.copies,
         EXPERTS=power_of_2(experts),
         REPLICATED=power_of_2(tables.order_LN.shape[1]),
@@ -117,7 +98,6 @@ def launch_split_totals(
         EIGHTHS=MOMENTUM_EIGHTHS,
         FROM=MOMENTUM_FROM,
         TOLERANCE=TOLERANCE_BITS,
-        WARM=WARM_BITS,
     )
 
 
@@ -130,8 +110,6 @@ def _split(  # type: ignore[no-untyped-def]
     counts,
     colors,
     num_colors,
-    warm,
-    ballast,
     loads,
     quotas,
     experts,
@@ -139,8 +117,6 @@ def _split(  # type: ignore[no-untyped-def]
     num_ranks,
     sweeps,
     room,
-    IS_WARM: tl.constexpr,
-    HAS_BALLAST: tl.constexpr,
     C: tl.constexpr,
     EXPERTS: tl.constexpr,
     REPLICATED: tl.constexpr,
@@ -150,7 +126,6 @@ def _split(  # type: ignore[no-untyped-def]
     EIGHTHS: tl.constexpr,
     FROM: tl.constexpr,
     TOLERANCE: tl.constexpr,
-    WARM: tl.constexpr,
 ):
     layer = tl.program_id(0).to(tl.int64)
     base_R, load_R = loads + layer * 2 * RANKS, loads + layer * 2 * RANKS + RANKS
@@ -167,10 +142,7 @@ def _split(  # type: ignore[no-untyped-def]
     rank_NC = tl.load(ranks + place_NC, mask=exists_NC, other=0)
 
     # What stands on each rank whatever the split.
-    weight_R = tl.zeros((RANKS,), dtype=tl.int64)
-    if HAS_BALLAST:
-        weight_R = tl.load(ballast + layer * num_ranks + rank_R, mask=real_R, other=0)
-    tl.store(base_R + rank_R, weight_R)
+    tl.store(base_R + rank_R, tl.zeros((RANKS,), dtype=tl.int64))
     expert_E = tl.arange(0, EXPERTS)
     known_E = expert_E < experts
     tokens_E = tl.load(totals + layer * experts + expert_E, mask=known_E, other=0)
@@ -189,14 +161,10 @@ def _split(  # type: ignore[no-untyped-def]
     even_peak = _peak(load_R, rank_R, fixed_R, rank_NC, exists_NC, even_NC)
 
     # In fixed point, with as many bits as sums leave room for.
-    total = tl.sum(tokens_E, axis=0) + tl.sum(weight_R, axis=0)
+    total = tl.sum(tokens_E, axis=0)
     bit = tl.arange(0, 32).to(tl.int64)
     bits = tl.max(tl.where((bit <= FRACTION) & (total <= (room >> bit)), bit, 0), axis=0)
     share_NC = _even(tokens_N << bits, count_N, exists_NC, copy_C)
-    if IS_WARM:
-        place_EC = (layer * experts + expert_N)[:, None] * C + copy_C[None, :]
-        warm_NC = tl.load(warm + place_EC, mask=exists_NC, other=0)
-        share_NC = _warm_shares(tokens_N << bits, warm_NC, share_NC, exists_NC, copy_C, WARM)
     _peak(load_R, rank_R, fixed_R << bits, rank_NC, exists_NC, share_NC)
 
     load = tl.load(load_R + rank_R, mask=real_R, other=0)
@@ -233,16 +201,6 @@ def _even(total_N, count_N, exists_NC, copy_C):  # type: ignore[no-untyped-def]
     each_N = total_N // copies_N
     more_N = total_N - each_N * copies_N
     return tl.where(exists_NC, each_N[:, None] + (copy_C[None, :] < more_N[:, None]).to(tl.int64), 0)
-
-
-@jit
-def _warm_shares(total_N, warm_NC, even_NC, exists_NC, copy_C, WARM: tl.constexpr):  # type: ignore[no-untyped-def]
-    before_N = tl.sum(warm_NC, axis=1)
-    part_NC = (warm_NC << WARM) // tl.maximum(before_N, 1)[:, None]
-    share_NC = tl.where(exists_NC & (copy_C > 0)[None, :], (total_N >> WARM)[:, None] * part_NC, 0)
-    first_N = total_N - tl.sum(share_NC, axis=1)
-    share_NC = tl.where(exists_NC & (copy_C == 0)[None, :], first_N[:, None], share_NC)
-    return tl.where((before_N > 0)[:, None], share_NC, even_NC)
 
 
 @jit

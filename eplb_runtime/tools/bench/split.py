@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ...moe.routing import water_filling, water_filling_torch
+from ...moe.routing import water_filling
 from ...moe.routing.sources import split_for_rank
 from ...moe.routing.tables import SplitTables
 from ...planner import plan
@@ -44,8 +43,7 @@ def run(
         JSON-able; ``"split"``: one row for each load and shape: ``load``, ``ranks``, ``redundant``, ``even`` and
         ``water_filling`` (imbalance, mean over layers), ``gap_mean`` and ``gap_max`` (above the exact linear program,
         as a share; None without scipy), ``totals_us`` and ``even_us`` (quotas of the copies, microseconds a layer, all
-        layers in one call), ``rank_us`` (all that one rank needs to route a batch, one layer a call), ``torch_us`` (the
-        same in torch on ``device``).
+        layers in one call), ``rank_us`` (all that one rank needs to route a batch, one layer a call).
     """
     from ..formats.loads import read_load
 
@@ -60,11 +58,7 @@ def run(
             if load.shape[1] % ranks == 0:
                 on_progress(f"{name}, {ranks} ranks, {ranks * replica_slots} redundant")
                 rows.append(_row(name, load[:LAYERS], ranks, replica_slots, repeats))
-    return {"device": _device(), "tokens_per_rank": TOKENS_PER_RANK, "split": rows}
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return {"tokens_per_rank": TOKENS_PER_RANK, "split": rows}
 
 
 def _row(name: str, load: NDArray[np.float64], ranks: int, replica_slots: int, repeats: int) -> dict[str, Any]:
@@ -81,9 +75,6 @@ def _row(name: str, load: NDArray[np.float64], ranks: int, replica_slots: int, r
     mean = totals_LE.sum(axis=1) / ranks
     peak = _peaks(filled, tables)
     gaps = _gaps(totals_LE, peak, tables)
-    device = torch.device(_device())
-    layers = water_filling_torch.DeviceTables.of(placement, device)
-    counts = torch.from_numpy(counts_LRE[0]).to(device)
     near = topology.ranks_per_node
     return {
         "load": name,
@@ -97,9 +88,6 @@ def _row(name: str, load: NDArray[np.float64], ranks: int, replica_slots: int, r
         "even_us": _microseconds(lambda: water_filling.split_totals(totals_LE, tables, mode="even"), repeats)
         / len(load),
         "rank_us": _microseconds(lambda: split_for_rank(counts_LRE[0], tables, 0, 0, ranks_per_node=near), repeats),
-        "torch_us": _microseconds(
-            lambda: water_filling_torch.split_counts(counts, layers[0], ranks_per_node=near), repeats
-        ),
     }
 
 
@@ -107,12 +95,8 @@ def _microseconds(work: Callable[[], object], repeats: int) -> float:
     work()
     least = float("inf")
     for _ in range(repeats):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         began = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         least = min(least, time.perf_counter() - began)
     return least * 1e6
 

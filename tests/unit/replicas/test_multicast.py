@@ -12,7 +12,6 @@ from test_tree import HOMES, Bank, some_copies
 from torch import Tensor
 
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
-from eplb_runtime.distributed.transports.turns import Turns
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import links, multicast
 from eplb_runtime.replicas.carrier import Stage
@@ -85,7 +84,7 @@ def linked(
     stages = []
     for rank, bank in enumerate(banks):
         by_torch = PointToPoint(None, range(RANKS))  # type: ignore[arg-type]
-        by = Multicast(rank, None, Turns(), rank, RANKS, torch.device("cpu"), by_torch)
+        by = Multicast(rank, None, rank, RANKS, torch.device("cpu"), by_torch)
         linking = Linking(by, rank, 1, 3, lambda *_: arrival)
         with torch.inference_mode(inference):
             weights = linking.link(0, bank, home_RK, HomeRows(SLOTS, HOMES)).weights

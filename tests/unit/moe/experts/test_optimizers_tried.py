@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eplb_runtime.moe.experts.element_wise import check_element_wise
-from eplb_runtime.moe.experts.lone_step import LoneSteps
+from eplb_runtime.moe.experts.lone_step import LoneSteps, is_due
 from eplb_runtime.moe.experts.made_anew import Arguments, copied, is_plain, made_anew, unnoticed
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.unmoved import unmoved
@@ -275,6 +275,13 @@ def test_a_step_that_is_given_an_object_is_not_stepped_alone(caplog: pytest.LogC
     parameters["w"].grad = torch.ones_like(parameters["w"])
     lone.before(Steps(parameters.values()), call)
     assert "its step is given a Tensor" in caplog.text and not lone.take()
+
+
+def test_experts_are_stepped_alone_in_two_steps_of_an_interval_at_most_and_at_each_place_of_it_in_time() -> None:
+    for interval in (1, 2, 7, 50):
+        due = np.array([is_due(step, interval) for step in range(interval * 3 * interval)]).reshape(-1, interval)
+        assert due[:, -1].all() and due.sum(axis=1).max() <= 2
+        assert due.any(axis=0).all()
 
 
 class Schedule:

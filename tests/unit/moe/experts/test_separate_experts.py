@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from records import pack
 from torch import nn
 
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
@@ -36,7 +37,7 @@ def test_a_record_takes_an_expert_with_all_its_state_to_another_slot() -> None:
         formats.append(RecordFormat.of(registered(rows, optimizer).of_home(0)))
     record = torch.zeros(formats[0].nbytes, dtype=torch.uint8)
     assert formats[0].digest() == formats[1].digest()
-    formats[0].pack(2, record)
+    pack(formats[0], 2, record)
     formats[1].unpack(record, 0)
     names = [field.source.name for field in formats[1].fields]
     assert names == ["weight", "weight/exp_avg", "weight/exp_avg_sq", "weight/step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from records import pack
 from torch import nn
 
 from eplb_runtime.migration.records import formats_of
@@ -234,7 +235,7 @@ def test_a_record_carries_every_bit_of_every_dtype() -> None:
     record_format, tensors = layout_of()
     before = [tensor.clone() for tensor in tensors]
     record = torch.zeros(record_format.nbytes, dtype=torch.uint8)
-    record_format.pack(2, record)
+    pack(record_format, 2, record)
     record_format.unpack(record, 0)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))

@@ -15,9 +15,9 @@ from eplb_runtime.moe.routing import kernels, sources_kernel, water_filling_kern
 from eplb_runtime.utils import checksums_triton
 
 LONG, INT, NUMBER = "*i64", "*i32", "i32"
-SPLIT = [LONG, *[INT] * 6, *[LONG] * 4, *[NUMBER] * 4, "i64"]
+SPLIT = [LONG, *[INT] * 6, *[LONG] * 2, *[NUMBER] * 4, "i64"]
 SIZES = {"C": 3, "EXPERTS": 256, "REPLICATED": 64, "COPIES": 4, "RANKS": 64}
-NUMBERS = {"FRACTION": 16, "EIGHTHS": 5, "FROM": 2, "TOLERANCE": 10, "WARM": 16}
+NUMBERS = {"FRACTION": 16, "EIGHTHS": 5, "FROM": 2, "TOLERANCE": 10}
 SUMMED = {"TOP_K": 8, "COLUMNS": 1024}
 
 
@@ -86,10 +86,7 @@ KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
         )
         for near in (True, False)
     ),
-    *(
-        (water_filling_kernel._split, SPLIT, {"IS_WARM": more, "HAS_BALLAST": more, **SIZES, **NUMBERS})
-        for more in (False, True)
-    ),
+    (water_filling_kernel._split, SPLIT, {**SIZES, **NUMBERS}),
 ]
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from water_filling_torch import assign_slots
 
 from eplb_runtime.migration import verifying
 from eplb_runtime.moe import kernel_selection
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.moe.kernel_selection import Kernels, if_equal, kernels_for
 from eplb_runtime.moe.routing.splitter import BatchSplitter, count_choices, deal_out
-from eplb_runtime.moe.routing.water_filling_torch import assign_slots
 from eplb_runtime.placement import Placement
 from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import water_filling_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from eplb_runtime.moe.routing import sources, water_filling, water_filling_torch
+from eplb_runtime.moe.routing import sources, water_filling
 from eplb_runtime.moe.routing.speeds import split_by_speed
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.placement import EMPTY, Placement
@@ -101,9 +102,10 @@ def test_numba_and_torch_give_the_same_quotas_that_sum_exactly(shape, scale, mod
     there = water_filling_torch.split_counts(torch.from_numpy(counts), device, **options)
     assert np.array_equal(there.numpy(), sent)
     warm = sent.sum(axis=0)
-    again = every_row(counts[::-1], tables, warm_EC=warm, **options)
-    there = water_filling_torch.split_counts(
-        torch.from_numpy(counts[::-1].copy()), device, warm_EC=torch.from_numpy(warm), **options
+    totals = counts[::-1].sum(axis=0)
+    again = water_filling.split_totals(totals[None], tables, mode=mode, warm_LEC=warm[None])[0]
+    there = water_filling_torch.split_totals(
+        torch.from_numpy(totals), device, mode=mode, warm_EC=torch.from_numpy(warm)
     )
     assert np.array_equal(there.numpy(), again)
 

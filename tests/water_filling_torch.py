@@ -13,9 +13,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...placement import Placement
-from .tables import SplitTables
-from .water_filling import FRACTION_BITS, MOMENTUM_EIGHTHS, MOMENTUM_FROM, SWEEPS, TOLERANCE_BITS, WARM_BITS, Mode
+from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.water_filling import (
+    FRACTION_BITS,
+    MOMENTUM_EIGHTHS,
+    MOMENTUM_FROM,
+    SWEEPS,
+    TOLERANCE_BITS,
+    WARM_BITS,
+    Mode,
+)
+from eplb_runtime.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
