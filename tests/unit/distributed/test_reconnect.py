@@ -166,7 +166,7 @@ def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_hol
 def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
     job: tuple[Reconnection, Groups, Standing],
 ) -> None:
-    made, groups, standing = job
+    made, *_ = job
     carrier = Carrier()
     made._carrier = lambda *_: carrier  # type: ignore[assignment, return-value]
     made.begin()
