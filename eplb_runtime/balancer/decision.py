@@ -182,7 +182,7 @@ class DecisionMaker:
         try:
             declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
-            return Decision(failure=str(error))
+            return Decision(failure=str(error), finding=finding)
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
         if total.any():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.balancer.guard import Found
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
 
@@ -72,6 +75,17 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
         assert len({digest for _, digest in seen["placements"]}) == 1
 
 
+def guard_that_finds(job: Job, finding: str) -> list[str]:
+    """What is reported of it from here on."""
+    rebalancer, reported = job.balancer._rebalancer, []
+    made = rebalancer.decisions
+    decide = made._decide
+    made._guard = SimpleNamespace(found=lambda look, control: Found(finding))
+    made._decide = lambda measurement, *rest: decide(replace(measurement, look=True), *rest)
+    rebalancer._guard.report = lambda finding, stays: reported.append(finding)
+    return reported
+
+
 def declare_for_one_decision(rank: int) -> dict[str, Any]:
     job = Job(rank)
     job.train(1)
@@ -80,11 +94,12 @@ def declare_for_one_decision(rank: int) -> dict[str, Any]:
     declared = job.heavy_on_rank_0()
     job.train(4)
     told = [event.imbalance_before for event in job.balancer.events if isinstance(event, RebalancePlanned)]
+    reported = guard_that_finds(job, "something is wrong")
     job.balancer.declare(np.broadcast_to(SKEWED, (1 + rank, LAYERS, EXPERTS)))
     job.train(3)
     dropped = [event.cause for event in job.balancer.events if isinstance(event, RebalanceAborted)]
     job.balancer.close()
-    return {"declared": declared, "told": told, "dropped": dropped, "loads": SKEWED.sum()}
+    return {"declared": declared, "told": told, "dropped": dropped, "reported": reported}
 
 
 def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each_rank() -> None:
@@ -94,6 +109,7 @@ def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each
         assert first > 1.4 and later
         assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
         assert seen["dropped"] == ["ranks declared loads of 1 and of 2 windows: declare as many on each"]
+        assert seen["reported"] == ["something is wrong"], "what the guard finds is said though the decision failed"
 
 
 def share_of_a_slow_rank(rank: int) -> tuple[list[float], str]:
