@@ -370,6 +370,7 @@ class Rebalancer:
             look=self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,
+            keys_of_earlier=self._groups.store.passing,
         )
         self._earlier.clear()
         self.declared = None
