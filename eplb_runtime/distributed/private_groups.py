@@ -68,11 +68,12 @@ def make(
     group._set_group_desc(description)
     # What torch's functions look up in a group.
     known = dist.distributed_c10d._world
-    if not isinstance(known.pg_names, _Names):
-        dist.distributed_c10d._pg_names = _Names(known.pg_names)
-    known.pg_map[group] = (backend, prefixed)
+    names = getattr(known, "pg_names", None)  # torch's own business: without it, lists of groups lack names
+    if names is not None and not isinstance(names, _Names):
+        dist.distributed_c10d._pg_names = _Names(names)
     known.pg_backend_config[group] = f"{device.type}:{backend}"
     known.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    known.pg_map[group] = (backend, prefixed)  # last: a profiler on another thread asks for the rest of what is here
     return group
 
 
@@ -87,7 +88,7 @@ def forget(group: dist.ProcessGroup) -> None:
 def is_private(group: dist.ProcessGroup) -> bool:
     """Whether it was made here and is in use."""
     known = dist.distributed_c10d._world
-    return group in known.pg_map and group not in known.pg_names
+    return group in known.pg_map and group not in getattr(known, "pg_names", ())
 
 
 def hang_up(group: dist.ProcessGroup, backend: str) -> None:

@@ -30,6 +30,8 @@ logger = logging.getLogger("eplb_runtime")
 _WATCHDOG_MARGIN = timedelta(seconds=60)
 _POLL_SECONDS = 0.0002
 _LINE_BYTES = 240
+_OF_BALANCING = ("control", "migration", "background")
+"""Purposes of groups that a closed model does not compute with."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,11 @@ class ProcessGroups:
             weakref.finalize(model, gone).atexit = False
 
     def close_balancing(self) -> None:
-        """Give back what only rebalancing needs; the model goes on with the other groups."""
-        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in ("control", "migration")))
+        """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
+        gloo go with the last who holds a group: the others have let go of theirs."""
+        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
+        self._background = None
+        del self.control, self.migration
         self.store.close()
 
     def close(self) -> None:

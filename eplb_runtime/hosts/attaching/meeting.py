@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,7 +42,8 @@ def meet(
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
     while True:
-        call = f"{base}/{store.add(f'{base}/calls of {rank}', 1)}"
+        number = store.add(f"{base}/calls of {rank}", 1)
+        call = f"{base}/{number}"
         state = f"{call}/state"
         # What the others have left without this rank is over; they are to come again.
         if not store.check([state]) or store.get(state) != _GAVE_UP.encode():
@@ -65,6 +67,7 @@ def meet(
         raise RuntimeError(
             f"rank {absent} did not come to {what} within {timeout_seconds:g} s: it is collective, every rank calls it"
         )
+    _forget(store, f"{base}/{number - 1}", rank, is_first=rank == everyone[0])
     if store.check([f"{call}/problem"]):
         raise AttachError(store.get(f"{call}/problem").decode())
 
@@ -76,6 +79,15 @@ def _wait(store: dist.Store, call: str, everyone: Sequence[int], seconds: float)
     except RuntimeError:
         return _absent(store, call, everyone)
     return ""
+
+
+def _forget(store: dist.Store, call: str, rank: int, *, is_first: bool) -> None:
+    """All ranks have come to a later call. One that was given up stays on record, for ranks that never came to it."""
+    with suppress(RuntimeError):  # a store of the host's may keep all it was given
+        store.delete_key(f"{call}/{rank}")
+        if is_first and store.check([f"{call}/state"]) and store.get(f"{call}/state") == _ALL.encode():
+            for key in ("problem", "here", "state"):
+                store.delete_key(f"{call}/{key}")
 
 
 def _absent(store: dist.Store, call: str, everyone: Sequence[int]) -> str:

@@ -1,0 +1,63 @@
+"""Process groups that torch has not made, and its functions know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb_runtime.distributed import private_groups
+
+WORLD = dist.distributed_c10d._world
+
+
+@pytest.fixture
+def store() -> Iterator[dist.Store]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+def reduced(store: dist.Store) -> dist.ProcessGroup:
+    group = private_groups.make(store, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 1 and private_groups.is_private(group)
+    return group
+
+
+def test_a_group_is_listed_with_its_name_and_not_counted(store: dist.Store) -> None:
+    named = len(WORLD.pg_names)
+    group = reduced(store)
+    assert "a name" in [one["pg_name"] for one in WORLD.pg_config_info]
+    assert len(WORLD.pg_names) == named and not private_groups.is_private(dist.group.WORLD)
+    private_groups.forget(group)
+    assert not private_groups.is_private(group)
+    assert "a name" not in [one["pg_name"] for one in WORLD.pg_config_info]
+
+
+def test_a_torch_without_the_table_of_names_makes_and_forgets_groups_all_the_same(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(WORLD), "pg_names")
+    group = reduced(store)
+    private_groups.forget(group)
+    assert not private_groups.is_private(group)
+    monkeypatch.undo()  # torch's own end asks for it
+
+
+def test_whoever_finds_a_group_finds_all_that_belongs_to_it(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    class Map(dict):  # type: ignore[type-arg]
+        def __setitem__(self, group: dist.ProcessGroup, value: object) -> None:
+            super().__setitem__(group, value)
+            found.append(group in WORLD.pg_group_ranks and group in WORLD.pg_backend_config)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", Map(WORLD.pg_map))
+    private_groups.forget(reduced(store))
+    assert found == [True]
