@@ -73,6 +73,7 @@ class ProcessGroups:
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
         timeout_seconds: for control and migration, from `settle` on; the others keep the host's default.
+        only_control: make ``control`` alone, for ranks that compare what they have and exchange nothing.
 
     Attributes:
         store: the launcher's, under a name that no other balancer has.
@@ -90,6 +91,8 @@ class ProcessGroups:
         stage_layers: Sequence[int],
         device: torch.device,
         timeout_seconds: float,
+        *,
+        only_control: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
@@ -116,6 +119,8 @@ class ProcessGroups:
             self.control = self._new([self._members], "gloo", "control", self._setup)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
             job = self.job
+            if only_control:
+                return
             self._refuse_together(self._gloo_sizes(job))
             self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone

@@ -14,6 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
 
@@ -113,6 +114,30 @@ def test_close_leaves_no_more_than_a_closed_model_computes_with() -> None:
 def test_control_without_a_collection_at_attach_models_that_are_gone_keep_theirs() -> None:
     for result in run_ranks(2, rounds, False):
         assert result["after"][2] > result["after"][1] > result["after"][0]
+
+
+def spread(rank: int) -> tuple[list[str], list[tuple[int, int]]]:
+    """Purposes of the groups that `shard_experts` makes, and what is held after each of three calls."""
+    gc.collect()
+    gc.disable()
+    purposes, made = [], ProcessGroups._new
+
+    def new(groups: ProcessGroups, sets: Any, backend: str, purpose: str, *rest: Any) -> Any:
+        purposes.append(purpose)
+        return made(groups, sets, backend, purpose, *rest)
+
+    ProcessGroups._new = new  # type: ignore[method-assign]
+    after = []
+    for _ in range(3):
+        eplb.shard_experts(make_model("olmoe", experts=4, layers=1))
+        after.append(held())
+    return purposes, after
+
+
+def test_experts_that_are_spread_before_attach_leave_no_groups_and_need_no_communicator() -> None:
+    for purposes, after in run_ranks(2, spread):
+        assert purposes == ["control"] * 3
+        assert len(set(after)) == 1
 
 
 def failing(name: str) -> Callable[..., None]:

@@ -195,6 +195,10 @@ class Lanes:
             self._order, self._shared = None, {}
             self.busy = self._forwards_only = False
 
+    def in_order_with_this_stream(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which either of two things uses what the stream that is current now writes meanwhile."""
+        return contextlib.nullcontext if self._streams is None else self._streams.in_order_with_this_one()
+
     def alone(self, work: Callable[[], T], turned: bool = False) -> T:
         """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one
         of two things at once."""
