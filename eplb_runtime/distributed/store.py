@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -68,6 +70,29 @@ class JobStore:
         """The word of a key; empty where there is none yet."""
         return self._ask(lambda store: bytes(store.get(key)).decode() if store.check([key]) else "")
 
+    def wait(self, key: str, seconds: float) -> bool:
+        """Whether a key has a word within so many seconds. Nothing else is asked meanwhile.
+
+        Raises:
+            StoreError: no answer within the timeout, counted from then.
+        """
+
+        def waited(store: dist.Store) -> bool:
+            with contextlib.suppress(RuntimeError):  # which says in the same way that it is late and that it is gone
+                store.wait([key], timedelta(seconds=seconds))
+            return bool(store.check([key]))
+
+        return self._ask(waited, extra_seconds=seconds)
+
+    def delete(self, key: str) -> None:
+        """Leave no word of a key. A store of the host's may keep all it was given."""
+
+        def delete(store: dist.Store) -> None:
+            with contextlib.suppress(NotImplementedError):
+                store.delete_key(key)
+
+        self._ask(delete)
+
     @property
     def passing(self) -> int:
         """How many keys this rank has written that pass, and has not deleted."""
@@ -101,8 +126,11 @@ class JobStore:
             self._worker.submit(self._disconnect)
             self._worker.close(self._seconds)
 
-    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False) -> T:
+    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
         """Ask on the thread.
+
+        Args:
+            extra_seconds: for what the store itself waits for.
 
         Raises:
             StoreError: no answer within the timeout, or an error instead of one.
@@ -119,7 +147,7 @@ class JobStore:
                 raise
 
         try:
-            return self._worker.do(ask, self._seconds)
+            return self._worker.do(ask, self._seconds + extra_seconds)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
                 self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from eplb_runtime.distributed.hang_watchdog import Watch
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
+from eplb_runtime.hosts.attaching import meeting
 from eplb_runtime.utils.worker import Worker
 
 
@@ -120,6 +121,28 @@ def test_hosts_that_count_lives_differently_find_the_same_name(monkeypatch: pyte
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", life)
             said.add(name_of_job(store, (0, 1), rank))
         assert len(said) == names
+
+
+def test_a_meeting_over_a_silent_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = Stuck(dist.HashStore())
+    stuck.timeout = timedelta(seconds=10)  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(meeting, "SETUP_SECONDS", 0.05)
+    with pytest.raises(StoreError, match="does not answer"):
+        meeting.meet([0], "attach", 0.01, patient=True)
+    stuck.release.set()
+    monkeypatch.setattr(meeting, "SETUP_SECONDS", 10.0)
+    meeting.meet([0], "attach", 0.01)  # what timed out may have been counted: it meets all the same
+
+
+def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:
+    store = JobStore(dist.HashStore(), "job", 10.0)
+    assert not store.wait("a key", 0.01)
+    store.compare_set("a key", "a word")
+    assert store.wait("a key", 0.01)
+    store.delete("a key")
+    assert not store.look("a key")
 
 
 def watch_on(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> Watch:
