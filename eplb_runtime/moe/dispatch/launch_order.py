@@ -40,7 +40,7 @@ class LaunchOrder:
             way: 0 or 1.
 
         Raises:
-            RuntimeError: the other way did not come in time, or this thread is within a turn already.
+            RuntimeError: the other way did not get there in time, or this thread is within a turn already.
         """
         thread = threading.get_ident()
         with self._changed:
@@ -67,7 +67,7 @@ class LaunchOrder:
         """Within a turn: wait until the other way has queued all that it computes before its next exchange.
 
         Raises:
-            RuntimeError: it did not come in time.
+            RuntimeError: it did not ask in time.
         """
         with self._changed:
             self._wait(way, lambda: self._asks[1 - way] or self._ended[1 - way])
@@ -81,7 +81,7 @@ class LaunchOrder:
     def _wait(self, way: int, comes: Callable[[], bool]) -> None:
         if not self._changed.wait_for(comes, self._seconds):
             raise RuntimeError(
-                f"of two batches at once, {_NAMES[1 - way]} did not come to its exchange {self._launched[1 - way] + 1} "
+                f"of two batches at once, {_NAMES[1 - way]} did not reach its exchange {self._launched[1 - way] + 1} "
                 f"within {self._seconds:g} s; exchange {self._launched[way] + 1} of {_NAMES[way]} waited for it"
             )
 

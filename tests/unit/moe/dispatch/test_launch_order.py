@@ -108,9 +108,9 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:
     order = LaunchOrder(0.05)
-    with pytest.raises(RuntimeError, match=r"the first did not come to its exchange 1 within 0[.]05 s"), order.turn(1):
+    with pytest.raises(RuntimeError, match=r"the first did not reach its exchange 1 within 0[.]05 s"), order.turn(1):
         pass
-    with order.turn(0), pytest.raises(RuntimeError, match="the second did not come to its exchange 1 within"):
+    with order.turn(0), pytest.raises(RuntimeError, match="the second did not reach its exchange 1 within"):
         order.until_the_other_asks(0)
     with order.turn(1):  # the first has launched by now, and nothing of what failed counts
         pass
