@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .balancer.balancer import Balancer
     from .balancer.gradients.scaler import GradScaler
     from .checkpoint import load_logical_state_dict, logical_state_dict
-    from .config import BalancerConfig
+    from .config import BalancerConfig, DispatchConfig, MigrationConfig
     from .hosts import MoE, attach, shard_experts, stack_experts
     from .hosts.recording import record
     from .hosts.trainer import BalancedTrainer
@@ -28,7 +28,9 @@ __all__ = [
     "BalancedTrainer",
     "Balancer",
     "BalancerConfig",
+    "DispatchConfig",
     "GradScaler",
+    "MigrationConfig",
     "MoE",
     "Placement",
     "Plan",
@@ -48,7 +50,9 @@ _ROOM_OF = {
     "BalancedTrainer": "hosts.trainer",
     "Balancer": "balancer.balancer",
     "BalancerConfig": "config",
+    "DispatchConfig": "config",
     "GradScaler": "balancer.gradients.scaler",
+    "MigrationConfig": "config",
     "MoE": "hosts",
     "Placement": "placement",
     "Plan": "planner",

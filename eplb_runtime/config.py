@@ -1,18 +1,21 @@
-"""What a user can choose, in one frozen value that is checked when made; the only room that reads the environment.
+"""What a user can choose, in frozen values that are checked when made; the only room that reads the environment.
 
-No torch.distributed here.
+`BalancerConfig` has what everybody may want, and holds a `DispatchConfig` and a `MigrationConfig`. Where settings come
+as one flat mapping (a command line, a file), `config_from_settings` makes the config of it. No torch.distributed here.
 """
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,82 +36,276 @@ GUARDS = ("auto", "raise", "warn", "off")
 DENSE_GRADIENTS = ("host", "allreduce")
 LOOPBACK = "127.0.0.1"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
+_OF_COPIES = ("split", "split_locality", "split_least_tokens")
+_ON_RANK_0 = ("run", "listen", "listen_token")
+_MOST_SHOWN = 60
 
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message says which and what would."""
 
 
+def _shown(value: object) -> str:
+    """A value in one line that is not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+class _Settings:
+    """Base of the configs: names that they do not know, and the checks of one value. A numpy number is taken as
+    Python's, so that configs of equal settings describe themselves alike."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __new__(cls, *given: object, **settings: object) -> Self:
+        by_place = [own.name for own in fields(cls) if not own.kw_only]
+        if len(given) > len(by_place):
+            name = fields(cls)[len(by_place)].name
+            raise ConfigError(f"{cls.__name__} takes settings by name: {name}={_shown(given[len(by_place)])}, ...")
+        known = {own.name for own in fields(cls)}
+        if not known.issuperset(settings):
+            raise ConfigError(_said_of_unknown(cls, settings))
+        return super().__new__(cls)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _whole(self, name: str, least: int | None = None) -> None:
+        """A whole number, or None where that is the default."""
+        value = getattr(self, name)
+        if value is None and self.__dataclass_fields__[name].default is None:
+            return
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ConfigError(f"{name}={_shown(value)}: give a whole number")
+        if least is not None and value < least:
+            raise ConfigError(f"{name}={value}: give at least {least}")
+        self._set(name, int(value))
+
+    def _seconds(self, name: str) -> None:
+        """A number above 0, or None where that is the default."""
+        value = getattr(self, name)
+        if value is None and self.__dataclass_fields__[name].default is None:
+            return
+        if not _is_number(value) or not 0 < value < inf:
+            raise ConfigError(f"{name}={_shown(value)}: give a positive number of seconds")
+        self._set(name, float(value))
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool | np.bool_):
+            raise ConfigError(f"{name}={_shown(value)}: give True or False")
+        self._set(name, bool(value))
+
+    def _one_of(self, name: str, known: tuple[str, ...], shown_as: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(f"{shown_as or name}={_shown(value)} is unknown; choose one of: {', '.join(known)}")
+        self._set(name, str(value))
+
+
 @dataclass(frozen=True)
-class BalancerConfig:
-    """Settings of a balancer; the same on every rank (checked at attach).
+class DispatchConfig(_Settings):
+    """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed.
 
     Args:
-        interval: optimizer steps between decisions.
-        window: steps of load history that a decision looks at; None: ``4 * interval``.
-        lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
-            run in the background. Fixed, so that a rerun commits at the same steps.
-        replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
-        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
-            theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
-            instead of once a step, and are computed by a second call, again in the backward pass.
-        copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
-            point: gloo or NCCL), ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
-            symmetric memory; between nodes as ``"torch"``) or ``"deepep"`` (weights to all copies of a layer in one
-            dispatch of the package deep_ep, with ``dispatch_sms``; gradients as ``"torch"``). The same bits either way.
+        name: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token crosses
+            to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer) or ``"auto"`` (``"deepep"``
+            where every rank has it, ``"all_to_all"`` elsewhere).
+        combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
+            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, the way of DeepEP; equal to
+            rounding. ``"all_to_all"`` has the first only.
+        dtype: how hidden states travel to the experts: ``"model"``, as they are, or ``"float8"``, rounded with a scale
+            for 128 columns: half the bytes of bfloat16, for ``"deepep"`` and bfloat16 only. Results and gradients
+            travel as they are.
+        low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
+            low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
+            508. For ``"deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
+        most_tokens: no batch of any rank has more tokens than that, in training and in evaluation. For ``"deepep"`` on
+            one node: a layer then never waits for the device, so that CUDA graphs can hold it, and its rows lie in
+            memory for as many from every rank (in ``"logical"`` order for each choice): for small batches. A larger
+            batch is refused. 0: not known; the number of rows comes to the host first.
+        sms: multiprocessors of a GPU that the kernels of DeepEP take, for tokens and for ``copies_by="deepep"``; even.
+        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
+            ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
+            attach: one that does not give what plain torch gives there is not used, and the log says so.
         split: how tokens are shared out over an expert's copies, batch by batch: ``"water_filling"`` (the busiest rank
             has as little as can be) or ``"even"``.
         split_locality: serve a token on its own rank or node where that does not change the balance.
         split_least_tokens: a batch with fewer (token, choice) pairs over all ranks is not split: it stays at home.
-        policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
-        gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
-            whenever the plan lowers the imbalance.
+
+    Raises:
+        ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
+
+    Example:
+        >>> DispatchConfig("deepep", combine_order="by_rank", sms=24).sms
+        24
+    """
+
+    name: str = "all_to_all"
+    _: KW_ONLY
+    combine_order: Literal["logical", "by_rank"] = "logical"
+    dtype: Literal["model", "float8"] = "model"
+    low_latency_tokens: int = 0
+    most_tokens: int = 0
+    sms: int = 20
+    kernels: bool = False
+    split: Literal["water_filling", "even"] = "water_filling"
+    split_locality: bool = True
+    split_least_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        self._one_of("name", DISPATCHES, shown_as="dispatch")
+        self._one_of("combine_order", COMBINE_ORDERS)
+        if self.combine_order == "by_rank" and self.name == "all_to_all":
+            raise ConfigError(
+                "combine_order='by_rank' with dispatch='all_to_all', which sums in logical order: leave it out, or "
+                "choose another dispatch"
+            )
+        self._one_of("dtype", DISPATCH_DTYPES)
+        if self.dtype == "float8" and self.name != "deepep":
+            raise ConfigError(f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it")
+        self._check_low_latency()
+        self._check_most_tokens()
+        self._whole("sms", 2)
+        if self.sms % 2:
+            raise ConfigError(f"sms={self.sms}: give an even number")
+        self._flag("kernels")
+        self._one_of("split", SPLITS)
+        self._flag("split_locality")
+        self._whole("split_least_tokens", 0)
+
+    def _check_low_latency(self) -> None:
+        self._whole("low_latency_tokens")
+        tokens = self.low_latency_tokens
+        if not 0 <= tokens <= MOST_LOW_LATENCY_TOKENS or tokens % 4:
+            raise ConfigError(
+                f"low_latency_tokens={tokens}: give a multiple of 4 up to {MOST_LOW_LATENCY_TOKENS}, or 0 for none"
+            )
+        if tokens and (self.name != "deepep" or self.combine_order != "by_rank"):
+            raise ConfigError(
+                f"low_latency_tokens={tokens} with dispatch={self.name!r}, combine_order={self.combine_order!r}: "
+                "they need dispatch='deepep' and combine_order='by_rank'"
+            )
+
+    def _check_most_tokens(self) -> None:
+        self._whole("most_tokens", 0)
+        if self.most_tokens and self.name != "deepep":
+            raise ConfigError(
+                f"most_tokens={self.most_tokens} with dispatch={self.name!r}: only 'deepep' has use for it"
+            )
+        if self.most_tokens and self.low_latency_tokens:
+            raise ConfigError(
+                f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
+                "numbers of rows: give one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrationConfig(_Settings):
+    """Settings of what happens when experts change places: when, how much at a time, and what carries it.
+
+    Args:
+        lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
+            run in the background. Fixed, so that a rerun commits at the same steps.
+        horizon_steps: steps over which the gate, and what is reported of a plan, count what a rebalance saves; None:
+            ``10 * interval``.
+        moe_share: share of a step that expert compute and dispatch take, in (0, 1]; for the same prediction.
         max_moves: at most so many experts move in one decision, over all layers; None: no limit.
         max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
-        horizon_steps: steps over which the gate counts what a rebalance saves; None: ``10 * interval``.
-        moe_share: share of a step that expert compute and dispatch take, in (0, 1]; for the gate's prediction.
-        timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
-            Attaching is given two minutes for each of its steps, or this where it is longer.
-        staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
-            Never less than one expert with its state.
-        overlap: migrate while training goes on: experts travel beside the forwards of steps, and each layer is
-            committed before its own forward begins. False: between two steps, all at once.
-        bytes_per_step: with ``overlap``, the most that a rank receives beside one step; None: ``staging_bytes``.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
             memory between the ranks of one node, on a CPU), ``"cuda_ipc"`` (the same between the GPUs of one node, by
             their copy engines), ``"nixl"`` (extra ``nixl``: RDMA or TCP), ``"nvshmem"`` (extra ``nvshmem-cu12`` or
             ``nvshmem-cu13``, between GPUs), ``"deepep"`` (the package deep_ep, between Hopper GPUs and newer; not with
             ``overlap``) or ``"auto"`` (inside nodes and across them what fits on every rank, of the first four).
-        dispatch: what carries tokens: ``"all_to_all"`` (torch.distributed), ``"hierarchical"`` (the same, a token
-            crosses to a node once), ``"deepep"`` (the package deep_ep, on Hopper GPUs and newer) or ``"auto"``
-            (``"deepep"`` where every rank has it, ``"all_to_all"`` elsewhere).
-        combine_order: how a token's results are summed: ``"logical"``, in the router's order, so that no bit depends
-            on where experts stand; or ``"by_rank"``, on each rank first: fewer bytes, the way of DeepEP; equal to
-            rounding.
-            ``"all_to_all"`` has the first only.
-        dispatch_dtype: how hidden states travel to the experts: ``"model"``, as they are, or ``"float8"``, rounded
-            with a scale for 128 columns: half the bytes of bfloat16, for ``dispatch="deepep"`` and bfloat16
-            only. Results and gradients travel as they are.
-        low_latency_tokens: in evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's
-            low-latency kernels (RDMA or NVLink through NVSHMEM, in buffers made for as many): a multiple of 4, up to
-            508. For ``dispatch="deepep"`` with ``combine_order="by_rank"``, on one node. 0: never.
-        most_tokens: no batch of any rank has more tokens than that, in training and in evaluation. For
-            ``dispatch="deepep"`` on one node: a layer then never waits for the device, so that CUDA graphs can hold it,
-            and its rows lie in memory for as many from every rank (in ``"logical"`` order for each choice): for small
-            batches. A larger batch is refused. 0: not known; the number of rows comes to the host first.
-        dispatch_sms: multiprocessors of a GPU that the kernels of DeepEP take; even.
-        kernels: on GPUs, Triton kernels count, route and sum a layer's choices and hash experts for checksums; with
-            ``most_tokens`` and replica slots they also split batches over copies, without the host. Each is tried at
-            attach: one that does not give what plain torch gives there is not used, and the log says so.
-        dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
-            ``"allreduce"`` (the balancer, before the optimizer's step).
+        staging_bytes: bytes of received experts that a rank stages at once; bounds both memory and a round's size.
+            Never less than one expert with its state.
+        bytes_per_step: with ``overlap``, the most that a rank receives beside one step, up to ``staging_bytes``; None:
+            as much as that.
         move_gradients: carry the experts' ``.grad`` along too. Only needed by a loop that does not call ``zero_grad``
             after each step; otherwise gradients that experts have left behind may not be added to nor used again.
-        guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
-            in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
-        rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
-            given fewer tokens, by homes and by the split over copies. None: all alike.
-        initial_placement: a placement, or its file, to start from instead of logical order.
+
+    Raises:
+        ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
+
+    Example:
+        >>> MigrationConfig(transport="shm", lag=0).transport
+        'shm'
+    """
+
+    lag: int = 1
+    horizon_steps: int | None = None
+    moe_share: float = 0.5
+    max_moves: int | None = None
+    max_pause_seconds: float | None = None
+    transport: str = "torch"
+    staging_bytes: int = 256 << 20
+    bytes_per_step: int | None = None
+    move_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        self._whole("lag", 0)
+        self._whole("horizon_steps", 1)
+        if not _is_number(self.moe_share) or not 0 < self.moe_share <= 1:
+            raise ConfigError(f"moe_share={_shown(self.moe_share)}: give a share of the step in (0, 1]")
+        self._set("moe_share", float(self.moe_share))
+        self._whole("max_moves", 0)
+        self._seconds("max_pause_seconds")
+        self._one_of("transport", TRANSPORTS)
+        self._whole("staging_bytes", 1)
+        self._whole("bytes_per_step", 1)
+        if self.bytes_per_step is not None and self.bytes_per_step > self.staging_bytes:
+            raise ConfigError(
+                f"bytes_per_step={self.bytes_per_step} is above staging_bytes={self.staging_bytes}, which bounds it: "
+                "lower it, or give more staging_bytes"
+            )
+        self._flag("move_gradients")
+
+
+class _DispatchField:
+    """Field that is set to the name of a dispatcher or to a `DispatchConfig`, and read as a `DispatchConfig`."""
+
+    @overload
+    def __get__(self, config: None, owner: type) -> DispatchConfig: ...
+    @overload
+    def __get__(self, config: BalancerConfig, owner: type) -> DispatchConfig: ...
+    def __get__(self, config: BalancerConfig | None, owner: type) -> DispatchConfig:
+        """On the class: the default, as `dataclasses` asks."""
+        if config is None:
+            return DispatchConfig()
+        chosen: DispatchConfig = config.__dict__["dispatch"]
+        return chosen
+
+    def __set__(self, config: BalancerConfig, value: str | DispatchConfig) -> None:
+        if isinstance(value, str):
+            value = DispatchConfig(value)
+        if not isinstance(value, DispatchConfig):
+            raise ConfigError(f"dispatch={_shown(value)}: give DispatchConfig(...), or one of: {', '.join(DISPATCHES)}")
+        config.__dict__["dispatch"] = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerConfig(_Settings):
+    """Settings of a balancer; the same on every rank (checked at attach).
+
+    A setting that has no effect beside the others is refused. ``policy="static"`` alone may stand beside anything: it
+    is the switch that turns rebalancing off in a config that stays as it is, to compare with.
+
+    Args:
+        interval: optimizer steps between decisions.
+        replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
+        policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
+        gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
+            whenever the plan lowers the imbalance.
+        overlap: migrate while training goes on: experts travel beside the forwards of steps, and each layer is
+            committed before its own forward begins. False: between two steps, all at once.
+        dense_gradients: who averages the gradients outside the experts: ``"host"`` (your DDP or FSDP) or
+            ``"allreduce"`` (the balancer, before the optimizer's step).
+        timeout_seconds: a collective or transfer of the balancer that takes longer is given up, the rebalance dropped.
+            Attaching is given two minutes for each of its steps, or this where it is longer.
         run: a folder in which rank 0 puts down what the job shows of itself: the load that was measured, as a series in
             ``load/`` that ``eplb-runtime simulate`` and ``convert`` read, and its events, in ``events.jsonl``. It is
             added to, never written over, and ``summary.json`` at the end. None: no such folder.
@@ -116,14 +313,30 @@ class BalancerConfig:
             machine alone (0: any that is free), or ``"host:port"``. None: nothing listens.
         listen_token: that a browser or a scraper must bring; needed beyond this machine. In the page's address once
             (``/?token=...``), or as ``Authorization: Bearer``.
+        dispatch: how tokens reach their experts: `DispatchConfig`, or its ``name`` alone.
+        migration: how experts change places: `MigrationConfig`.
+        window: steps of load history that a decision looks at; None: ``4 * interval``.
+        guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
+            in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
+        rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
+            given fewer tokens, by homes and by the split over copies. None: all alike.
+        initial_placement: a placement, or its file, to start from instead of logical order.
+        shared_between_layers: layers of equal shapes take turns with one set of k replica rows instead of keeping
+            theirs. Saves memory (both sizes are logged at attach); copies then travel in every forward and backward
+            instead of once a step, and are computed by a second call, again in the backward pass.
+        copies_by: what carries weights to copies and their gradients home: ``"torch"`` (torch.distributed point to
+            point: gloo or NCCL), ``"copy_engine"`` (inside a node by the copy engines of its GPUs, through torch's
+            symmetric memory; between nodes as ``"torch"``) or ``"deepep"`` (weights to all copies of a layer in one
+            dispatch of the package deep_ep, with ``DispatchConfig.sms``; gradients as ``"torch"``). The same bits
+            either way.
 
     Raises:
-        ConfigError: a value is out of range or a name is unknown.
+        ConfigError: a value is out of range, a name is unknown, or a setting has no effect beside the others.
 
     Example:
-        >>> config = BalancerConfig(interval=100, replica_slots=1)
-        >>> config.window_steps, config.horizon, config.gate
-        (400, 1000, 'payoff')
+        >>> config = BalancerConfig(interval=100, replica_slots=1, migration=MigrationConfig(transport="shm"))
+        >>> config.window_steps, config.horizon, config.gate, config.migration.transport
+        (400, 1000, 'payoff', 'shm')
         >>> BalancerConfig(interval=0)
         Traceback (most recent call last):
             ...
@@ -131,89 +344,41 @@ class BalancerConfig:
     """
 
     interval: int = 50
-    window: int | None = None
-    lag: int = 1
     replica_slots: int = 0
-    shared_between_layers: bool = False
-    copies_by: str = "torch"
-    split: Literal["water_filling", "even"] = "water_filling"
-    split_locality: bool = True
-    split_least_tokens: int = 64
     policy: str = "incremental"
     gate: Literal["payoff", "always"] = "payoff"
-    max_moves: int | None = None
-    max_pause_seconds: float | None = None
-    horizon_steps: int | None = None
-    moe_share: float = 0.5
-    timeout_seconds: float = 30.0
-    staging_bytes: int = 256 << 20
     overlap: bool = False
-    bytes_per_step: int | None = None
-    transport: str = "torch"
-    dispatch: str = "all_to_all"
-    combine_order: Literal["logical", "by_rank"] = "logical"
-    dispatch_dtype: Literal["model", "float8"] = "model"
-    low_latency_tokens: int = 0
-    most_tokens: int = 0
-    dispatch_sms: int = 20
-    kernels: bool = False
     dense_gradients: Literal["host", "allreduce"] = "host"
-    move_gradients: bool = False
-    guard: Literal["auto", "raise", "warn", "off"] = "auto"
-    rank_speed: tuple[float, ...] | None = None
-    initial_placement: Placement | str | Path | None = None
+    timeout_seconds: float = 30.0
     run: str | Path | None = None
     listen: int | str | None = None
     listen_token: str | None = field(default=None, repr=False)
+    dispatch: _DispatchField = _DispatchField()
+    migration: MigrationConfig = MigrationConfig()
+    window: int | None = None
+    guard: Literal["auto", "raise", "warn", "off"] = "auto"
+    rank_speed: Sequence[float] | None = None
+    initial_placement: Placement | str | Path | None = None
+    shared_between_layers: bool = False
+    copies_by: str = "torch"
 
     def __post_init__(self) -> None:
-        self._at_least("interval", 1)
-        self._at_least("window", 1)
-        self._at_least("lag", 0)
-        self._at_least("replica_slots", 0)
-        self._at_least("split_least_tokens", 0)
-        self._at_least("max_moves", 0)
-        self._at_least("horizon_steps", 1)
-        self._at_least("staging_bytes", 1)
-        self._at_least("bytes_per_step", 1)
-        if self.lag >= self.interval:
-            raise ConfigError(f"lag={self.lag} must be less than interval={self.interval}: one decision at a time")
-        if self.shared_between_layers and not self.replica_slots:
-            raise ConfigError("shared_between_layers=True without replica slots: give replica_slots=1 or more")
-        self._one_of("copies_by", COPIES_BY)
-        if self.copies_by != "torch" and not self.replica_slots:
-            raise ConfigError(f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more")
-        if self.overlap and self.move_gradients:
-            raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
-        if self.overlap and self.transport == "deepep":
-            raise ConfigError("overlap=True with transport='deepep': all ranks make its calls, between steps only")
-        for name in ("timeout_seconds", "max_pause_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value}: give a positive number of seconds")
-        if self.rank_speed is not None and not all(0 < speed < inf for speed in self.rank_speed):
-            raise ConfigError(f"rank_speed={self.rank_speed}: give numbers above 0")
-        if not 0 < self.moe_share <= 1:
-            raise ConfigError(f"moe_share={self.moe_share}: give a share of the step in (0, 1]")
+        self._whole("interval", 1)
+        self._whole("replica_slots", 0)
         self._one_of("policy", TRAINING_POLICIES)
         self._one_of("gate", TRAINING_GATES)
-        self._one_of("split", SPLITS)
-        self._one_of("transport", TRANSPORTS)
-        self._one_of("dispatch", DISPATCHES)
-        self._one_of("combine_order", COMBINE_ORDERS)
-        if self.combine_order == "by_rank" and self.dispatch == "all_to_all":
-            raise ConfigError("combine_order='by_rank' with dispatch='all_to_all', which sums in logical order")
-        self._one_of("dispatch_dtype", DISPATCH_DTYPES)
-        if self.dispatch_dtype == "float8" and self.dispatch != "deepep":
-            raise ConfigError(f"dispatch_dtype='float8' with dispatch={self.dispatch!r}: only 'deepep' carries it")
-        self._check_low_latency()
-        self._check_most_tokens()
-        self._at_least("dispatch_sms", 2)
-        if self.dispatch_sms % 2:
-            raise ConfigError(f"dispatch_sms={self.dispatch_sms}: give an even number")
+        self._flag("overlap")
         self._one_of("dense_gradients", DENSE_GRADIENTS)
+        self._seconds("timeout_seconds")
+        self._whole("window", 1)
         self._one_of("guard", GUARDS)
+        self._flag("shared_between_layers")
+        self._one_of("copies_by", COPIES_BY)
+        self._check_files()
         self._check_listening()
+        self._check_speeds()
+        self._check_migration()
+        self._check_copies()
 
     @property
     def speed_R(self) -> NDArray[np.float64] | None:
@@ -237,69 +402,204 @@ class BalancerConfig:
     @property
     def horizon(self) -> int:
         """Steps over which a rebalance is expected to go on paying."""
-        return self.horizon_steps if self.horizon_steps is not None else 10 * self.interval
+        steps = self.migration.horizon_steps
+        return steps if steps is not None else 10 * self.interval
 
     def describe(self) -> str:
         """One canonical line, equal on ranks whose settings are equal."""
         shown = []
-        for own in fields(self):
-            if own.name in ("run", "listen", "listen_token"):  # only rank 0 looks at it
-                continue
-            value = getattr(self, own.name)
-            shown.append(f"{own.name}={value.digest() if isinstance(value, Placement) else value}")
+        for name, value in settings_of(self).items():
+            if name not in _ON_RANK_0:  # which alone looks at them
+                shown.append(f"{name}={value.digest() if isinstance(value, Placement) else value}")
         return " ".join(shown)
 
-    def _check_low_latency(self) -> None:
-        tokens = self.low_latency_tokens
-        if not 0 <= tokens <= MOST_LOW_LATENCY_TOKENS or tokens % 4:
+    def _check_migration(self) -> None:
+        migration = self.migration
+        if not isinstance(migration, MigrationConfig):
+            raise ConfigError(f"migration={_shown(migration)}: give MigrationConfig(...)")
+        if migration.lag >= self.interval:
+            raise ConfigError(f"lag={migration.lag} must be less than interval={self.interval}: one decision at a time")
+        if self.overlap and migration.move_gradients:
+            raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
+        if self.overlap and migration.transport == "deepep":
+            raise ConfigError("overlap=True with transport='deepep': all ranks make its calls, between steps only")
+        if migration.bytes_per_step is not None and not self.overlap:
             raise ConfigError(
-                f"low_latency_tokens={tokens}: give a multiple of 4 up to {MOST_LOW_LATENCY_TOKENS}, or 0 for none"
-            )
-        if tokens and (self.dispatch != "deepep" or self.combine_order != "by_rank"):
-            raise ConfigError(
-                f"low_latency_tokens={tokens} with dispatch={self.dispatch!r}, combine_order={self.combine_order!r}: "
-                "they need dispatch='deepep' and combine_order='by_rank'"
+                f"bytes_per_step={migration.bytes_per_step} without overlap: give overlap=True; between steps "
+                "staging_bytes is the limit"
             )
 
-    def _check_most_tokens(self) -> None:
-        self._at_least("most_tokens", 0)
-        if self.most_tokens and self.dispatch != "deepep":
+    def _check_copies(self) -> None:
+        """Refuse what only copies use where there are none, and DeepEP's share of a GPU where nothing uses DeepEP."""
+        if not self.replica_slots:
+            mend = "without replica slots: give replica_slots=1 or more"
+            for name in ("shared_between_layers", "copies_by"):
+                if (value := getattr(self, name)) != self.__dataclass_fields__[name].default:
+                    raise ConfigError(f"{name}={value!r} {mend}")
+            for name in _OF_COPIES:
+                if (value := getattr(self.dispatch, name)) != DispatchConfig.__dataclass_fields__[name].default:
+                    raise ConfigError(f"{name}={value!r} {mend}")
+        if self.dispatch.sms != DispatchConfig.sms and not self._may_use_deepep():
             raise ConfigError(
-                f"most_tokens={self.most_tokens} with dispatch={self.dispatch!r}: only 'deepep' has use for it"
+                f"sms={self.dispatch.sms} with dispatch={self.dispatch.name!r}: only DeepEP's kernels take it; choose "
+                "dispatch='deepep' or copies_by='deepep', or leave it out"
             )
-        if self.most_tokens and self.low_latency_tokens:
-            raise ConfigError(
-                f"most_tokens={self.most_tokens} with low_latency_tokens={self.low_latency_tokens}, which wait for "
-                "numbers of rows: give one of them"
-            )
+
+    def _may_use_deepep(self) -> bool:
+        return self.dispatch.name in ("deepep", "auto") or self.copies_by == "deepep"
+
+    def _check_files(self) -> None:
+        for name, kinds in (("run", (str, Path)), ("initial_placement", (Placement, str, Path))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                wanted = "a folder" if name == "run" else "a Placement or its file"
+                raise ConfigError(f"{name}={_shown(value)}: give {wanted}")
+
+    def _check_speeds(self) -> None:
+        speeds = self.rank_speed
+        if speeds is None:
+            return
+        speeds = speeds.tolist() if isinstance(speeds, np.ndarray) else speeds
+        if not isinstance(speeds, list | tuple) or not all(_is_number(speed) and 0 < speed < inf for speed in speeds):
+            raise ConfigError(f"rank_speed={_shown(speeds)}: give numbers above 0, one for each rank")
+        if not speeds:
+            raise ConfigError("rank_speed has no numbers: give one for each rank, or leave it out")
+        self._set("rank_speed", tuple(map(float, speeds)))
 
     def _check_listening(self) -> None:
+        token = self.listen_token
+        if token is not None and not isinstance(token, str):
+            raise ConfigError("listen_token must be a text of 8 to 256 letters, digits, '-' or '_'")
         if self.listen is None or isinstance(self.listen, bool):
-            if self.listen is not None or self.listen_token is not None:
+            if self.listen is not None or token is not None:
                 raise ConfigError(f'listen={self.listen}: give a port, as listen=8080, or "host:port"')
             return
+        if isinstance(self.listen, Integral):
+            self._set("listen", int(self.listen))
         try:
-            host, port = self.listen_address
+            host, port = self.listen_address if isinstance(self.listen, int | str) else ("", -1)
         except ValueError:
             host, port = "", -1
         if not host or not 0 <= port < 1 << 16:
-            raise ConfigError(f'listen={self.listen!r}: give a port, as 8080, or "host:port", as "0.0.0.0:8080"')
-        if self.listen_token is not None and not _TOKEN.fullmatch(self.listen_token):
+            raise ConfigError(f'listen={_shown(self.listen)}: give a port, as 8080, or "host:port", as "0.0.0.0:8080"')
+        if token is not None and not _TOKEN.fullmatch(token):
             raise ConfigError("listen_token must be 8 to 256 letters, digits, '-' or '_'")
-        if self.listen_token is None and not _is_loopback(host):
+        if token is None and not _is_loopback(host):
             raise ConfigError(
                 f"listen={self.listen!r} is open to other machines: give listen_token=..., or listen on {LOOPBACK}"
             )
 
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value}: give at least {least}")
 
-    def _one_of(self, name: str, known: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in known:
-            raise ConfigError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+# -- flat names --------------------------------------------------------------------------------------------------------
+
+_SECTIONS: Mapping[str, type[DispatchConfig | MigrationConfig]] = {
+    "dispatch": DispatchConfig,
+    "migration": MigrationConfig,
+}
+_FLAT_NAMES: Mapping[tuple[str, str], str] = {
+    ("dispatch", "name"): "dispatch",
+    ("dispatch", "dtype"): "dispatch_dtype",
+    ("dispatch", "sms"): "dispatch_sms",
+}
+"""(field of `BalancerConfig`, setting in it) -> its name in a flat mapping, where that is not the setting's own."""
+
+
+def _places() -> Iterator[tuple[str, tuple[str, str]]]:
+    for own in fields(BalancerConfig):
+        if own.name not in _SECTIONS:
+            yield own.name, ("", own.name)
+            continue
+        for inner in fields(_SECTIONS[own.name]):
+            yield _FLAT_NAMES.get((own.name, inner.name), inner.name), (own.name, inner.name)
+
+
+_PLACES: Mapping[str, tuple[str, str]] = dict(_places())
+"""Flat name -> the field of `BalancerConfig` that holds it (empty: itself), and its name there."""
+
+
+def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
+    """Make a config of flat settings, as command lines, environments and files give them.
+
+    Args:
+        settings: name -> value: every setting of `BalancerConfig`, `DispatchConfig` and `MigrationConfig` by its own
+            name, but ``"dispatch"`` for the dispatcher's name, ``"dispatch_dtype"`` and ``"dispatch_sms"``. A whole
+            section may come instead: as its config, or as a mapping of what `dataclasses.asdict` gives.
+
+    Raises:
+        ConfigError: as `BalancerConfig`; or a setting is given twice.
+
+    Example:
+        >>> config_from_settings({"transport": "shm", "lag": 0, "interval": 20}).migration.transport
+        'shm'
+    """
+    sections: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in _SECTIONS}}
+    for name, value in settings.items():
+        for section, inner, one in _parts(name, value):
+            if inner in sections[section]:
+                shown = _FLAT_NAMES.get((section, inner), inner)
+                raise ConfigError(f"{shown} is given twice: by its own name, and in {section}")
+            sections[section][inner] = one
+    made: dict[str, Any] = {section: kind(**sections[section]) for section, kind in _SECTIONS.items()}
+    return BalancerConfig(**sections[""], **made)
+
+
+def settings_of(config: BalancerConfig) -> dict[str, Any]:
+    """Return all settings by their flat names: what `config_from_settings` makes the same config of."""
+    holders = {"": config, **{section: getattr(config, section) for section in _SECTIONS}}
+    return {name: getattr(holders[section], inner) for name, (section, inner) in _PLACES.items()}
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Section (empty: none), name there and value of a flat setting, or of each in a section."""
+    if name in _SECTIONS and isinstance(value, _SECTIONS[name]):
+        yield from ((name, own.name, getattr(value, own.name)) for own in fields(value))
+    elif name in _SECTIONS and isinstance(value, Mapping):
+        yield from ((name, inner, one) for inner, one in value.items())
+    elif name in _PLACES:
+        yield (*_PLACES[name], value)
+    elif name in _SECTIONS:
+        raise ConfigError(f"{name}={_shown(value)}: give {_SECTIONS[name].__name__}(...)")
+    else:
+        raise ConfigError(f"there is no setting {_shown(name)}{_nearest(name)}")
+
+
+def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> str:
+    """Where settings that ``cls`` does not have are found, in a line."""
+    known = {own.name for own in fields(cls)}
+    elsewhere: dict[str, dict[str, str]] = {}
+    for name in settings:
+        if name in known:
+            continue
+        if name not in _PLACES:
+            return f"{cls.__name__} has no setting {name!r}{_nearest(name)}"
+        section, inner = _PLACES[name]
+        elsewhere.setdefault(section, {})[name] = inner
+    said = []
+    for section, names in elsewhere.items():
+        home = _home(section)
+        before, after = (", ".join(f"{name}=..." for name in some) for some in (names, names.values()))
+        line = f"{cls.__name__}({before}) is {home}({after})"
+        if section and cls is BalancerConfig:
+            values = [f"{inner}={_shown(settings[name])}" for name, inner in names.items()]
+            if section == "dispatch" and isinstance(chosen := settings.get("dispatch"), str):
+                values.insert(0, repr(chosen))
+            line += f": {section}={home}({', '.join(values)})"
+        said.append(line)
+    return "; ".join(said)
+
+
+def _nearest(name: object) -> str:
+    """What may have been meant by an unknown name."""
+    places = {**{inner: place for place in _PLACES.values() for inner in [place[1]]}, **_PLACES}
+    found = difflib.get_close_matches(str(name).lower(), places, 1)
+    if not found:
+        return f"; there are: {', '.join(own.name for own in fields(BalancerConfig))}"
+    section, inner = places[found[0]]
+    return f": the nearest is {_home(section)}({inner}=...)"
+
+
+def _home(section: str) -> str:
+    return _SECTIONS[section].__name__ if section else BalancerConfig.__name__
 
 
 def _split(address: str | None) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -36,11 +37,13 @@ class Job:
             self.model.set_experts_implementation("eager")
         self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
         moving, copies = "incremental", settings.get("replica_slots")
-        config = eplb.BalancerConfig(
-            interval=INTERVAL,
-            overlap=overlap,
-            dense_gradients="allreduce",
-            **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
+        config = config_from_settings(
+            {
+                "interval": INTERVAL,
+                "overlap": overlap,
+                "dense_gradients": "allreduce",
+                **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
+            }
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
         self.background = self.balancer._rebalancer.background

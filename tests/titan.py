@@ -40,7 +40,10 @@ class Run:
         options.get("change", lambda config: None)(config)
         if balanced is not None:
             policy = "incremental" if balanced else "static"
-            balance(config, eplb.BalancerConfig(policy=policy, interval=1, lag=0, gate="always"))
+            balance(
+                config,
+                eplb.BalancerConfig(policy=policy, interval=1, gate="always", migration=eplb.MigrationConfig(lag=0)),
+            )
         options.get("mistake", lambda config: None)(config)
         self.trainer = config.build()
         self.logged: list[tuple[float, ...]] = []

@@ -46,7 +46,7 @@ from .guard import Guard
 from .rebalancer import Rebalancer
 from .restore import Resuming
 from .runtime import Parts, watched
-from .status import RebalanceLine, balancer_table
+from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -136,7 +136,7 @@ class Balancer:
             parts.groups,
             watched(parts, self._dense, self._optimizers),
             parts.device,
-            parts.config.interval + parts.config.lag + 2,
+            parts.config.interval + parts.config.migration.lag + 2,
         )
         self._gradients.reduced = self._guard.gradients_are_reduced
         self._rebalancer = Rebalancer(parts, self._guard)
@@ -166,7 +166,7 @@ class Balancer:
         self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
         self.events: EventLog = self._rebalancer.events
         if parts.groups.job.is_planner:
-            self.events.subscribe(RebalanceLine())
+            self.events.subscribe(DecisionLine())
         if parts.maps.replicas is not None:
             parts.maps.replicas.adds = self._gradients.arrives
             parts.maps.replicas.follow(parts.placement)

@@ -28,7 +28,7 @@ from ..migration.difference import apply, difference
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
-from ..planner.evaluate import predicted_imbalance
+from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..topology import Topology
 from ..utils.spans import phase
 from ..utils.worker import Worker
@@ -200,7 +200,16 @@ class DecisionMaker:
         if compiling:
             self._declared = declared
             summary = staying(measurement.placement, "the planner is still being compiled")
-            return Decision(summary=summary, finding=finding)
+            # How copies share load is compiled, too; before the first plan there are none, unless a job goes on.
+            seen = bool(len(total)) and all(has_no_copies(placement) for _, placement in measurement.placements)
+            return Decision(
+                summary=summary,
+                finding=finding,
+                imbalance=_imbalance_as_it_was(total, measurement, self._config.speed_R) if seen else None,
+                load=total,
+                placements=measurement.placements,
+                step_seconds=measurement.step_seconds,
+            )
         declared, self._declared = declared if declared is not None else self._declared, None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
@@ -325,7 +334,7 @@ class DecisionMaker:
             current=measurement.placement,
             policy=self._config.policy,
             layout="home",
-            max_moves=self._config.max_moves,
+            max_moves=self._config.migration.max_moves,
             max_bytes=self._max_bytes(),
             cost=self._cost(measurement),
             gate=self._config.gate,
@@ -340,7 +349,7 @@ class DecisionMaker:
             home_bytes=measurement.home_bytes,
             replica_bytes=0,  # copies are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
-            moe_share=self._config.moe_share,
+            moe_share=self._config.migration.moe_share,
             horizon_steps=self._config.horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes),
@@ -357,12 +366,12 @@ class DecisionMaker:
 
     def _max_bytes(self) -> int | None:
         """Bytes over all ranks that certainly fit the longest pause: as if one link carried all of them."""
-        if self._config.max_pause_seconds is None:
+        if self._config.migration.max_pause_seconds is None:
             return None
         slowest = self._topology.intra_node_bandwidth
         if self._topology.num_nodes > 1:
             slowest = min(slowest, self._topology.inter_node_bandwidth)
-        return int(self._config.max_pause_seconds * slowest)
+        return int(self._config.migration.max_pause_seconds * slowest)
 
     def _broadcast(self, message: bytes, control: dist.ProcessGroup) -> bytearray:
         size = torch.tensor([len(message)])

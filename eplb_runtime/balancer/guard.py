@@ -86,7 +86,7 @@ class Guard:
         self._distinct = True
         self._meetings = 0
         self.seconds, self.clocked_steps = 0.0, 0
-        self._before: list[tuple[str, int, Tensor, bool]] = []
+        self._before: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
         self._steps_between = steps
         self._samples: Samples | None = None
@@ -178,7 +178,7 @@ class Guard:
             self._settle(self._meet(self._look("gradients"), "the end of the reduction of gradients"))
             if not self._before:  # with several optimizers: before the first of them
                 self._before = [
-                    (name, p._version, self._piece(p).clone(), self._has_state(p)) for name, p in self._stepped()
+                    (name, p._version, self._piece(p).clone(), self._state_of(p)) for name, p in self._stepped()
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -338,15 +338,17 @@ class Guard:
         }
         return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
 
-    def _has_state(self, parameter: Tensor) -> bool:
-        """Whether an optimizer keeps anything for it yet."""
-        return any(getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers)
+    def _state_of(self, parameter: Tensor) -> object:
+        """What becomes another value where an optimizer does anything for it: its state, as often as it was written."""
+        kept = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers]
+        values = [value for state in kept if isinstance(state, dict) for value in state.values()]
+        return [(id(one), _writes_of(one)) if isinstance(one, Tensor) else repr(one) for one in values]
 
     def _not_stepped(self) -> str:
         """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
         before, self._before = self._before, []
         now = {name: parameter for name, parameter in self._stepped() if id(parameter) not in self._passed_over}
-        for name, version, piece, had_state in before:
+        for name, version, piece, state in before:
             parameter = now.get(name)
             # Writing through .data leaves no version; the values tell then, where rounding hides no update.
             if (
@@ -356,7 +358,7 @@ class Guard:
                 and piece.numel()
                 and bool(self._piece(parameter.grad).any())
                 and torch.equal(self._piece(parameter), piece)
-                and (had_state or not self._has_state(parameter))  # a first step may do no more than begin with it
+                and self._state_of(parameter) == state  # a warm-up may write its own state alone, for some steps
             ):
                 return (
                     f"the optimizer lists {name}, which has a gradient, and its step does not write it (it may step "
@@ -430,8 +432,9 @@ class Guard:
                 if odd:
                     return (
                         f"the {what} of the optimizer on rank {', '.join(map(str, odd[:8]))} differ from rank "
-                        f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss) "
-                        "must go by the same values on every rank"
+                        f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss, "
+                        "or the optimizer itself by norms of this rank's experts, as D-Adaptation does) must go by the "
+                        "same values on every rank"
                     )
         return ""
 
@@ -574,6 +577,11 @@ class Guard:
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)
+
+
+def _writes_of(tensor: Tensor) -> int:
+    """How often it was written; one that was made in inference mode does not say."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

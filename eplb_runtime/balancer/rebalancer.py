@@ -41,7 +41,6 @@ from ..migration.engine import MigrationBroken, MigrationEngine, Outcome
 from ..migration.overlapped import HELD, REPLACED, WRITTEN, BackgroundMigration, Brought
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN, BESIDE
-from ..moe.experts.slices import is_sliced
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
@@ -126,9 +125,7 @@ class Rebalancer:
         self._worker = Worker("eplb_runtime", use_my_device)
         self.background = self._new_background()
         self.background.held_outside = self._copies_outside
-        # Experts in slices, or elsewhere than where they compute, are gathered before their layer's forward.
-        gathered = groups.job.divided_rows or any(is_sliced(p) for p in parts.registry.parameters())
-        self._beside = config.overlap and not gathered
+        self._beside = config.overlap
         self._link_seconds_per_byte = 1.0 / max(parts.topology.slowest_bandwidth, 1.0)
         self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
@@ -142,12 +139,12 @@ class Rebalancer:
             self._agreement,
             self._placement.home_rows(job.row_parts),
             job.row_rank,
-            self._config.staging_bytes,
+            self._config.migration.staging_bytes,
             self._config.timeout_seconds,
             self._hash_blocks,
         )
-        staging = self._config.staging_bytes
-        engine.bytes_per_step = min(self._config.bytes_per_step or staging, staging)
+        staging = self._config.migration.staging_bytes
+        engine.bytes_per_step = min(self._config.migration.bytes_per_step or staging, staging)
         return engine
 
     def _new_agreement(self) -> Agreement:
@@ -163,7 +160,7 @@ class Rebalancer:
             maps=self._maps,
             is_planner=self._groups.job.is_planner,
             timeout_seconds=self._config.timeout_seconds,
-            max_pause_seconds=self._config.max_pause_seconds,
+            max_pause_seconds=self._config.migration.max_pause_seconds,
         )
 
     def _begin_compiling(self) -> Future[None]:
@@ -220,7 +217,7 @@ class Rebalancer:
             self._earlier.clear()
         if not busy:
             if self._pending is None and is_due:
-                self._pending = self._start_decision(self._config.lag)
+                self._pending = self._start_decision(self._config.migration.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
                 self._act_on_pending(self._beside)
         self.background.step_begins()
@@ -628,7 +625,7 @@ def new_transport(
     config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device, seconds: float
 ) -> Transport:
     """The carrier of experts that the config names, not yet warmed up; its messages have so many seconds."""
-    return TRANSPORTS[config.transport](migration, backend, device, seconds)
+    return TRANSPORTS[config.migration.transport](migration, backend, device, seconds)
 
 
 def use_device(device: torch.device) -> None:

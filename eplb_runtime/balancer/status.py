@@ -1,4 +1,4 @@
-"""A balancer in words: what it balances and how it goes, and a line in the log for each rebalance."""
+"""A balancer in words: what it balances and how it goes, and lines in the log for its decisions."""
 
 from __future__ import annotations
 
@@ -36,21 +36,27 @@ def balancer_table(
     return text_table(("balancer", ""), rows)
 
 
-class RebalanceLine:
-    """A listener that logs a line for each rebalance, with what was predicted of it."""
+class DecisionLine:
+    """A listener that logs a line for each decision, and for each rebalance, with what was predicted of it."""
 
     def __init__(self) -> None:
+        self._measured: LoadMeasured | None = None
         self._planned: RebalancePlanned | None = None
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RebalancePlanned):
+        if isinstance(event, LoadMeasured):
+            self._measured = event
+        elif isinstance(event, RebalancePlanned):
+            measured, self._measured = self._measured, None
             self._planned = event
-        if not isinstance(event, RebalanceCommitted):
-            return
+            before = f"{brief(measured)}; " if measured is not None else ""
+            seconds = f", planned in {event.plan_seconds:.2g} s" if event.plan_seconds else ""
+            logger.info("step %d: %s%s%s", event.step, before, brief(event), seconds)
+        elif isinstance(event, RebalanceCommitted):
+            logger.info("step %d: %s%s", event.step, brief(event), self._predicted())
+
+    def _predicted(self) -> str:
         planned, self._planned = self._planned, None
-        predicted = ""
-        if planned is not None and planned.moves:
-            predicted = f", imbalance {planned.imbalance_before:.3f} -> {planned.imbalance_after:.3f} predicted"
-            if planned.seconds_saved is not None and planned.seconds_spent is not None:
-                predicted += f", to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
-        logger.info("step %d: %s%s", event.step, brief(event), predicted)
+        if planned is None or not planned.moves or planned.seconds_saved is None or planned.seconds_spent is None:
+            return ""
+        return f", predicted to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"

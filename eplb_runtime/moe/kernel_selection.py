@@ -66,7 +66,7 @@ def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_pe
         num_ranks, slots_per_rank: R and S, of an EP group.
     """
     if device.type != "cuda":
-        logger.info("kernels=True: they are for GPUs; on %s plain torch is used", device.type)
+        logger.warning("kernels=True has no effect on %s: they are for GPUs, and plain torch is used", device.type)
         return Kernels()
     from ..utils.triton import triton
 

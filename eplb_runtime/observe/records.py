@@ -72,7 +72,7 @@ def job_record(
         "gate": config.gate,
         "interval": config.interval,
         "replica_slots": config.replica_slots,
-        "moe_share": config.moe_share,
+        "moe_share": config.migration.moe_share,
         "horizon_steps": config.horizon,
         "epoch": placement.epoch,
         "start": slots_of(placement),

@@ -55,6 +55,22 @@ def filled_rank_load(
     return tables.sum_by_rank(quota_LEC).astype(np.float64)
 
 
+def has_no_copies(placement: Placement) -> bool:
+    """Whether no replica slot holds an expert (``home`` layout)."""
+    return bool((placement.replicas_LRK == EMPTY).all())
+
+
+def home_rank_load(load: NDArray[np.float64], placement: Placement) -> NDArray[np.float64]:
+    """float64 ``[L, R]``: what `filled_rank_load` gives for a placement without copies, by nothing that is compiled.
+
+    Args:
+        load: float64 ``[L, E]``.
+    """
+    homes_LRH = placement.homes_LRH
+    units_LH = np.take_along_axis(in_units(load), homes_LRH.reshape(len(load), -1).astype(np.int64), axis=1)
+    return np.asarray(units_LH.reshape(homes_LRH.shape).sum(axis=2), dtype=np.float64)
+
+
 def imbalance(rank_load: NDArray[np.float64], speed_R: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Max / mean over the last axis; 1 where there is no load at all.
 
@@ -86,6 +102,8 @@ def predicted_imbalance(
         return np.asarray(predicted_imbalance(load[None], placement, speed_R)[0])
     if placement.home is None:
         return np.stack([imbalance(even_split_rank_load(window, placement, speed_R), speed_R) for window in load])
+    if has_no_copies(placement):
+        return np.stack([imbalance(home_rank_load(window, placement), speed_R) for window in load])
     tables = SplitTables.of(placement)
     return np.stack([imbalance(filled_rank_load(window, tables, speed_R), speed_R) for window in load])
 

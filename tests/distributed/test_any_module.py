@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -29,7 +30,7 @@ def example() -> ModuleType:
 
 
 def config(**options: object) -> eplb.BalancerConfig:
-    return eplb.BalancerConfig(interval=3, gate="always", dense_gradients="allreduce", **options)
+    return config_from_settings({"interval": 3, "gate": "always", "dense_gradients": "allreduce", **options})
 
 
 class StackedLayer(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.moe.experts.matching import matched
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -180,7 +181,7 @@ def run(rank: int, loops: dict[str, Loop], register: bool, move: bool, steps: in
         kept = {name: loop.make(model) for name, loop in loops.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {"policy": "incremental" if move else "static", "interval": 2, "gate": "always"}
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", **settings))
+    balancer = eplb.attach(model, optimizer, config=config_from_settings({"dense_gradients": "allreduce", **settings}))
     balancer._wait_until_compiled()
     if move:
         balancer._plan_with(plan_shuffle)
@@ -259,7 +260,7 @@ def trained(rank: int, balancer: eplb.Balancer, model: nn.Module, optimizer: tor
 def attached(**options: object) -> tuple[eplb.Balancer, nn.Module, torch.optim.Optimizer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", interval=2, gate="always", **options)
+    config = config_from_settings({"dense_gradients": "allreduce", "interval": 2, "gate": "always", **options})
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._wait_until_compiled()
     balancer._plan_with(plan_shuffle)

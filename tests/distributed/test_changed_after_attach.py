@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 
 EXPERTS = 8
 AdamW = torch.optim.AdamW
@@ -29,7 +30,7 @@ def moe_model() -> nn.Module:
 
 def config(**options: object) -> eplb.BalancerConfig:
     settings = {"interval": 2, "lag": 1, "gate": "always", "dense_gradients": "allreduce", "guard": "raise", **options}
-    return eplb.BalancerConfig(**settings)
+    return config_from_settings(settings)
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

@@ -85,8 +85,8 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
         gate="always",
         dense_gradients="allreduce",
         replica_slots=job.replica_slots,
-        split_least_tokens=0,
         initial_placement=scrambled(2, ranks, job),
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     group = None
     if job.ep_size is not None:

@@ -33,7 +33,7 @@ def config(ranks: int, replica_slots: int = 0) -> eplb.BalancerConfig:
         initial_placement=scrambled(2, ranks, replica_slots),
         dense_gradients="allreduce",
         replica_slots=replica_slots,
-        split_least_tokens=0,
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64),
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.distributed.hang_watchdog import OutOfStepError
 from eplb_runtime.moe import custom_ops, layer
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -55,9 +56,9 @@ def train(
     config = eplb.BalancerConfig(
         dense_gradients="allreduce",
         interval=1 if moved else 1000,
-        lag=0,
         replica_slots=slots,
         shared_between_layers=shared,
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)
@@ -131,7 +132,7 @@ def _two_batches(rank: int, at_once: bool) -> dict[str, Any]:
     model = make_model("olmoe", layers=1).train()
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", interval=1, lag=0)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", interval=1, migration=eplb.MigrationConfig(lag=0))
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)
     balancer._wait_until_compiled()
@@ -220,7 +221,7 @@ def _by_one_function(rank: int, compiled: bool, **config: Any) -> tuple[list[flo
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     config = {"interval": 1, "lag": 0, "dense_gradients": "allreduce", **config}
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**config))
+    balancer = eplb.attach(model, optimizer, config=config_from_settings(config))
     balancer._plan_with(plan_shuffle)
     balancer._wait_until_compiled()
 

@@ -93,9 +93,8 @@ def train(rank: int, job: Job, way: str) -> dict:
         shared_between_layers=job.shared,
         overlap=job.overlap,
         copies_by=way,
-        dispatch=job.dispatch,
-        split_least_tokens=0,
         dense_gradients="allreduce",
+        dispatch=eplb.DispatchConfig(job.dispatch, split_least_tokens=0 if job.replica_slots else 64),
     )
     sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
     group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]

@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import Found
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
 
@@ -28,7 +29,7 @@ class Job:
         self.rank, self.steps = rank, 0
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        config = eplb.BalancerConfig(**{"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
+        config = config_from_settings({"interval": 2, "gate": "always", "dense_gradients": "allreduce", **settings})
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()
 

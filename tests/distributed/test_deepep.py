@@ -108,7 +108,8 @@ def attached(rank: int) -> dict[str, Any]:
     for order in ORDERS:
         model = make_model("olmoe", experts=8, top_k=2).bfloat16()
         optimizer = new_optimizer(model)
-        balancer = eplb.attach(model, optimizer, config=replace(config, combine_order=order))
+        asked = replace(config, dispatch=replace(config.dispatch, combine_order=order))
+        balancer = eplb.attach(model, optimizer, config=asked)
         loss = model(**new_batch(0)).loss
         loss.backward()
         optimizer.step()

@@ -20,7 +20,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError
+from eplb_runtime.config import ConfigError, config_from_settings
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.hosts.attaching import copies
@@ -137,7 +137,9 @@ def test_there_is_one_buffer_and_a_second_one_is_refused(ranks: list) -> None:
 def train(rank: int, **settings: Any) -> dict[str, torch.Tensor]:
     model = make_model("olmoe", experts=8, layers=2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(interval=2, lag=0, gate="always", dense_gradients="allreduce", **settings)
+    config = config_from_settings(
+        {"interval": 2, "lag": 0, "gate": "always", "dense_gradients": "allreduce", **settings}
+    )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)
     model.train()

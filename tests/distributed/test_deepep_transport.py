@@ -16,7 +16,7 @@ from beside import Job, at, fail, flip_a_bit, same
 from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
-from eplb_runtime.config import BalancerConfig, ConfigError
+from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import DeepEP
@@ -223,5 +223,5 @@ def test_a_job_over_it_has_the_bits_of_one_whose_experts_stay(ranks: list[dict[s
 
 def test_migrating_beside_training_over_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="overlap=True with transport='deepep'"):
-        BalancerConfig(overlap=True, transport="deepep")
-    assert BalancerConfig(overlap=False, transport="deepep").transport == "deepep"
+        BalancerConfig(overlap=True, migration=MigrationConfig(transport="deepep"))
+    assert BalancerConfig(migration=MigrationConfig(transport="deepep")).migration.transport == "deepep"

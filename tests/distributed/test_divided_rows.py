@@ -130,11 +130,11 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
     host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
     config = eplb.BalancerConfig(
         interval=1,
-        lag=0,
         gate="always",
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
         guard="auto" if job.damage is contextlib.nullcontext else "off",
+        migration=eplb.MigrationConfig(lag=0),
     )
     ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
     device = torch.device("cpu")

@@ -40,11 +40,10 @@ def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, 
     config = eplb.BalancerConfig(
         replica_slots=1,
         shared_between_layers=shared,
-        split="even",
-        split_least_tokens=0,
         dense_gradients="allreduce",
         policy="static",
         initial_placement=eplb.Placement(slots, 8, RANKS, eplb.Placement.initial(2, 8, RANKS, 1).home),
+        dispatch=eplb.DispatchConfig(split="even", split_least_tokens=0),
     )
     balancer = eplb.attach(whole, optimizer_, config=config)
     with balancer.no_sync():

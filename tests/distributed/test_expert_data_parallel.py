@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients import averaging
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.distributed.agreement import Agreement
 from eplb_runtime.distributed.ballot import Verdict
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
@@ -45,7 +46,7 @@ def train(rank: int, policy: str, inject: Injection, steps: int = 20, overlap: b
     model = make_model("olmoe", experts=EXPERTS, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     settings = {"interval": 4, "policy": policy, "gate": "always", "dense_gradients": "allreduce", "overlap": overlap}
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings), ep_group=ep_group_of(rank))
+    balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=ep_group_of(rank))
     inject(rank, balancer)
     for step in range(steps):
         ids = batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)

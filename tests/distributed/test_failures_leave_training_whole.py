@@ -47,8 +47,7 @@ def train(
         gate="always",
         dense_gradients="allreduce",
         timeout_seconds=timeout_seconds,
-        staging_bytes=staging_bytes,
-        transport=transport,
+        migration=eplb.MigrationConfig(staging_bytes=staging_bytes, transport=transport),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     inject(rank, balancer)

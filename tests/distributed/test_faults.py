@@ -20,6 +20,7 @@ from eplb_runtime.events import (
     BalancingEnded,
     BalancingPaused,
     BalancingResumed,
+    LoadMeasured,
     RebalanceAborted,
     RebalanceCommitted,
     RebalancePlanned,
@@ -102,7 +103,9 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
 
     decisions._compiled = rank != 1
-    said["compiling"] = job.until_next(RebalancePlanned).reason
+    planned = job.until_next(RebalancePlanned)
+    measured = balancer.events.of_type(LoadMeasured)[-1]
+    said["compiling"], said["measured meanwhile"] = planned.reason, measured.step == planned.step
     decisions._compiled = True
 
     found = decisions._guard.found
@@ -148,7 +151,7 @@ def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
     assert "busy with an earlier plan" in first["still busy"]
     assert "rank 2: KeyError" in first["one-sided"]
     assert first["paused so far"] == 0, "a fault that all ranks hear of needs no new connections"
-    assert "still being compiled" in first["compiling"]
+    assert "still being compiled" in first["compiling"] and first["measured meanwhile"]
     assert "connect anew" in first["while paused"]
     assert first["committed at"] > first["resumed"]
     assert first["late"] == "planned"

@@ -61,7 +61,12 @@ def train(rank: int, damage: Callable[[], None]) -> dict:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = eplb.BalancerConfig(
-        interval=2, lag=1, replica_slots=1, initial_placement=one_copy(), dense_gradients="allreduce", policy="static"
+        interval=2,
+        replica_slots=1,
+        initial_placement=one_copy(),
+        dense_gradients="allreduce",
+        policy="static",
+        migration=eplb.MigrationConfig(lag=1),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
@@ -125,7 +130,9 @@ def part_of_the_world(rank: int) -> dict | None:
         return None
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
+    config = eplb.BalancerConfig(
+        interval=2, dense_gradients="allreduce", policy="static", migration=eplb.MigrationConfig(lag=1)
+    )
     eplb.attach(make_model("olmoe", experts=EXPERTS), ranks=Ranks(job=(0, 1))).close()
     balancer = eplb.attach(model, optimizer, config=config, ranks=Ranks(job=(0, 1)))
     model.train()
@@ -161,7 +168,9 @@ def test_a_job_may_be_a_part_of_the_world_and_connect_again() -> None:
 def profiled(rank: int, folder: str) -> None:
     model = make_model("olmoe", experts=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(interval=1, lag=0, policy="static", dense_gradients="allreduce")
+    config = eplb.BalancerConfig(
+        interval=1, policy="static", dense_gradients="allreduce", migration=eplb.MigrationConfig(lag=0)
+    )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
     recorder = torch.profiler.ExecutionTraceObserver()

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors
@@ -206,7 +207,7 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(AttachError) as error:
-            eplb.attach(model, optimizer, config=eplb.BalancerConfig(**options), ep_group=ep_group)
+            eplb.attach(model, optimizer, config=config_from_settings(options), ep_group=ep_group)
         said.append(str(error.value))
 
     refused(Shard(0))
@@ -215,6 +216,7 @@ def ask_for_what_does_not_work(rank: int) -> list[str]:
     refused(Shard(1), spread=False)
     refused(Shard(1), divided=True)
     refused(Shard(1), dense_gradients="allreduce")
+    refused(Shard(1), overlap=True)
     twice = make_model("olmoe", experts=EXPERTS)
     eplb.shard_experts(twice, ep_group=ep_group)
     for again in (lambda: eplb.shard_experts(twice, ep_group=ep_group), lambda: eplb.attach(twice)):
@@ -232,6 +234,7 @@ def test_other_ways_to_shard_are_refused_with_the_way_that_works() -> None:
         "call eplb_runtime.shard_experts(model) first",
         "set_gradient_divide_factor was called",
         "leave dense_gradients='host'",
+        "leave overlap=False",
         "shard_experts is called once",
         "give both the same config and ep_group",
     ]

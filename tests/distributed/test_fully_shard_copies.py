@@ -77,11 +77,11 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     ep_group = mesh["ep"].get_group()
     config = eplb.BalancerConfig(
         interval=2,
-        lag=0,
         gate="always",
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
         copies_by=job.copies_by,
+        migration=eplb.MigrationConfig(lag=0),
     )
     model, options = whole_model(job), dict(job.options)
     eplb.shard_experts(model, config=config, ep_group=ep_group)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import GuardError
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding, LoadMeasured
 
 EXPERTS = 8
@@ -29,7 +30,7 @@ class Job:
         self.before_attach()
         self.optimizer = self.make_optimizer()
         settings = {"interval": 4, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
-        self.balancer = eplb.attach(self.model, self.optimizer, config=eplb.BalancerConfig(**settings))
+        self.balancer = eplb.attach(self.model, self.optimizer, config=config_from_settings(settings))
         self.model.train()
         self.trained: nn.Module = self.model
 
@@ -357,7 +358,7 @@ class SkippedOnOneRank(Job):
 
 
 class BeginsWithItsStateAlone(Job):
-    """The first step makes the optimizer's state and writes no weights, as ADOPT's does."""
+    """The first two steps write the optimizer's state and no weights, as ADOPT's first and RAdam's first few do."""
 
     makes_state = True
 
@@ -365,14 +366,18 @@ class BeginsWithItsStateAlone(Job):
         makes_state = self.makes_state
 
         class Begins(torch.optim.SGD):
+            steps = 0
+
             def step(self, closure: object = None) -> None:
-                if self.state or not makes_state:
-                    if makes_state:
-                        super().step()
+                self.steps += 1
+                if not makes_state:
                     return
                 for group in self.param_groups:
                     for parameter in group["params"]:
-                        self.state[parameter]["exp_avg_sq"] = parameter.grad**2
+                        state = self.state[parameter]
+                        state.setdefault("exp_avg_sq", torch.zeros_like(parameter)).add_(parameter.grad**2)
+                if self.steps > 2:
+                    super().step()
 
         self.kind = Begins
 

@@ -109,7 +109,9 @@ CONFIGS = {
     "all_to_all": eplb.BalancerConfig(dense_gradients="allreduce", replica_slots=1),
     "logical": eplb.BalancerConfig(dense_gradients="allreduce", replica_slots=1, dispatch="hierarchical"),
     "by_rank": eplb.BalancerConfig(
-        dense_gradients="allreduce", replica_slots=1, dispatch="hierarchical", combine_order="by_rank"
+        dense_gradients="allreduce",
+        replica_slots=1,
+        dispatch=eplb.DispatchConfig("hierarchical", combine_order="by_rank"),
     ),
 }
 

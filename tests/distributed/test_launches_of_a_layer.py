@@ -116,8 +116,7 @@ def _with_kernels(rank: int, replica_slots: int) -> tuple[Counter[str], Counter[
             interval=1000,
             replica_slots=replica_slots,
             initial_placement=_with_copies() if replica_slots else None,
-            kernels=True,
-            split_least_tokens=0,
+            dispatch=eplb.DispatchConfig(kernels=True, split_least_tokens=0 if replica_slots else 64),
         )
         balancer = eplb.attach(model, optimizer, config=config)
         model.train()

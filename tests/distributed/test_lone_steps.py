@@ -16,6 +16,7 @@ from test_averages_of_weights import heard
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import GuardFinding
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -204,7 +205,7 @@ def trained(
     optimizer = make(model)
     _, lines = heard()
     settings = {"policy": "incremental" if move else "static", "interval": 2, "gate": "always"}
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce", **settings))
+    balancer = eplb.attach(model, optimizer, config=config_from_settings({"dense_gradients": "allreduce", **settings}))
     found: list[str] = []
     balancer.events.subscribe(lambda event: found.append(event.finding) if isinstance(event, GuardFinding) else None)
     balancer._wait_until_compiled()

@@ -21,6 +21,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.moe.layer import HostDispatchedLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -88,7 +89,9 @@ def grouped_spec() -> Any:
 
 
 def config(move: bool) -> eplb.BalancerConfig:
-    return eplb.BalancerConfig(interval=1, lag=0, gate="always", policy="incremental" if move else "static")
+    return eplb.BalancerConfig(
+        interval=1, gate="always", policy="incremental" if move else "static", migration=eplb.MigrationConfig(lag=0)
+    )
 
 
 def make(
@@ -101,7 +104,7 @@ def make(
         balancer = eplb.attach([ddp], optimizer, config=config(move))
     else:
         ddp, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-        settings = eplb.BalancerConfig(**{**vars(config(move)), "dense_gradients": "allreduce"})
+        settings = config_from_settings({**vars(config(move)), "dense_gradients": "allreduce"})
         balancer = eplb.attach(model, optimizer, config=settings)
     if move:
         balancer._wait_until_compiled()
@@ -225,9 +228,10 @@ def refusals() -> dict[str, str]:
             optimizer: Any = torch.optim.AdamW(model.parameters())
         else:
             model, optimizer = ours.wrapped(model, **wrap)
-        eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings))
+        eplb.attach(model, optimizer, config=config_from_settings(settings))
 
     expect("copies", lambda: attach(settings={"replica_slots": 1}), AttachError)
+    expect("dispatch", lambda: attach(settings={"dispatch": "hierarchical"}), AttachError)
     expect("padded", lambda: attach(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True), AttachError)
     expect("averaged twice", lambda: attach(wrap={}, settings={"dense_gradients": "allreduce"}), AttachError)
     model, optimizer = ours.wrapped(ours.model_of())
@@ -410,6 +414,7 @@ def test_frozen_experts_move_like_others(results: list[dict[str, Any]]) -> None:
 def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -> None:
     said = results[0]["refused"]
     assert "replica_slots" in said["copies"] and "nothing to balance" in said["padded"]
+    assert "its own dispatchers carry tokens" in said["dispatch"]
     assert (
         "averages gradients itself" in said["averaged twice"] and "get_megatron_optimizer" in said["torch's optimizer"]
     )

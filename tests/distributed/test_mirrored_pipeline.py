@@ -90,10 +90,10 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         optimizers,
         config=eplb.BalancerConfig(
             interval=1,
-            lag=0,
             policy="incremental" if job.moving else "static",
             guard="off",
             dense_gradients="allreduce",
+            migration=eplb.MigrationConfig(lag=0),
         ),
         ranks=pipelining.mirrored_ranks(rank // EP, POSITIONS, groups[rank // EP], pipelines=EP),
     )

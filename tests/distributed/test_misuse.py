@@ -18,6 +18,7 @@ from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.planner.shuffle import plan_shuffle, shuffled
 
 EXPERTS = 8
@@ -26,7 +27,9 @@ EXPERTS = 8
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static", **options)
+    config = config_from_settings(
+        {"interval": 2, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
+    )
     return model, optimizer, eplb.attach(model, optimizer, config=config)
 
 

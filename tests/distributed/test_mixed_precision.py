@@ -137,8 +137,8 @@ def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
         dense_gradients="allreduce",
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
-        split_least_tokens=0,
         guard="off" if job.scaler == "torch" else "auto",
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     if policy == "incremental" and not job.replica_slots:

@@ -24,7 +24,7 @@ from ranks import run_ranks
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError
+from eplb_runtime.config import ConfigError, config_from_settings
 from eplb_runtime.distributed.hang_watchdog import OutOfStepError
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
@@ -248,15 +248,17 @@ def train(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(
-        interval=2,
-        lag=0,
-        gate="always",
-        dispatch="deepep",
-        most_tokens=most_tokens,
-        dense_gradients="allreduce",
-        guard="off",
-        **settings,
+    config = config_from_settings(
+        {
+            "interval": 2,
+            "lag": 0,
+            "gate": "always",
+            "dispatch": "deepep",
+            "most_tokens": most_tokens,
+            "dense_gradients": "allreduce",
+            "guard": "off",
+            **settings,
+        }
     )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)
@@ -355,7 +357,7 @@ def in_other_forwards(rank: int) -> str:
     choosing.lacks = lambda *_: ""
     choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
     model = make_model("olmoe", experts=8, layers=2).bfloat16()
-    config = eplb.BalancerConfig(dispatch="deepep", most_tokens=64, dense_gradients="allreduce")
+    config = eplb.BalancerConfig(dense_gradients="allreduce", dispatch=eplb.DispatchConfig("deepep", most_tokens=64))
     balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config)
     model.train(rank == 0)
     with pytest.raises(OutOfStepError) as error:

@@ -162,7 +162,10 @@ def train(rank: int, job: Job) -> dict:
         list(stages.values()),
         optimizers,
         config=eplb.BalancerConfig(
-            interval=2, lag=1, policy="static" if not job.moving else "incremental", dense_gradients="allreduce"
+            interval=2,
+            policy="static" if not job.moving else "incremental",
+            dense_gradients="allreduce",
+            migration=eplb.MigrationConfig(lag=1),
         ),
         ranks=Ranks(ep=tuple(range(first, first + job.ep_size)), stages=held),
     )
@@ -333,7 +336,7 @@ def load_of_stages(rank: int) -> list:
     job = Job(blocks_of_stage=(1, 1), ep_size=1)
     stage = make_stages(job.blocks_of_stage)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
-    config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce")
+    config = eplb.BalancerConfig(interval=2, dense_gradients="allreduce", migration=eplb.MigrationConfig(lag=1))
     balancer = eplb.attach([stage], [optimizer], config=config, ranks=Ranks(ep=(rank,), stages=(rank,)))
     totals: list = []
     decisions = balancer._rebalancer.decisions

@@ -125,13 +125,13 @@ def start(rank: int, job: Job) -> Run:
         optimizers,
         config=eplb.BalancerConfig(
             interval=1,
-            lag=0,
             overlap=job.beside,
             policy="incremental" if job.moving else "static",
             dense_gradients="allreduce",
             replica_slots=job.replica_slots,
             shared_between_layers=job.shared,
             initial_placement=placement_with_copies(job) if job.replica_slots else None,
+            migration=eplb.MigrationConfig(lag=0),
         ),
         ep_group=experts,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 
 EXPERTS = 6
 RANKS = 3
@@ -23,7 +24,7 @@ State = Mapping[str, Any]
 def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = eplb.BalancerConfig(dense_gradients="allreduce", policy="static", **options)
+    config = config_from_settings({"dense_gradients": "allreduce", "policy": "static", **options})
     return model, optimizer, eplb.attach(model, optimizer, config=config)
 
 

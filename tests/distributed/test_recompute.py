@@ -57,7 +57,11 @@ def train(rank: int, job: Job) -> dict:
         model.enable_input_require_grads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
-        interval=4, gate="always", dense_gradients="allreduce", replica_slots=job.replica_slots, split_least_tokens=0
+        interval=4,
+        gate="always",
+        dense_gradients="allreduce",
+        replica_slots=job.replica_slots,
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if job.replica_slots else 64),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()

@@ -51,7 +51,11 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     counted = Counted([layer.mlp.gate for layer in model.model.layers])
     config = eplb.BalancerConfig(
-        interval=2, lag=0, gate="always", dense_gradients="allreduce", run=run if rank == 0 else None
+        interval=2,
+        gate="always",
+        dense_gradients="allreduce",
+        run=run if rank == 0 else None,
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config) if attach else None
     recording = eplb.record(model, run, optimizer, interval=3) if record else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients.averaging import Averaging
 from eplb_runtime.balancer.gradients.reduction import Gradients
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
@@ -237,13 +238,15 @@ class Spread(Whole):
     def __init__(self, rank: int, layout: Layout, **settings: bool | str) -> None:
         super().__init__(layout)
         self.of, self.scale = [rank], 1.0
-        config = eplb.BalancerConfig(
-            interval=1000,
-            gate="always",
-            dense_gradients="allreduce",
-            replica_slots=layout.slots,
-            split_least_tokens=0,
-            **settings,
+        config = config_from_settings(
+            {
+                "interval": 1000,
+                "gate": "always",
+                "dense_gradients": "allreduce",
+                "replica_slots": layout.slots,
+                "split_least_tokens": 0 if layout.slots else 64,
+                **settings,
+            }
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ranks=layout.ranks_of(rank))
         self.balancer._plan_with(plan_shuffle)

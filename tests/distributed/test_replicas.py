@@ -83,9 +83,10 @@ def train(rank: int, job: Job) -> dict:
         gate="always",
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
-        split=job.split,
-        split_least_tokens=0,
         dense_gradients="allreduce",
+        dispatch=eplb.DispatchConfig(
+            split=job.split if job.replica_slots else "water_filling", split_least_tokens=0 if job.replica_slots else 64
+        ),
     )
     sets = [list(range(first, first + job.ep_size)) for first in range(0, 4, job.ep_size)]
     group = [torch.distributed.new_group(ranks) for ranks in sets][rank // job.ep_size]
@@ -315,10 +316,11 @@ def train_in_order(rank: int, order: Callable[..., None], replica_slots: int, sh
         policy="static",
         replica_slots=replica_slots,
         shared_between_layers=shared,
-        split="even",
-        split_least_tokens=0,
         dense_gradients="allreduce",
         initial_placement=placement,
+        dispatch=eplb.DispatchConfig(
+            split="even" if replica_slots else "water_filling", split_least_tokens=0 if replica_slots else 64
+        ),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()
@@ -363,9 +365,9 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
         policy="static",
         replica_slots=1,
         shared_between_layers=shared,
-        split_least_tokens=0,
         initial_placement=eplb.Placement(slots, EXPERTS, 4, placement.home),
         dense_gradients="allreduce",
+        dispatch=eplb.DispatchConfig(split_least_tokens=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     experts = [layer.mlp.experts for layer in model.model.layers]

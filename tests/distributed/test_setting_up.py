@@ -36,7 +36,9 @@ SOON = 60.0
 def attach(rank: int, timeout_seconds: float = 30.0, **options: Any) -> eplb.Balancer:
     model = make_model("olmoe", experts=6)
     optimizer = torch.optim.AdamW(model.parameters())
-    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=timeout_seconds, transport="torch")
+    config = eplb.BalancerConfig(
+        dense_gradients="allreduce", timeout_seconds=timeout_seconds, migration=eplb.MigrationConfig(transport="torch")
+    )
     return eplb.attach(model, optimizer, config=config, **options)
 
 

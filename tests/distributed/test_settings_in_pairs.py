@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -21,6 +20,8 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
+from eplb_runtime.config import settings_of as settings_of_config
 from eplb_runtime.distributed.transports import nixl_agent
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.moe.experts.registry import ExpertTensors
@@ -128,6 +129,13 @@ def could_be(case: Case) -> bool:
     """Whether these values go together, as far as the config knows; it refuses what does not. Sums in another order are
     compared in float64 only."""
     refused = (
+        *(
+            case.get(name, values[0]) != values[0] and not case.get("replica_slots", 1)
+            for name, values in VALUES.items()
+            if name.startswith("split")
+        ),
+        case.get("bytes_per_step") is not None and not case.get("overlap", True),
+        case.get("dispatch_sms", 20) != 20 and case.get("dispatch", "auto") != "auto",
         case.get("lag", 0) >= case.get("interval", 2),
         case.get("shared_between_layers") and not case.get("replica_slots", 1),
         case.get("overlap") and case.get("move_gradients"),
@@ -174,7 +182,7 @@ def train(rank: int, case: Case, moving: bool) -> dict[str, Any]:
     if not moving:
         settings = {"policy": "static", "dense_gradients": settings["dense_gradients"], "guard": "off"}
     try:
-        balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings), ep_group=group)
+        balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=group)
     except (ValueError, RuntimeError) as error:
         return {"refused": str(error)}
     if moving:
@@ -240,7 +248,7 @@ def leave_state_behind() -> None:
 
 
 def test_each_field_has_values_to_try_or_a_reason() -> None:
-    names = {field.name for field in fields(eplb.BalancerConfig)}
+    names = set(settings_of_config(eplb.BalancerConfig()))
     assert set(VALUES) | set(REASONS) == names, "give each field values, or say why it has none"
     assert not set(VALUES) & set(REASONS)
     assert all(len(values) > 1 for values in VALUES.values()) and all(REASONS.values())

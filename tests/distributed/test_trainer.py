@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytest.importorskip("accelerate", reason="the Trainer needs Accelerate: pip install '.[trainer]'")
@@ -88,7 +89,7 @@ def trainer_of(
     transformers.utils.logging.set_verbosity_error()
     own = {}
     if kind is not Trainer:
-        own["balancer_config"] = eplb.BalancerConfig(**{"interval": 2, "gate": "always", **(config or {})})
+        own["balancer_config"] = config_from_settings({"interval": 2, "gate": "always", **(config or {})})
     return kind(
         model=model if model is not None else make_model("olmoe"),
         args=arguments(folder, **options),

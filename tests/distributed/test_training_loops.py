@@ -25,7 +25,9 @@ class Loop:
         self.model = make_model("olmoe", experts=8)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         group = [dist.new_group([other]) for other in range(2)][rank] if edp else None
-        config = eplb.BalancerConfig(interval=2, lag=1, dense_gradients="allreduce", policy="static")
+        config = eplb.BalancerConfig(
+            interval=2, dense_gradients="allreduce", policy="static", migration=eplb.MigrationConfig(lag=1)
+        )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=group)
         self.model.train()
 

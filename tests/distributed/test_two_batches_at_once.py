@@ -21,11 +21,11 @@ def attached(replica_slots: int = 0, shared: bool = False) -> tuple[nn.Module, t
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
         interval=1,
-        lag=0,
         dense_gradients="allreduce",
         replica_slots=replica_slots,
         shared_between_layers=shared,
-        split_least_tokens=0,
+        dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64),
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)

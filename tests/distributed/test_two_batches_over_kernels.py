@@ -38,12 +38,10 @@ def attached(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = eplb.BalancerConfig(
         interval=1,
-        lag=0,
         dense_gradients="allreduce",
-        dispatch=carrier,
-        combine_order=order,
         replica_slots=replica_slots,
-        split_least_tokens=0,
+        dispatch=eplb.DispatchConfig(carrier, combine_order=order, split_least_tokens=0 if replica_slots else 64),
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)
@@ -137,10 +135,9 @@ def small_batches(rank: int, in_float8: bool, receives: bool) -> tuple[list[Tens
     choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
     choosing.LowLatency = partial(LowLatency, package=deepep_double)
     config = eplb.BalancerConfig(
-        dispatch="deepep",
-        combine_order="by_rank",
-        low_latency_tokens=32,
-        dispatch_dtype="float8" if in_float8 else "model",
+        dispatch=eplb.DispatchConfig(
+            "deepep", combine_order="by_rank", low_latency_tokens=32, dtype="float8" if in_float8 else "model"
+        )
     )
     model = make_model("olmoe", experts=8, top_k=2, layers=2, width=512).bfloat16().eval()
     balancer = eplb.attach(model, None, config=config)

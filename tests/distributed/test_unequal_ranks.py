@@ -18,6 +18,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 from eplb_runtime.distributed.hang_watchdog import Watch
 from eplb_runtime.hosts.attaching import attach as attaching
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
@@ -30,7 +31,14 @@ class Job:
         self.rank = rank
         self.model = make_model("olmoe", experts=8)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce", split_least_tokens=0, **options)
+        config = config_from_settings(
+            {
+                "policy": "static",
+                "dense_gradients": "allreduce",
+                "split_least_tokens": 0 if options.get("replica_slots") else 64,
+                **options,
+            }
+        )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         for step in range(steps):
             self.step(step)
@@ -285,7 +293,7 @@ def rebalance_alone(rank: int) -> tuple[str, list[float], bool]:
     model = make_model("olmoe")
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"interval": 50, "timeout_seconds": 3.0, "dense_gradients": "allreduce"}
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**options))
+    balancer = eplb.attach(model, optimizer, config=config_from_settings(options))
     said, losses = "", []
     for step in range(5):
         if step == 1 and rank == 1:

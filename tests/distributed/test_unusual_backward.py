@@ -44,8 +44,8 @@ class Job:
             dense_gradients="allreduce",
             replica_slots=slots,
             shared_between_layers=shared and slots > 0,
-            split_least_tokens=0,
             initial_placement=copied(slots),
+            dispatch=eplb.DispatchConfig(split_least_tokens=0 if slots else 64),
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()

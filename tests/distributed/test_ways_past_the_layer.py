@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
+from eplb_runtime.config import config_from_settings
 
 EXPERTS = 8
 WEIGHT = 0.5
@@ -83,7 +84,7 @@ def of_ranks(rank: int, ep: int, options: dict) -> dict[str, dict[str, Tensor]]:
         settings = {"dense_gradients": "allreduce", "policy": "static", **options}
         if options.get("replica_slots"):
             settings["initial_placement"] = copied(ep)
-        balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**settings), ep_group=groups[rank // ep])
+        balancer = eplb.attach(model, optimizer, config=config_from_settings(settings), ep_group=groups[rank // ep])
         model.train()
         ids = batch_of(rank, 0)
         way(model, model(input_ids=ids, labels=ids).loss, 1)

@@ -29,7 +29,11 @@ class Job:
 
     def attach(self) -> None:
         config = eplb.BalancerConfig(
-            dense_gradients="allreduce", replica_slots=self.slots, interval=1000, gate="always", split_least_tokens=0
+            dense_gradients="allreduce",
+            replica_slots=self.slots,
+            interval=1000,
+            gate="always",
+            dispatch=eplb.DispatchConfig(split_least_tokens=0 if self.slots else 64),
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config)
         self.model.train()

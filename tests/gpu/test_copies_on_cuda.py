@@ -41,10 +41,9 @@ def train(rank: int, way: str, shared: bool) -> dict:
         replica_slots=1,
         shared_between_layers=shared,
         copies_by=way,
-        split="even",
-        split_least_tokens=0,
         initial_placement=copied_both_ways(),
         dense_gradients="allreduce",
+        dispatch=eplb.DispatchConfig(split="even", split_least_tokens=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()

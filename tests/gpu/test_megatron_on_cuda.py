@@ -35,7 +35,9 @@ def trained(rank: int, move: bool, top_k: int) -> tuple[list[Any], int]:
     model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=top_k).cuda(), overlap=True)
     policy = "incremental" if move else "static"
     balancer = eplb.attach(
-        [model], optimizer, config=eplb.BalancerConfig(interval=1, lag=0, gate="always", policy=policy)
+        [model],
+        optimizer,
+        config=eplb.BalancerConfig(interval=1, gate="always", policy=policy, migration=eplb.MigrationConfig(lag=0)),
     )
     if move:
         balancer._wait_until_compiled()

@@ -34,11 +34,11 @@ def train(rank: int, replica_slots: int, moving: bool, steps: int | None) -> dic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
         interval=2,
-        lag=1,
         policy="static",
         replica_slots=replica_slots,
         initial_placement=one_copy() if replica_slots else None,
         dense_gradients="allreduce",
+        migration=eplb.MigrationConfig(lag=1),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     model.train()

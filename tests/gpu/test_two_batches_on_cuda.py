@@ -98,12 +98,10 @@ def train_and_evaluate(rank: int, way: tuple[str, str, int], at_once: bool) -> d
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
         interval=1,
-        lag=0,
         dense_gradients="allreduce",
-        dispatch=dispatch,
-        combine_order=order,
         replica_slots=replica_slots,
-        split_least_tokens=0,
+        dispatch=eplb.DispatchConfig(dispatch, combine_order=order, split_least_tokens=0 if replica_slots else 64),
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     balancer._plan_with(plan_shuffle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_runtime.config import BalancerConfig, ConfigError
+from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig, config_from_settings
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.placement import Placement
 from eplb_runtime.topology import Topology
@@ -29,7 +29,7 @@ from eplb_runtime.topology import Topology
 )
 def test_a_setting_that_cannot_work_is_refused_with_one_line(setting: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        BalancerConfig(**{setting: value})
+        config_from_settings({setting: value})
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -44,7 +44,10 @@ def test_equal_settings_describe_themselves_alike_and_others_do_not() -> None:
 
 def test_window_and_horizon_follow_the_interval_unless_given() -> None:
     assert (BalancerConfig(interval=10).window_steps, BalancerConfig(interval=10).horizon) == (40, 100)
-    assert (BalancerConfig(window=3).window_steps, BalancerConfig(horizon_steps=7).horizon) == (3, 7)
+    assert (
+        BalancerConfig(window=3).window_steps,
+        BalancerConfig(migration=MigrationConfig(horizon_steps=7)).horizon,
+    ) == (3, 7)
 
 
 def test_a_topology_knows_nodes_and_links() -> None:

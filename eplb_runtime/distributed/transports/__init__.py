@@ -25,5 +25,5 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
     "deepep": DeepEP,
     "auto": Automatic,
 }
-"""``BalancerConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
+"""``MigrationConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""

@@ -107,7 +107,7 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
         raise ConfigError(
             f"DeepEP carries between nodes by NVSHMEM, which this process has started between ranks "
             f"{list(_between_nodes[0])}, and it is started once: no second buffer for two batches at once, for "
-            "another EP group or for other dispatch_sms"
+            "another EP group or for other sms"
         )
     sizes = [
         (

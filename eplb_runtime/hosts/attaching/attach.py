@@ -172,7 +172,7 @@ class _Attaching:
             self.placement.num_layers,
             self.placement.num_experts // len(self._job.row_ranks),
             self.optimizers,
-            self.config.move_gradients,
+            self.config.migration.move_gradients,
         )
         self._cut_layers()
         for stage in self.stages:
@@ -188,7 +188,7 @@ class _Attaching:
         )
         self.lanes = Lanes(first, self.device, in_order=by_kernels, seconds=seconds)
         sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
-        self.kernels = kernels_for(self.device, *sizes) if self.config.kernels else Kernels()
+        self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
         self.layers = self._install_layers(self.maps, self.counter)
@@ -349,9 +349,9 @@ class _Attaching:
             self.device,
             ep_rank=self._job.ep_rank,
             ranks_per_node=self.topology.ranks_per_node,
-            mode=self.config.split,
-            locality=self.config.split_locality,
-            least_tokens=self.config.split_least_tokens,
+            mode=self.config.dispatch.split,
+            locality=self.config.dispatch.split_locality,
+            least_tokens=self.config.dispatch.split_least_tokens,
             speed_R=self.config.speed_R,
             count=self.kernels.count,
             deal=self.kernels.deal,
@@ -364,7 +364,7 @@ class _Attaching:
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
         meeting = Meeting(self._job.ep_ranks, self.watch)
-        if self._job.is_planner and self.config.dispatch != "all_to_all":
+        if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
         self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
             self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes

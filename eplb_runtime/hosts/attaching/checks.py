@@ -195,6 +195,11 @@ def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, jo
             f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
             "MoE layers, or none"
         )
+    if config.overlap and (sliced or job.divided_rows):
+        raise AttachError(
+            "overlap=True with experts that fully_shard slices: they are gathered before their layer's forward, so "
+            "they move between steps; leave overlap=False, or leave the experts out of fully_shard (ignored_params)"
+        )
     if not sliced or not config.replica_slots:
         return
     if len(job.stage_sets) > 1:

@@ -97,8 +97,8 @@ def _deepep(
 ) -> Carrier:
     package, group = _imported(), groups.dispatch
     shared = deepep_package.shared_between(package, group)
-    package.Buffer.set_num_sms(config.dispatch_sms)
+    package.Buffer.set_num_sms(config.dispatch.sms)
     there, back = deepep_package.settings(package, group.size())
     deepep_package.refuse_filled_memory()
-    buffer = shared.buffer(group, config.dispatch_sms, there, back)
+    buffer = shared.buffer(group, config.dispatch.sms, there, back)
     return Multicast(buffer, there, group.rank(), group.size(), device, by_torch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
 
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import (
     AttachError,
@@ -109,11 +110,13 @@ def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
         return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
+    if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
+        return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
         return "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":
         return "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
-    if wrapped and config.move_gradients:
+    if wrapped and config.migration.move_gradients:
         return "move_gradients=True with Megatron: gradients are in its buffers, which do not move; leave it False"
     if not wrapped and parallel_state.get_tensor_model_parallel_world_size() > 1:
         return (

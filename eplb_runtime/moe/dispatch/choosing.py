@@ -32,7 +32,7 @@ SUMS_BY_RANK = (
     "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
 )
 IN_FLOAT8 = (
-    "dispatch_dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
+    "dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
     "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do without it"
 )
 LOW_LATENCY = (
@@ -71,7 +71,7 @@ def choose(asked: str, lacking: Sequence[str]) -> Choice:
     """One choice for all ranks.
 
     Args:
-        asked: ``BalancerConfig.dispatch``.
+        asked: ``DispatchConfig.name``.
         lacking: of each rank, what `lacks` said.
     """
     why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
@@ -90,17 +90,17 @@ def choose_together(
     Raises:
         TransportError: a rank did not come in time.
     """
-    if config.dispatch in OVER_TORCH:
-        return choose(config.dispatch, [])
+    if config.dispatch.name in OVER_TORCH:
+        return choose(config.dispatch.name, [])
     mine = lacks(device, topology.num_ranks, topology.ranks_per_node)
     said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
-    return choose(config.dispatch, [word.decode() for word in said])
+    return choose(config.dispatch.name, [word.decode() for word in said])
 
 
 def notes(config: BalancerConfig) -> tuple[str, ...]:
     """What these settings give up, a line each."""
-    by_rank, in_float8 = config.combine_order == "by_rank", config.dispatch_dtype == "float8"
-    low_latency = config.low_latency_tokens > 0
+    by_rank, in_float8 = config.dispatch.combine_order == "by_rank", config.dispatch.dtype == "float8"
+    low_latency = config.dispatch.low_latency_tokens > 0
     return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
 
 
@@ -111,20 +111,20 @@ def maker(
     ranks are in the same forward, and the ways of their exchanges."""
     if choice.name == "all_to_all":
         return partial(AllToAll if topology.num_ranks > 1 else OneRank, moves=moves)
-    by_rank = config.combine_order == "by_rank"
+    by_rank = config.dispatch.combine_order == "by_rank"
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
         return partial(across_nodes, ranks_per_node=topology.ranks_per_node, moves=moves)
     kind = CarriedByRank if by_rank else Carried
-    in_float8, most = config.dispatch_dtype == "float8", config.low_latency_tokens
+    in_float8, most = config.dispatch.dtype == "float8", config.dispatch.low_latency_tokens
     low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
     return partial(
         kind,
-        num_sms=config.dispatch_sms,
+        num_sms=config.dispatch.sms,
         make_carrier=CARRIERS[choice.name],
         in_float8=in_float8,
         make_low_latency=low_latency,
-        most_tokens=config.most_tokens,
+        most_tokens=config.dispatch.most_tokens,
         moves=moves,
     )
 
@@ -132,7 +132,7 @@ def maker(
 def wants_counts(config: BalancerConfig) -> bool:
     """Whether the host has to know how many rows of a batch go where, to split it over copies: the dispatcher makes
     memory by it, or ranks differ in speed (`moe.routing.speeds` looks for their levels on the host)."""
-    return not config.most_tokens or config.speed_R is not None
+    return not config.dispatch.most_tokens or config.speed_R is not None
 
 
 def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
@@ -151,9 +151,9 @@ def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded
     if is_sharded:
         return "fully_shard gathers weights for one batch at a time: leave it out"
     there = torch.get_device_module(device).get_device_properties(device).multi_processor_count
-    if config.dispatch not in OVER_TORCH and 2 * config.dispatch_sms >= there:
+    if config.dispatch.name not in OVER_TORCH and 2 * config.dispatch.sms >= there:
         return (
-            f"the kernels of each take dispatch_sms={config.dispatch_sms} multiprocessors while they wait for other "
-            f"ranks, and {device} has {there}: lower dispatch_sms"
+            f"the kernels of each take sms={config.dispatch.sms} multiprocessors while they wait for other "
+            f"ranks, and {device} has {there}: lower DispatchConfig.sms"
         )
     return ""

@@ -31,18 +31,15 @@ def refusal(hidden_TD: Tensor, weights_TK: Tensor) -> str:
     width = hidden_TD.shape[1]
     if hidden_TD.dtype != torch.bfloat16:
         return (
-            f"dispatch_dtype='float8' is for bfloat16 hidden states, and these are {hidden_TD.dtype}: train in "
-            "bfloat16 (autocast) or leave dispatch_dtype out"
+            f"dtype='float8' is for bfloat16 hidden states, and these are {hidden_TD.dtype}: train in "
+            "bfloat16 (autocast) or leave dtype out"
         )
     if width % COLUMNS:
-        return (
-            f"dispatch_dtype='float8' has a scale for {COLUMNS} columns, and the hidden size is {width}: leave "
-            "dispatch_dtype out"
-        )
+        return f"dtype='float8' has a scale for {COLUMNS} columns, and the hidden size is {width}: leave dtype out"
     if _columns(width, weights_TK.shape[1] * weights_TK.element_size()) > MOST_SCALES:
         return (
-            f"dispatch_dtype='float8' carries {MOST_SCALES} scales a row, router weights among them, and hidden size "
-            f"{width} with {weights_TK.shape[1]} choices has more: leave dispatch_dtype out"
+            f"dtype='float8' carries {MOST_SCALES} scales a row, router weights among them, and hidden size "
+            f"{width} with {weights_TK.shape[1]} choices has more: leave dtype out"
         )
     return ""
 

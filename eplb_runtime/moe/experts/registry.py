@@ -179,7 +179,7 @@ class ExpertTensors:
                 raise RuntimeError(
                     f"experts have moved since the last step, and the gradient of {name} from before, which has not "
                     "moved along, is added to or used again: zero gradients after each step, or set "
-                    "BalancerConfig(move_gradients=True, overlap=False)"
+                    "BalancerConfig(migration=MigrationConfig(move_gradients=True))"
                 )
             self._left_behind.pop(one, None)
 

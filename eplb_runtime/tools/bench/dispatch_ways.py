@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config import DISPATCHES, BalancerConfig, ConfigError
+from ...config import DISPATCHES, BalancerConfig, ConfigError, config_from_settings
 from ...distributed.setting_up import SETUP_SECONDS
 from ...moe.dispatch import OVER_TORCH, choose_together, maker
 from ...moe.dispatch.base import Dispatched, Dispatcher
@@ -97,8 +97,8 @@ def _ways(
                 left_out.append({"dispatch": title, "why": f"not for rows of {hidden}: --hidden 7168"})
                 continue
             try:
-                config = BalancerConfig(dispatch=name, combine_order=order, **more)
-                made[title, order] = maker(config, choice, topology, by_kernels if config.kernels else PLAIN)(
+                config = config_from_settings({"dispatch": name, "combine_order": order, **more})
+                made[title, order] = maker(config, choice, topology, by_kernels if config.dispatch.kernels else PLAIN)(
                     group, slots
                 )
             except ConfigError as error:

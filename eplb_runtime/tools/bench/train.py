@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig
+from ...config import BalancerConfig, config_from_settings
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
@@ -276,7 +276,7 @@ def _share(static: list[float], blocks: list[float], best: list[float]) -> float
 
 
 def _config(work: Workload, **options: Any) -> BalancerConfig:
-    return BalancerConfig(interval=work.interval, window=2 * work.interval, moe_share=1.0, **options)
+    return config_from_settings({"interval": work.interval, "window": 2 * work.interval, "moe_share": 1.0, **options})
 
 
 def _take_turns(variants: Sequence[_Variant], on_progress: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import BalancerConfig
+from ...config import BalancerConfig, MigrationConfig
 from ...hosts.attaching.description import MoELayer
 from ...moe.experts.gathering import rows_at_once
 from ...moe.experts.record import RecordFormat
@@ -129,7 +129,11 @@ def diagnose(
         for layer in layers
     ]
     spread = {id(getattr(layer.experts, name)) for layer in layers for name in layer.parameters}
-    config = BalancerConfig() if staging_bytes is None else BalancerConfig(staging_bytes=staging_bytes)
+    config = (
+        BalancerConfig()
+        if staging_bytes is None
+        else BalancerConfig(migration=MigrationConfig(staging_bytes=staging_bytes))
+    )
     node = min(ranks, 8) if ranks_per_node is None else ranks_per_node
     if ranks % node:
         raise DoctorError(f"{ranks} ranks do not fill nodes of {node}: give --ranks-per-node")
@@ -201,7 +205,7 @@ def _memory(
     rest = sum(parameter.nbytes for parameter in dense)
     copies = replica_memory(homes, shape.replica_slots, gradients=True)
     record = max(_record_bytes(layer, states) for layer in homes)
-    staging = max(config.staging_bytes, record)
+    staging = max(config.migration.staging_bytes, record)
     row = max(rows_at_once(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
     largest = max((parameter.nbytes for parameter in dense), default=0)
     whole = (own * shape.ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ..launch import process_group, repeat_every_bit
 from .report import Report
 from .runs import verify
@@ -58,6 +58,9 @@ def run(
             lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
             make_batch,
             steps=steps,
-            config=BalancerConfig(replica_slots=replica_slots, split_least_tokens=0),
+            config=BalancerConfig(
+                replica_slots=replica_slots,
+                dispatch=DispatchConfig(split_least_tokens=0) if replica_slots else DispatchConfig(),
+            ),
             on_step=on_step,
         )

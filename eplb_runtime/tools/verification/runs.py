@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ...events import RebalanceAborted, RebalanceCommitted
 from ...hosts import attach
+from ...moe.dispatch import OVER_TORCH
 from ...moe.dispatch import notes as notes_of_dispatch
 from ...planner.shuffle import plan_shuffle
 from ...replicas.bank import accumulation_dtype
@@ -106,7 +107,7 @@ def verify(
     config = replace(
         config,
         interval=interval,
-        lag=min(config.lag, interval - 1),
+        migration=replace(config.migration, lag=min(config.migration.lag, interval - 1)),
         window=None,
         policy="static",
         dense_gradients="allreduce",
@@ -128,7 +129,23 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     placement is for one number of replica slots: runs without them start from logical order."""
     if not config.replica_slots:
         return config
-    return replace(config, replica_slots=0, shared_between_layers=False, copies_by="torch", initial_placement=None)
+    usual = DispatchConfig()
+    dispatch = replace(
+        config.dispatch,
+        split=usual.split,
+        split_locality=usual.split_locality,
+        split_least_tokens=usual.split_least_tokens,
+    )
+    if dispatch.name in OVER_TORCH:  # copies_by="deepep" alone had use for it
+        dispatch = replace(dispatch, sms=usual.sms)
+    return replace(
+        config,
+        replica_slots=0,
+        shared_between_layers=False,
+        copies_by="torch",
+        initial_placement=None,
+        dispatch=dispatch,
+    )
 
 
 def _reader(group: dist.ProcessGroup, ep_group: dist.ProcessGroup | None) -> tuple[StateReader, list[list[int]]]:

@@ -54,7 +54,10 @@ def attach(replica_slots: int) -> eplb.Balancer:
     model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, width=WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = eplb.BalancerConfig(
-        policy="static", dense_gradients="allreduce", transport="auto", replica_slots=replica_slots
+        policy="static",
+        dense_gradients="allreduce",
+        replica_slots=replica_slots,
+        migration=eplb.MigrationConfig(transport="auto"),
     )
     balancer = eplb.attach(model, optimizer, config=config)
     ids = batch_of(dist.get_rank(), 0)

@@ -102,9 +102,9 @@ def train(
         gate="always",
         dense_gradients="allreduce",
         timeout_seconds=TIMEOUT_SECONDS,
-        transport=transport,
         overlap=points == [BESIDE],
-        staging_bytes=20_000,  # little more than one expert: a rebalance takes several rounds
+        # Little more than one expert: a rebalance takes several rounds.
+        migration=eplb.MigrationConfig(transport=transport, staging_bytes=20_000),
     )
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
     balancer = eplb.attach(model, optimizer, config=config)

@@ -1,4 +1,4 @@
-"""Events and a balancer in words: tables of 80 columns, and a line in the log for each rebalance."""
+"""Events and a balancer in words: tables of 80 columns, and lines in the log for decisions and rebalances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from eplb_runtime.balancer.status import RebalanceLine, balancer_table
+from eplb_runtime.balancer.status import DecisionLine, balancer_table
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import (
     BalancingPaused,
@@ -22,6 +22,7 @@ from eplb_runtime.topology import Topology
 
 PLANNED = RebalancePlanned(60, 3, 4, "rebalance", "saves 5 s for 0.1 s", 1.9, 1.2, 0.01, 1.1, 5.0, 0.1)
 COMMITTED = RebalanceCommitted(60, 3, "ab" * 16, 4, 3 * 2**20, 0.025)
+STAYS = RebalancePlanned(120, 4, 0, "stay", "the planner is still being compiled", 0.0, 0.0, 0.0)
 
 
 def log() -> EventLog:
@@ -67,15 +68,18 @@ def test_a_balancer_prints_as_a_table_of_eighty_columns() -> None:
         assert said in shown
 
 
-def test_each_rebalance_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_decision_and_each_rebalance_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    events.subscribe(RebalanceLine())
+    events.subscribe(DecisionLine())
     with caplog.at_level(logging.INFO, "eplb_runtime"):
         for event in log():
             events.emit(event)
         events.emit(COMMITTED)  # without a plan before it, as restoring does
+        events.emit(STAYS)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, imbalance 1.900 -> 1.200 predicted, to "
-        "save 5 s for 0.1 s",
+        "step 60: 50 steps, imbalance 1.750 on average, 2.500 at worst; rebalance: saves 5 s for 0.1 s, imbalance "
+        "1.900 -> 1.200, planned in 0.01 s",
+        "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, predicted to save 5 s for 0.1 s",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause",
+        "step 120: stay: the planner is still being compiled",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_runtime.config import BalancerConfig
+from eplb_runtime.config import BalancerConfig, config_from_settings
 from eplb_runtime.tools.verification.runs import without_replicas
 
 
@@ -14,7 +14,7 @@ from eplb_runtime.tools.verification.runs import without_replicas
     ids=str,
 )
 def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_replicas: dict) -> None:
-    config = BalancerConfig(interval=7, replica_slots=1, **of_replicas)
+    config = config_from_settings({"interval": 7, "replica_slots": 1, **of_replicas})
     assert without_replicas(config) == BalancerConfig(interval=7)
 
 

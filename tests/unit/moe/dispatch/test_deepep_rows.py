@@ -14,7 +14,7 @@ import deepep_double
 import pytest
 import torch
 
-from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError
+from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, DispatchConfig, config_from_settings
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
@@ -210,7 +210,9 @@ def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
 
 
 def test_the_order_of_sums_picks_the_kind() -> None:
-    asked = {order: BalancerConfig(dispatch="auto", combine_order=order) for order in ("logical", "by_rank")}
+    asked = {
+        order: BalancerConfig(dispatch=DispatchConfig("auto", combine_order=order)) for order in ("logical", "by_rank")
+    }
     job = Topology(8, 4)
     moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
     made = {(order, name): maker(asked[order], Choice(name, ""), job, moves) for order in asked for name in KINDS}
@@ -236,7 +238,7 @@ def test_the_order_of_sums_picks_the_kind() -> None:
 )
 def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        BalancerConfig(**settings)
+        config_from_settings(settings)
 
 
 def test_most_tokens_are_for_one_node() -> None:
@@ -247,20 +249,20 @@ def test_most_tokens_are_for_one_node() -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="logical order"):
-        BalancerConfig(combine_order="by_rank")
+        BalancerConfig(dispatch=DispatchConfig(combine_order="by_rank"))
     for dispatch in ("all_to_all", "hierarchical", "auto"):
         with pytest.raises(ConfigError, match="only 'deepep' carries it"):
-            BalancerConfig(dispatch=dispatch, dispatch_dtype="float8")
+            BalancerConfig(dispatch=DispatchConfig(dispatch, dtype="float8"))
     for tokens in (-4, 6, 512):
         with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
-            BalancerConfig(dispatch="deepep", combine_order="by_rank", low_latency_tokens=tokens)
+            BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=tokens))
     for setting in ({"dispatch": "deepep"}, {"dispatch": "hierarchical", "combine_order": "by_rank"}):
         with pytest.raises(ConfigError, match="need dispatch='deepep' and combine_order='by_rank'"):
-            BalancerConfig(low_latency_tokens=128, **setting)
+            config_from_settings({"low_latency_tokens": 128, **setting})
     with pytest.raises(ConfigError, match="even"):
-        BalancerConfig(dispatch_sms=7)
+        BalancerConfig(dispatch=DispatchConfig(sms=7))
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
-        BalancerConfig(dispatch="deepep", combine_order="both")  # type: ignore[arg-type]
+        BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="both"))  # type: ignore[arg-type]
 
 
 def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +280,8 @@ def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(m
 
 def test_a_verification_notes_that_sums_are_by_rank() -> None:
     task = SimpleNamespace(ep_sets=[[0, 1]])
-    by_rank = BalancerConfig(dispatch="deepep", combine_order="by_rank")
+    by_rank = BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank"))
     assert runs._notes(task, by_rank, 3) == (choosing.SUMS_BY_RANK,)  # type: ignore[arg-type]
     assert runs._notes(task, BalancerConfig(), 3) == ()  # type: ignore[arg-type]
-    in_float8 = BalancerConfig(dispatch="deepep", dispatch_dtype="float8")
+    in_float8 = BalancerConfig(dispatch=DispatchConfig("deepep", dtype="float8"))
     assert runs._notes(task, in_float8, 3) == (choosing.IN_FLOAT8,)  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""Settings: at most 18 at the top, nested ones for the rest, and a line for each that cannot work or has no effect."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_runtime.config import (
+    BalancerConfig,
+    ConfigError,
+    DispatchConfig,
+    MigrationConfig,
+    config_from_settings,
+    settings_of,
+)
+
+FLAT = settings_of(BalancerConfig())
+FIRST = [
+    "interval",
+    "replica_slots",
+    "policy",
+    "gate",
+    "overlap",
+    "dense_gradients",
+    "timeout_seconds",
+    "run",
+    "listen",
+]
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"bytes_per_step": 1000}, "give overlap=True", {"overlap": True}),
+    ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
+    ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
+    ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
+    ({"dispatch_sms": 24}, "copies_by='deepep'", {"copies_by": "deepep", "replica_slots": 1}),
+    ({"split": "even"}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"split_locality": False}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"split_least_tokens": 0}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"shared_between_layers": True}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"copies_by": "deepep"}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),
+    ({"dispatch_dtype": "float8"}, "only 'deepep'", {"dispatch": "deepep"}),
+    ({"most_tokens": 64}, "only 'deepep'", {"dispatch": "deepep"}),
+    ({"low_latency_tokens": 64}, "they need", {"dispatch": "deepep", "combine_order": "by_rank"}),
+    ({"listen_token": "a" * 8}, "listen=8080", {"listen": 0}),
+]
+"""Settings, what the refusal says, and what lets them have an effect."""
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"interval": "50"}, "interval='50': give a whole number"),
+    ({"interval": 50.0}, "interval=50.0: give a whole number"),
+    ({"interval": None}, "interval=None: give a whole number"),
+    ({"interval": True}, "interval=True: give a whole number"),
+    ({"most_tokens": False}, "most_tokens=False: give a whole number"),
+    ({"overlap": 1}, "overlap=1: give True or False"),
+    ({"kernels": "yes"}, "kernels='yes': give True or False"),
+    ({"timeout_seconds": "30"}, "timeout_seconds='30': give a positive number of seconds"),
+    ({"timeout_seconds": float("nan")}, "give a positive number of seconds"),
+    ({"timeout_seconds": float("inf")}, "give a positive number of seconds"),
+    ({"max_pause_seconds": True}, "give a positive number of seconds"),
+    ({"moe_share": "half"}, "moe_share='half': give a share"),
+    ({"policy": 3}, "policy=3 is unknown"),
+    ({"gate": ["payoff"]}, "gate=['payoff'] is unknown"),
+    ({"transport": np.zeros((40, 40))}, "is unknown; choose one of: torch"),
+    ({"rank_speed": "1,1"}, "rank_speed='1,1': give numbers above 0"),
+    ({"rank_speed": [1, "2"]}, "give numbers above 0"),
+    ({"rank_speed": []}, "rank_speed has no numbers"),
+    ({"run": 3}, "run=3: give a folder"),
+    ({"initial_placement": 3}, "give a Placement or its file"),
+    ({"listen": 80.5}, "listen=80.5: give a port"),
+    ({"listen": 0, "listen_token": 12345678}, "listen_token must be"),
+    ({"dispatch": 3}, "dispatch=3 is unknown; choose one of: all_to_all"),
+    ({"dispatch": "pigeon"}, "dispatch='pigeon' is unknown"),
+    ({"migration": 3}, "migration=3: give MigrationConfig(...)"),
+]
+
+
+def refusal(make: Any, settings: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        make(**settings)
+    line = str(refused.value)
+    assert line and "\n" not in line
+    return line
+
+
+def test_the_top_has_at_most_18_fields_those_for_everybody_first() -> None:
+    names = [own.name for own in fields(BalancerConfig)]
+    assert len(names) <= 18 and names[: len(FIRST)] == FIRST
+
+
+@pytest.mark.parametrize(("settings", "said", "mend"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused_and_accepted_where_it_has_one(
+    settings: dict[str, Any], said: str, mend: dict[str, Any]
+) -> None:
+    assert said in refusal(lambda **given: config_from_settings(given), settings)
+    made = settings_of(config_from_settings({**settings, **mend}))
+    assert made.items() >= {**settings, **mend}.items()
+
+
+@pytest.mark.parametrize(("settings", "said"), WRONG)
+def test_a_value_of_the_wrong_type_is_refused_in_a_line(settings: dict[str, Any], said: str) -> None:
+    assert said in refusal(lambda **given: config_from_settings(given), settings)
+
+
+def test_the_static_policy_stands_beside_anything() -> None:
+    lively = {"gate": "always", "overlap": True, "max_moves": 3, "bytes_per_step": 1000, "transport": "shm"}
+    assert replace(config_from_settings(lively), policy="static").gate == "always"
+
+
+def test_numpy_numbers_are_taken_as_pythons() -> None:
+    given = {"interval": np.int64(7), "moe_share": np.float32(0.5), "overlap": np.True_, "listen": np.int32(0)}
+    made, wanted = config_from_settings(given), {"interval": 7, "moe_share": 0.5, "overlap": True, "listen": 0}
+    assert made == config_from_settings(wanted) and made.describe() == config_from_settings(wanted).describe()
+    assert {type(settings_of(made)[name]) for name in given} == {int, float, bool}
+    assert BalancerConfig(rank_speed=np.array([1.0, 2.0])) == BalancerConfig(rank_speed=[1, 2])
+
+
+@pytest.mark.parametrize("name", [name for name in FLAT if name not in {own.name for own in fields(BalancerConfig)}])
+def test_an_old_flat_name_is_told_its_new_place(name: str) -> None:
+    line = refusal(BalancerConfig, {name: FLAT[name]})
+    assert line.startswith(f"BalancerConfig({name}=...) is ")
+    suggested = line.partition(": ")[2]
+    assert eval(f"BalancerConfig({suggested})") == BalancerConfig(), "what it suggests can be copied"
+
+
+def test_names_that_are_not_known_get_the_nearest_with_its_place() -> None:
+    line = "BalancerConfig(transport=...) is MigrationConfig(transport=...): migration=MigrationConfig(transport='shm')"
+    assert refusal(BalancerConfig, {"transport": "shm"}) == line
+    line = refusal(BalancerConfig, {"dispatch": "deepep", "dispatch_sms": 24})
+    assert line.endswith(": dispatch=DispatchConfig('deepep', sms=24)")
+    assert "nearest is BalancerConfig(interval=...)" in refusal(BalancerConfig, {"intervall": 3})
+    assert "nearest is MigrationConfig(transport=...)" in refusal(BalancerConfig, {"transprot": "shm"})
+    assert "nearest is DispatchConfig(sms=...)" in refusal(DispatchConfig, {"smss": 3})
+    assert refusal(MigrationConfig, {"overlap": True}) == "MigrationConfig(overlap=...) is BalancerConfig(overlap=...)"
+    assert "there are: interval" in refusal(BalancerConfig, {"xyz": 3})
+    assert "nearest is MigrationConfig(lag=...)" in refusal(lambda **given: config_from_settings(given), {"lagg": 3})
+    with pytest.raises(ConfigError, match=r"takes settings by name: interval=50"):
+        BalancerConfig(50)  # type: ignore[misc]
+
+
+def test_a_name_is_enough_for_a_dispatch() -> None:
+    assert refusal(BalancerConfig, {"dispatch": 3}).startswith("dispatch=3: give DispatchConfig(...), or one of: all_")
+    assert BalancerConfig(dispatch="hierarchical") == BalancerConfig(dispatch=DispatchConfig("hierarchical"))
+    assert BalancerConfig(dispatch="hierarchical").dispatch.name == "hierarchical"
+    assert BalancerConfig(dispatch="hierarchical") != BalancerConfig()
+
+
+def test_configs_are_copied_saved_and_read_again() -> None:
+    config = BalancerConfig(
+        replica_slots=1,
+        overlap=True,
+        rank_speed=(1.0, 0.5),
+        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24, split="even"),
+        migration=MigrationConfig(transport="auto", bytes_per_step=1000),
+    )
+    again = replace(replace(config, interval=7), interval=50)
+    saved = (json.loads(json.dumps(asdict(config))), json.loads(json.dumps(settings_of(config))))
+    for same in (again, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), *map(config_from_settings, saved)):
+        assert same == config and same.describe() == config.describe() and hash(same) == hash(config)
+    with pytest.raises(ConfigError, match="split is given twice"):
+        config_from_settings({"split": "even", "dispatch": {"split": "even"}})
+
+
+OTHERS: dict[str, Any] = {
+    "interval": 7,
+    "window": 3,
+    "split": "even",
+    "split_locality": False,
+    "transport": "shm",
+    "lag": 0,
+    "dispatch": "hierarchical",
+    "kernels": True,
+    "staging_bytes": 1000,
+    "move_gradients": True,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_that_differ_in_a_setting_describe_themselves_differently(name: str) -> None:
+    usual = {"replica_slots": 1}
+    assert config_from_settings({**usual, name: OTHERS[name]}).describe() != config_from_settings(usual).describe()
+
+
+def test_what_rank_0_alone_looks_at_is_not_compared() -> None:
+    assert BalancerConfig(run="runs/first", listen=0).describe() == BalancerConfig().describe()
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 600),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.floats(), max_size=3),
+    st.sampled_from(
+        [
+            "water_filling",
+            "even",
+            "incremental",
+            "static",
+            "payoff",
+            "always",
+            "torch",
+            "shm",
+            "copy_engine",
+            "deepep",
+            "hierarchical",
+            "auto",
+            "by_rank",
+            "float8",
+            "host",
+            "allreduce",
+            "127.0.0.1:80",
+            "model",
+            "logical",
+            "all_to_all",
+        ]
+    ),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FLAT)), VALUES, max_size=8))
+def test_any_known_settings_make_a_config_or_are_refused_in_a_line(settings: dict[str, Any]) -> None:
+    try:
+        made = config_from_settings(settings)
+    except ConfigError as error:
+        assert str(error) and "\n" not in str(error)
+    else:
+        assert config_from_settings(settings_of(made)) == made
