@@ -197,6 +197,7 @@ class DecisionMaker:
         home_bytes, token_bytes, compiling = _highest(control, *here)
         # All ranks are in this decision, so none is in an earlier one, nor in what came of it.
         self._store.forget(measurement.keys_of_earlier)
+        declared = declared if declared is not None else self._declared
         if compiling:
             self._declared = declared
             summary = staying(measurement.placement, "the planner is still being compiled")
@@ -210,7 +211,7 @@ class DecisionMaker:
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
             )
-        declared, self._declared = declared if declared is not None else self._declared, None
+        self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
             message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)

@@ -63,7 +63,7 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "foreign placement": "3 MoE layers x 64 experts on 8 ranks with 0 replica slots, this job has 2 MoE layers x 8",
         "missing placement": "/nowhere/p.json: cannot be read",
         "mixing optimizer": "Adafactor mixes the experts",
-        "different configs": "rank 1 has another configuration than rank 0",
+        "different configs": "rank 1 has another interval in its config than rank 0",
         "different weights": "rank 1 has another set of weights than rank 0: seed all ranks equally",
         "DDP": "attach first, then wrap",
         "meta": "the model is on the meta device: name the one to make it on",

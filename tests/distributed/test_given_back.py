@@ -14,6 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.config import MigrationConfig
 from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
@@ -46,9 +47,8 @@ def no_more(rounds: list[tuple[int, int]]) -> bool:
 def attach(transport: str = "shm") -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
     model = make_model("olmoe", experts=4, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    config = eplb.BalancerConfig(
-        dense_gradients="allreduce", timeout_seconds=30, interval=2, migration=eplb.MigrationConfig(transport=transport)
-    )
+    migration = MigrationConfig(transport=transport)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=30, migration=migration, interval=2)
     return model, optimizer, eplb.attach(model, optimizer, config=config)
 
 
