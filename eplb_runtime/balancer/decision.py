@@ -186,6 +186,7 @@ class DecisionMaker:
             declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
             return Decision(failure=str(error), finding=finding)
+        declared = declared if declared is not None else self._declared
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
         if total.any():
@@ -197,7 +198,6 @@ class DecisionMaker:
         home_bytes, token_bytes, compiling = _highest(control, *here)
         # All ranks are in this decision, so none is in an earlier one, nor in what came of it.
         self._store.forget(measurement.keys_of_earlier)
-        declared = declared if declared is not None else self._declared
         if compiling:
             self._declared = declared
             summary = staying(measurement.placement, "the planner is still being compiled")

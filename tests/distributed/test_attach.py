@@ -42,6 +42,11 @@ def bad_inputs(rank: int, placement_file: str) -> dict[str, str]:
     )
     said["mixing optimizer"] = refusal(lambda: eplb.attach(model, torch.optim.Adafactor(model.parameters())))
     said["different configs"] = refusal(lambda: eplb.attach(model, config=eplb.BalancerConfig(interval=10 + rank)))
+    other = eplb.BalancerConfig(migration=eplb.MigrationConfig(staging_bytes=2**20 + rank))
+    said["different inner settings"] = refusal(lambda: eplb.attach(model, config=other))
+    said["a dict"] = refusal(lambda: eplb.attach(model, config={"interval": 3} if rank == 0 else None))
+    said["the class"] = refusal(lambda: eplb.attach(model, config=eplb.BalancerConfig if rank == 0 else None))
+    said["of migration alone"] = refusal(lambda: eplb.attach(model, config=eplb.MigrationConfig()))
     different = make_model("olmoe", experts=8, seed=rank)
     said["different weights"] = refusal(lambda: eplb.attach(different))
     said["DDP"] = refusal(lambda: eplb.attach(nn.parallel.DistributedDataParallel(different)))
@@ -64,6 +69,10 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "missing placement": "/nowhere/p.json: cannot be read",
         "mixing optimizer": "Adafactor mixes the experts",
         "different configs": "rank 1 has another interval in its config than rank 0",
+        "different inner settings": "rank 1 has another staging_bytes in its config than rank 0",
+        "a dict": "config=a dict: give eplb_runtime.config.config_from_settings(them)",
+        "the class": "config=BalancerConfig: give BalancerConfig(...)",
+        "of migration alone": "config=a MigrationConfig: give BalancerConfig(...)",
         "different weights": "rank 1 has another set of weights than rank 0: seed all ranks equally",
         "DDP": "attach first, then wrap",
         "meta": "the model is on the meta device: name the one to make it on",

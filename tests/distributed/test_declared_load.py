@@ -63,6 +63,16 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
         job.balancer.close()
     with pytest.raises(RuntimeError, match="closed"):
         job.balancer.declare(SKEWED)
+    waits = Job(rank)
+    waits.balancer._wait_until_compiled()
+    decisions = waits.balancer._rebalancer.decisions
+    decisions._compiled = rank == 0
+    waits.balancer.declare(SKEWED)
+    seen["while compiling"] = [waits.balancer.rebalance() for _ in range(3)]
+    decisions._compiled = True
+    waits.balancer.rebalance()
+    seen["placements"].append((waits.heavy_on_rank_0(), waits.balancer.placement.digest()))
+    waits.balancer.close()
     static = Job(rank, policy="static")
     with pytest.raises(RuntimeError, match="never moves"):
         static.balancer.declare(SKEWED)
@@ -72,7 +82,7 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
 
 def test_any_rank_may_declare_and_all_go_by_it() -> None:
     for seen in run_ranks(RANKS, declare_in_many_ways):
-        assert seen["before"] == [4, 2] and seen["moved"]
+        assert seen["before"] == [4, 2] and seen["moved"] and seen["while compiling"] == [False] * 3
         assert {tuple(heavy) for heavy, _ in seen["placements"]} == {(2, 1)}
         assert len({digest for _, digest in seen["placements"]}) == 1
 

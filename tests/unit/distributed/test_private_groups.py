@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_runtime.distributed import private_groups
+from eplb_runtime.distributed.setting_up import OthersGaveUp, WatchedStore
 
 WORLD = dist.distributed_c10d._world
 
@@ -61,3 +63,34 @@ def test_whoever_finds_a_group_finds_all_that_belongs_to_it(store: dist.Store, m
     monkeypatch.setattr(dist.distributed_c10d, "_pg_map", Map(WORLD.pg_map))
     private_groups.forget(reduced(store))
     assert found == [True]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_that_fails_ends_the_wait_of_one_that_connects_to_it(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    gloo, connecting, comes = dist.ProcessGroupGloo, threading.Event(), threading.Event()
+
+    def connects(*args: object, **named: object) -> dist.ProcessGroupGloo:
+        if fails:
+            store.set("failed", "rank 1: it has failed")
+        else:
+            threading.Timer(2 * private_groups._LISTENS_EVERY_SECONDS, comes.set).start()
+        connecting.set()
+        comes.wait()  # in gloo, which reads no store
+        return gloo(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connects)
+    monkeypatch.setattr(private_groups, "_HEARS_WITHIN_SECONDS", 0.05)
+    watched = WatchedStore(store, "failed")
+    try:
+        if fails:
+            with pytest.raises(OthersGaveUp, match="rank 1: it has failed"):
+                private_groups.make(watched, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+        else:
+            group = private_groups.make(watched, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+            dist.all_reduce(torch.ones(1), group=group)
+            private_groups.forget(group)
+        assert connecting.is_set()
+    finally:
+        comes.set()
