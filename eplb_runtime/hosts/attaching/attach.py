@@ -182,10 +182,8 @@ class _Attaching:
         placement = self.placement
         self.watch = Watch(self._job.ranks, self.groups.store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
-        first, seconds = (
-            Lane(self.groups.dispatch, self.groups.counts),
-            host_timeout(self.groups.backend).total_seconds(),
-        )
+        first = Lane(self.groups.dispatch, self.groups.counts)
+        seconds = host_timeout(self.groups.backend).total_seconds()
         self.lanes = Lanes(first, self.device, in_order=by_kernels, seconds=seconds)
         sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
         self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
