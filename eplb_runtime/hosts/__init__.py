@@ -119,7 +119,7 @@ def attach(
         ranks = _ranks_of_hosts(ranks, stages)
         optimizers = [_adapted(one, stages) for one in given if one is not None]
         on = device_of(stages, device)
-    except Exception as error:
+    except BaseException as error:
         problem = problem or error
     ranks = ranks if ranks is not None else Ranks()
     _meet(ranks, "attach", config, problem)
@@ -163,14 +163,14 @@ def shard_experts(
         if any(spread_of(layer.experts) is not None for layer in stage.host.layers):
             raise AttachError("the experts are spread already: shard_experts is called once")
         on = device_of([stage], None)
-    except Exception as error:
+    except BaseException as error:
         problem = problem or error
     _meet(ranks, "shard_experts", config, problem)
     assert stage is not None
     shard_stage(stage, config=config, ep_group=ep_group, device=on)
 
 
-def _checked(config: object) -> tuple[BalancerConfig, Exception | None]:
+def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     """The settings, those of the default where none are given or these are none; what is wrong then."""
     if config is None or isinstance(config, BalancerConfig):
         return config or BalancerConfig(), None
@@ -179,7 +179,7 @@ def _checked(config: object) -> tuple[BalancerConfig, Exception | None]:
     return BalancerConfig(), AttachError(f"config={shown}: give {mend}")
 
 
-def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | None) -> None:
+def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
     """Before anything is made together: every rank can go on, or all raise."""
     if not dist.is_initialized():
         raise problem or AttachError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...distributed.setting_up import SETUP_SECONDS
 from ...distributed.store import JobStore
+from ...utils.errors import one_line
 from .description import AttachError
 
 logger = logging.getLogger("eplb_runtime")
@@ -23,7 +24,7 @@ def meet(
     everyone: Sequence[int],
     what: str,
     timeout_seconds: float,
-    problem: Exception | None = None,
+    problem: BaseException | None = None,
     *,
     patient: bool = False,
 ) -> None:
@@ -31,7 +32,7 @@ def meet(
 
     Args:
         what: they come to.
-        problem: why this rank cannot go on; None: it can.
+        problem: why this rank cannot go on; None: it can. One that was interrupted waits for nobody.
         patient: after the timeout only warn, and wait as long as the host's process group does: ranks may come at very
             different times, when they load models.
 
@@ -55,7 +56,7 @@ def _meet(
     rank: int,
     what: str,
     seconds: float,
-    problem: Exception | None,
+    problem: BaseException | None,
     host_seconds: float,
 ) -> None:
     """`meet` in a store of its own; host_seconds: how long the host's process group waits, if this waits as long."""
@@ -65,10 +66,13 @@ def _meet(
         if store.look(f"{call}/state") != _GAVE_UP:
             break
     if problem is not None:
-        store.compare_set(f"{call}/problem", f"rank {rank}: {problem}")
+        said = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
+        store.compare_set(f"{call}/problem", f"rank {rank}: {said}")
     store.compare_set(f"{call}/{rank}", "here")
     if store.add(f"{call}/here", 1) == len(everyone):
         store.compare_set(f"{call}/state", _ALL)
+    if problem is not None and not isinstance(problem, Exception):
+        raise problem
     missing = _wait(store, call, everyone, seconds)
     if missing and host_seconds:
         logger.warning("%s waits for rank %s, which has not come for %g s", what, missing, seconds)
