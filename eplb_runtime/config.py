@@ -39,6 +39,10 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
 _OF_COPIES = ("split", "split_locality", "split_least_tokens")
 _ON_RANK_0 = ("run", "listen", "listen_token")
 _MOST_SHOWN = 60
+_MOST = 1 << 60
+"""Of a whole number: beyond it there is no counting in 64 bits."""
+_MOST_SECONDS = 366 * 86400.0
+"""Of a wait: clocks overflow far beyond it."""
 
 
 class ConfigError(ValueError):
@@ -83,6 +87,8 @@ class _Settings:
             raise ConfigError(f"{name}={_shown(value)}: give a whole number")
         if least is not None and value < least:
             raise ConfigError(f"{name}={value}: give at least {least}")
+        if int(value) > _MOST:
+            raise ConfigError(f"{name}={value}: give at most {_MOST}")
         self._set(name, int(value))
 
     def _seconds(self, name: str) -> None:
@@ -92,6 +98,8 @@ class _Settings:
             return
         if not _is_number(value) or not 0 < value < inf:
             raise ConfigError(f"{name}={_shown(value)}: give a positive number of seconds")
+        if value > _MOST_SECONDS:
+            raise ConfigError(f"{name}={_shown(value)}: give at most {_MOST_SECONDS:g} seconds, which are a year")
         self._set(name, float(value))
 
     def _flag(self, name: str) -> None:
@@ -405,13 +413,17 @@ class BalancerConfig(_Settings):
         steps = self.migration.horizon_steps
         return steps if steps is not None else 10 * self.interval
 
-    def describe(self) -> str:
-        """One canonical line, equal on ranks whose settings are equal."""
-        shown = []
+    def described(self) -> dict[str, str]:
+        """What ranks must have in common, by setting, in words that are equal where settings are."""
+        shown = {}
         for name, value in settings_of(self).items():
             if name not in _ON_RANK_0:  # which alone looks at them
-                shown.append(f"{name}={value.digest() if isinstance(value, Placement) else value}")
-        return " ".join(shown)
+                shown[name] = value.digest() if isinstance(value, Placement) else str(value)
+        return shown
+
+    def describe(self) -> str:
+        """One canonical line, equal on ranks whose settings are equal."""
+        return " ".join(f"{name}={value}" for name, value in self.described().items())
 
     def _check_migration(self) -> None:
         migration = self.migration
@@ -554,7 +566,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     if name in _SECTIONS and isinstance(value, _SECTIONS[name]):
         yield from ((name, own.name, getattr(value, own.name)) for own in fields(value))
     elif name in _SECTIONS and isinstance(value, Mapping):
-        yield from ((name, inner, one) for inner, one in value.items())
+        yield from ((name, str(inner), one) for inner, one in value.items())
     elif name in _PLACES:
         yield (*_PLACES[name], value)
     elif name in _SECTIONS:
@@ -583,6 +595,8 @@ def _said_of_unknown(cls: type[_Settings], settings: Mapping[str, object]) -> st
             values = [f"{inner}={_shown(settings[name])}" for name, inner in names.items()]
             if section == "dispatch" and isinstance(chosen := settings.get("dispatch"), str):
                 values.insert(0, repr(chosen))
+            elif section in settings:
+                values.insert(0, f"... as in your {home}")
             line += f": {section}={home}({', '.join(values)})"
         said.append(line)
     return "; ".join(said)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks one
-# after another, and beside them those of several hosts, which wait for links and deadlines for most of their time.
+# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, two
+# files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for most of their time.
 # Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
@@ -28,7 +28,7 @@ of_hosts=$(mktemp)
 .venv/bin/python -m pytest tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
 trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
-.venv/bin/python -m pytest tests --ignore tests/unit --ignore tests/multinode || failed=$?
+.venv/bin/python -m pytest tests --ignore tests/unit --ignore tests/multinode --numprocesses 2 --dist loadfile || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
 exit "$failed"

@@ -85,6 +85,7 @@ class Measurement:
         declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
         home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
         token_bytes: what a (token, choice) pair sends in a step.
+        keys_of_earlier: how many `JobStore.passing` keys are of what came before this decision.
     """
 
     buckets: HostCopy
@@ -97,6 +98,7 @@ class Measurement:
     look: Look | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
+    keys_of_earlier: int = 0
 
     @property
     def placements(self) -> tuple[tuple[int, Placement], ...]:
@@ -132,6 +134,7 @@ class DecisionMaker:
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
         self._job = groups.job
+        self._store = groups.store
         self._is_planner = groups.job.is_planner
         self._planner_rank = groups.job.ranks[0]
         # A planner that never returns must not take the thread along that talks to the other ranks.
@@ -182,7 +185,7 @@ class DecisionMaker:
         try:
             declared = summed(measurement.declared, shape, control)
         except DeclaredLoadError as error:
-            return Decision(failure=str(error))
+            return Decision(failure=str(error), finding=finding)
         declared = declared if declared is not None else self._declared
         if not total.any() and declared is None:
             return self._nothing_counted(finding, measurement)
@@ -193,6 +196,8 @@ class DecisionMaker:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
         home_bytes, token_bytes, compiling = _highest(control, *here)
+        # All ranks are in this decision, so none is in an earlier one, nor in what came of it.
+        self._store.forget(measurement.keys_of_earlier)
         if compiling:
             self._declared = declared
             summary = staying(measurement.placement, "the planner is still being compiled")

@@ -375,7 +375,7 @@ class Guard:
         name, store = f"guard/{self._meetings}", self._groups.store
         began = time.monotonic()
         try:
-            store.compare_set(f"{name}/{self._groups.job.rank}", "here")
+            store.compare_set(f"{name}/{self._groups.job.rank}", "here", passing=True)
             control = self._groups.control
             return self.run(lambda: self._compare(look, control).finding)
         except RuntimeError as error:

@@ -334,6 +334,7 @@ class Rebalancer:
         self._compiler.close(0.0)
         self.decisions.close()
         self._engine.close()
+        self._agreement.close()
         if self._maps.replicas is not None:
             self._let_copies_arrive()
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
@@ -366,6 +367,7 @@ class Rebalancer:
             look=self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,
+            keys_of_earlier=self._groups.store.passing,
         )
         self._earlier.clear()
         self.declared = None
@@ -594,7 +596,11 @@ class Rebalancer:
     def _carrier(self, connections: Connections, seconds: float) -> Transport:
         """Of experts, on new connections, made in so many seconds."""
         transport = new_transport(self._config, connections.migration, self._groups.backend, self._device, seconds)
-        transport.warm_up(time.monotonic() + seconds)
+        try:
+            transport.warm_up(time.monotonic() + seconds)
+        except BaseException:
+            transport.close()
+            raise
         transport.wait_at_most(self._config.timeout_seconds)
         return transport
 

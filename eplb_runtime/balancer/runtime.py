@@ -73,12 +73,13 @@ class Parts:
 
 def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
     """What of them the guard looks at; parameters and optimizers that join later are in these very objects."""
+    counter, layers = parts.counter, parts.layers  # the guard lives as long as the model: not so the transport
     return Watched(
         dense=dense,
         experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
         optimizers=optimizers,
         average_dense=parts.config.dense_gradients == "allreduce",
-        counts=lambda: int(parts.counter.counts.sum()),
-        calls=lambda: sum(layer.calls for layer in parts.layers),
-        uncounted=lambda: sum(layer.uncounted for layer in parts.layers),
+        counts=lambda: int(counter.counts.sum()),
+        calls=lambda: sum(layer.calls for layer in layers),
+        uncounted=lambda: sum(layer.uncounted for layer in layers),
     )

@@ -64,6 +64,11 @@ class Agreement:
         self._store = store
         self._probe = probe
 
+    def close(self) -> None:
+        """Let go of the group, whose threads and connections go with the last who holds it. Nobody compares or votes
+        any more."""
+        del self._control
+
     @property
     def turn(self) -> int:
         """A positive number that is the higher, the lower the rank: the highest over ranks names the lowest rank."""
@@ -188,7 +193,8 @@ class Agreement:
                 self._wait_for_another(ballot, began)  # thread of this rank, which has refused, or is in a meeting
                 continue
             try:
-                said = self._store.compare_set(ballot.key, verdict.word, patient=ballot.state is State.DOUBT)
+                patient = ballot.state is State.DOUBT
+                said = self._store.compare_set(ballot.key, verdict.word, patient=patient, passing=True)
                 answer = Verdict.of_word(said)
                 act = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
             except StoreError as error:
@@ -214,7 +220,7 @@ class Agreement:
         A rank that the store does not answer follows its own: so only for what moves nothing before another vote.
         """
         try:
-            return Verdict.of_word(self._store.compare_set(key, verdict.word))
+            return Verdict.of_word(self._store.compare_set(key, verdict.word, passing=True))
         except StoreError as error:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)

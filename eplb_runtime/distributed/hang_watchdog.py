@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..utils.errors import one_line
+from .store import JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -40,7 +41,7 @@ class Watch:
 
     Args:
         ranks: of the job, all of which have one.
-        store: under a name of this job's own.
+        store: of the job; it answers in time, so that this thread ends in time, too.
         timeout_seconds: how long a wait may be before it is said.
 
     Attributes:
@@ -48,7 +49,7 @@ class Watch:
         said: the last warning.
     """
 
-    def __init__(self, ranks: Sequence[int], store: dist.Store, timeout_seconds: float) -> None:
+    def __init__(self, ranks: Sequence[int], store: JobStore, timeout_seconds: float) -> None:
         self._ranks = list(ranks)
         self._timeout = timeout_seconds
         self._tick = min(5.0, timeout_seconds / 4)
@@ -78,14 +79,17 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this thread waits for other ranks. Two threads may, in a forward and in a backward pass.
+        """Inside, this thread waits for other ranks. Two threads may, in a forward and in a backward pass. A wait
+        within a wait is a part of it.
 
         Raises:
             RuntimeError: the wait failed: the process group's own timeout, or a rank that has ended.
         """
-        self._count += 1
         thread = threading.get_ident()
-        around = self._waits.get(thread)
+        if thread in self._waits:
+            yield
+            return
+        self._count += 1
         self._waits[thread] = _Wait(self._count, time.monotonic(), bool(torch._C._current_graph_task_id() != -1))
         try:
             yield
@@ -97,10 +101,7 @@ class Watch:
                 f"{self.said or _MEND}"
             ) from error
         finally:
-            if around is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = around
+            del self._waits[thread]
 
     def close(self) -> None:
         """Nobody looks any more."""
@@ -118,33 +119,31 @@ class Watch:
                 # The others are asked two looks ahead of the timeout: by then all that live have answered.
                 asks = wait is not None and time.monotonic() - wait.since > self._timeout - 2 * self._tick
                 if asks and wait is not None and wait.number != asked_for:
-                    asked_for, mine, ticks = wait.number, self._store.add("asked", 1), 3
-                asked = self._store.add("asked", 0)
+                    asked_for, mine, ticks = wait.number, self._store.add("watch/asked", 1), 3
+                asked = self._store.add("watch/asked", 0)
                 for question in range(max(answered, asked - 8) + 1, asked + 1):
                     self._answer(question)
                 answered = asked
                 ticks -= 1
                 if ticks == 0 and wait is not None and wait.number == asked_for:
                     self._report(mine)
-            except RuntimeError as error:  # the launcher's store is gone: the job ends
-                logger.debug("the watch ends: %s", error)
-                return
-        with suppress(RuntimeError):
-            self._store.set(f"closed/{self.rank}", "")
+            except StoreError as error:  # it may answer again at a later look
+                logger.debug("the watch hears nothing: %s", error)
+        with suppress(StoreError):
+            self._store.compare_set(f"watch/closed/{self.rank}", "closed")
 
     def _answer(self, asked: int) -> None:
         wait = self._longest()
         waits = "" if wait is None else f"waits for {time.monotonic() - wait.since:.0f} s in "
-        self._store.set(f"{asked}/{self.rank}", waits + self._shown())
+        self._store.compare_set(f"watch/{asked}/{self.rank}", waits + self._shown())
 
     def _report(self, asked: int) -> None:
         """One rank speaks for all that wait in the same place."""
         places: dict[str, list[int]] = {}
         for rank in self._ranks:
-            key = f"{asked}/{rank}"
-            if self._store.check([key]):
-                place = self._store.get(key).decode()
-            elif self._store.check([f"closed/{rank}"]):
+            if place := self._store.look(f"watch/{asked}/{rank}"):
+                pass
+            elif self._store.look(f"watch/closed/{rank}"):
                 place = "has closed its balancer, which all ranks do together"
             else:
                 place = "no answer: it has ended, or is stuck"

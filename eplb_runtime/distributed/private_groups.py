@@ -7,15 +7,20 @@ torch.distributed's functions know these groups, and profilers that list all gro
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .setting_up import OthersGaveUp, WatchedStore
+
 KNOWN = ("gloo", "nccl")
 """Backends that groups can be made of here."""
+_LISTENS_EVERY_SECONDS, _HEARS_WITHIN_SECONDS = 0.25, 2.0
 _CLOSING = timedelta(milliseconds=1)
 _NOBODYS_TAG = 0x7FFFFF
 """Of a message that is never sent: one that met a real message of another size would end the process."""
@@ -52,7 +57,7 @@ def make(
     inner: Any
     if backend == "gloo":
         kind, device = kinds.GLOO, torch.device("cpu")
-        inner = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, len(ranks), timeout=timeout)
+        inner = _gloo(store, name, place, len(ranks), timeout)
     else:
         kind, device = kinds.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
@@ -68,12 +73,38 @@ def make(
     group._set_group_desc(description)
     # What torch's functions look up in a group.
     known = dist.distributed_c10d._world
-    if not isinstance(known.pg_names, _Names):
-        dist.distributed_c10d._pg_names = _Names(known.pg_names)
-    known.pg_map[group] = (backend, prefixed)
+    names = getattr(known, "pg_names", None)  # torch's own business: without it, lists of groups lack names
+    if names is not None and not isinstance(names, _Names):
+        dist.distributed_c10d._pg_names = _Names(names)
     known.pg_backend_config[group] = f"{device.type}:{backend}"
     known.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    known.pg_map[group] = (backend, prefixed)  # last: a profiler on another thread asks for the rest of what is here
     return group
+
+
+def _gloo(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A backend whose ranks are connected.
+
+    A rank whose address this one has may give up, and live on: then gloo connects until its timeout, where it reads no
+    store. So it connects on a thread of its own, and this one listens for the word that a rank has failed.
+    """
+    prefixed = dist.PrefixStore(name, store)
+    if not isinstance(store, WatchedStore):
+        return dist.ProcessGroupGloo(prefixed, place, size, timeout=timeout)
+    made: Future[dist.ProcessGroupGloo] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(dist.ProcessGroupGloo(prefixed, place, size, timeout=timeout))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="eplb_runtime connect", daemon=True).start()
+    while not wait([made], _LISTENS_EVERY_SECONDS).done:
+        # Who waits in the store hears the word there, and then sooner.
+        if (word := store.given_up()) and not wait([made], _HEARS_WITHIN_SECONDS).done:
+            raise OthersGaveUp(word)
+    return made.result()
 
 
 def forget(group: dist.ProcessGroup) -> None:
@@ -87,7 +118,7 @@ def forget(group: dist.ProcessGroup) -> None:
 def is_private(group: dist.ProcessGroup) -> bool:
     """Whether it was made here and is in use."""
     known = dist.distributed_c10d._world
-    return group in known.pg_map and group not in known.pg_names
+    return group in known.pg_map and group not in getattr(known, "pg_names", ())
 
 
 def hang_up(group: dist.ProcessGroup, backend: str) -> None:

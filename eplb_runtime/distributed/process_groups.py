@@ -30,6 +30,8 @@ logger = logging.getLogger("eplb_runtime")
 _WATCHDOG_MARGIN = timedelta(seconds=60)
 _POLL_SECONDS = 0.0002
 _LINE_BYTES = 240
+_OF_BALANCING = ("control", "migration", "background")
+"""Purposes of groups that a closed model does not compute with."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class ProcessGroups:
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
         timeout_seconds: for control and migration, from `settle` on; the others keep the host's default.
+        only_control: make ``control`` alone, for ranks that compare what they have and exchange nothing.
 
     Attributes:
         store: the launcher's, under a name that no other balancer has.
@@ -88,6 +91,8 @@ class ProcessGroups:
         stage_layers: Sequence[int],
         device: torch.device,
         timeout_seconds: float,
+        *,
+        only_control: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
@@ -114,6 +119,8 @@ class ProcessGroups:
             self.control = self._new([self._members], "gloo", "control", self._setup)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
             job = self.job
+            if only_control:
+                return
             self._refuse_together(self._gloo_sizes(job))
             self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone
@@ -237,8 +244,11 @@ class ProcessGroups:
             weakref.finalize(model, gone).atexit = False
 
     def close_balancing(self) -> None:
-        """Give back what only rebalancing needs; the model goes on with the other groups."""
-        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in ("control", "migration")))
+        """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
+        gloo go with the last who holds a group: the others have let go of theirs."""
+        self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
+        self._background = None
+        del self.control, self.migration
         self.store.close()
 
     def close(self) -> None:

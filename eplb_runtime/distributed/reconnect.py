@@ -74,7 +74,7 @@ class Reconnection:
     Args:
         groups: make the connections.
         standing: of this rank.
-        carrier: a warmed-up transport on new connections, made in so many seconds.
+        carrier: a warmed-up transport on new connections, made in so many seconds; it leaves nothing where it fails.
         begin: called once on the thread that makes connections.
         probe: told of each point on the way.
 
@@ -170,6 +170,7 @@ class Reconnection:
         self._used = self._attempt
         key = f"connections/{self._attempt}/hold"
         connections: Connections | None = None
+        link: Link | None = None
         hold = False
         try:
             self._probe(Phase.MET, self._attempt)
@@ -185,8 +186,11 @@ class Reconnection:
             self._word(key, f"{_LACKING}: {error}" if isinstance(error, TooFewDescriptors) else "no")
             raise
         finally:
-            if connections is not None and not hold:
-                self._groups.give_back(connections)
+            if not hold:
+                if link is not None:
+                    link.transport.close()
+                if connections is not None:
+                    self._groups.give_back(connections)
         return hold or bool(self.differing)
 
     def _wait_for_all(self) -> None:

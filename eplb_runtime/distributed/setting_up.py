@@ -55,12 +55,16 @@ class WatchedStore(dist.Store):
         seconds = (self.plain.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
         deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
         while not self.plain.check(keys):
-            if self.plain.check([self._key]):
-                raise OthersGaveUp(self.plain.get(self._key).decode())
+            if word := self.given_up():
+                raise OthersGaveUp(word)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a rank did not come to connect within {seconds:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def given_up(self) -> str:
+        """The word; empty: there is none."""
+        return self.plain.get(self._key).decode() if self.plain.check([self._key]) else ""
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..config import launcher_environment
+from ..utils.errors import one_line
 from ..utils.worker import Worker
 
+logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 
 
@@ -38,6 +43,7 @@ class JobStore:
         self._seconds = timeout_seconds
         self._connection: dist.Store | None = None
         self._silence: Future[None] | None = None
+        self._passing: list[str] = []
         self._worker = Worker("eplb_runtime store")
 
     @property
@@ -45,12 +51,15 @@ class JobStore:
         """Whether a wait has expired, and the store has not answered since."""
         return self._silence is not None and not self._silence.done()
 
-    def compare_set(self, key: str, word: str, *, patient: bool = False) -> str:
+    def compare_set(self, key: str, word: str, *, patient: bool = False, passing: bool = False) -> str:
         """Write the first word of a key; the word that stands, the same for all who ask.
 
         Args:
             patient: wait for the timeout also where the store is silent.
+            passing: the key is one of those that `forget` deletes.
         """
+        if passing and key not in self._passing:
+            self._passing.append(key)
         return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode(), patient)
 
     def add(self, key: str, amount: int) -> int:
@@ -61,14 +70,67 @@ class JobStore:
         """The word of a key; empty where there is none yet."""
         return self._ask(lambda store: bytes(store.get(key)).decode() if store.check([key]) else "")
 
+    def wait(self, key: str, seconds: float) -> bool:
+        """Whether a key has a word within so many seconds. Nothing else is asked meanwhile.
+
+        Raises:
+            StoreError: no answer within the timeout, counted from then.
+        """
+
+        def waited(store: dist.Store) -> bool:
+            with contextlib.suppress(RuntimeError):  # which says in the same way that it is late and that it is gone
+                store.wait([key], timedelta(seconds=seconds))
+            return bool(store.check([key]))
+
+        return self._ask(waited, extra_seconds=seconds)
+
+    def delete(self, key: str) -> None:
+        """Leave no word of a key. A store of the host's may keep all it was given."""
+
+        def delete(store: dist.Store) -> None:
+            with contextlib.suppress(NotImplementedError):
+                store.delete_key(key)
+
+        self._ask(delete)
+
+    @property
+    def passing(self) -> int:
+        """How many keys this rank has written that pass, and has not deleted."""
+        return len(self._passing)
+
+    def forget(self, number: int) -> None:
+        """Delete the first of the keys that pass, as soon as the store answers. Nobody waits for it.
+
+        Args:
+            number: of keys, as ``passing`` was at some time. No rank asks for them any more.
+        """
+        if self.silent or self._worker.closed:
+            return
+        keys = self._passing[:number]
+        del self._passing[:number]
+
+        def delete() -> None:
+            try:
+                store = self._connected()
+                for key in keys:
+                    store.delete_key(key)
+            except Exception as error:
+                self._disconnect()
+                logger.debug("keys that have passed stay in the launcher's store: %s", one_line(error))
+
+        self._worker.submit(delete)
+
     def close(self) -> None:
         """Give the connection back."""
         if not self._worker.closed:
             self._worker.submit(self._disconnect)
             self._worker.close(self._seconds)
 
-    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False) -> T:
+    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
         """Ask on the thread.
+
+        Args:
+            extra_seconds: for what the store itself waits for.
 
         Raises:
             StoreError: no answer within the timeout, or an error instead of one.
@@ -77,20 +139,24 @@ class JobStore:
             raise StoreError(f"the launcher's store does not answer: it has not for more than {self._seconds:g} s")
 
         def ask() -> T:
-            if self._connection is None:
-                self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+            store = self._connected()
             try:
-                return question(self._connection)
+                return question(store)
             except Exception:
                 self._disconnect()  # the next one tries a new connection
                 raise
 
         try:
-            return self._worker.do(ask, self._seconds)
+            return self._worker.do(ask, self._seconds + extra_seconds)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
                 self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer
             raise StoreError(f"the launcher's store does not answer: {error}") from error
+
+    def _connected(self) -> dist.Store:
+        if self._connection is None:
+            self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+        return self._connection
 
     def _disconnect(self) -> None:
         self._connection = None

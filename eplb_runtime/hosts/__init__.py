@@ -7,7 +7,7 @@ room knows a framework.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -101,10 +101,10 @@ def attach(
         >>> balancer.close()
         >>> dist.destroy_process_group()
     """
-    config = config if config is not None else BalancerConfig()
+    config, problem = _checked(config)
     given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
-    stages, optimizers, problem = [], [], None
+    stages, optimizers = [], []
     try:
         if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks: ranks has the EP group, too")
@@ -119,8 +119,8 @@ def attach(
         ranks = _ranks_of_hosts(ranks, stages)
         optimizers = [_adapted(one, stages) for one in given if one is not None]
         on = device_of(stages, device)
-    except Exception as error:
-        problem = error
+    except BaseException as error:
+        problem = problem or error
     ranks = ranks if ranks is not None else Ranks()
     _meet(ranks, "attach", config, problem)
     return attach_stages(stages, optimizers, config=config, ranks=ranks, device=on)
@@ -155,22 +155,31 @@ def shard_experts(
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.
     """
-    config = config if config is not None else BalancerConfig()
-    problem, stage, ranks = None, None, Ranks()
+    config, problem = _checked(config)
+    stage, ranks = None, Ranks()
     try:
         ranks = Ranks.of_group(ep_group)
         stage = Stage(0, model, _describe(model, layers))
         if any(spread_of(layer.experts) is not None for layer in stage.host.layers):
             raise AttachError("the experts are spread already: shard_experts is called once")
         on = device_of([stage], None)
-    except Exception as error:
-        problem = error
+    except BaseException as error:
+        problem = problem or error
     _meet(ranks, "shard_experts", config, problem)
     assert stage is not None
     shard_stage(stage, config=config, ep_group=ep_group, device=on)
 
 
-def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: Exception | None) -> None:
+def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
+    """The settings, those of the default where none are given or these are none; what is wrong then."""
+    if config is None or isinstance(config, BalancerConfig):
+        return config or BalancerConfig(), None
+    shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
+    mend = "eplb_runtime.config.config_from_settings(them)" if isinstance(config, Mapping) else "BalancerConfig(...)"
+    return BalancerConfig(), AttachError(f"config={shown}: give {mend}")
+
+
+def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
     """Before anything is made together: every rank can go on, or all raise."""
     if not dist.is_initialized():
         raise problem or AttachError(

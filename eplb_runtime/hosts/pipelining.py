@@ -150,6 +150,9 @@ class OverlappedForwardBackward:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
         if not self._lanes.has_streams:
             return
+        if (replicas := self._balancer._maps.replicas) is not None:
+            # In a backward pass they are added to gradients that the caller's stream has just written, see below.
+            replicas.adding = self._lanes.in_order_with_this_stream()
         schedule = self._schedule
         schedule._maybe_compute_loss = self._on_a_stream(
             schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])

@@ -93,14 +93,15 @@ class Exchanger:
         return self._transport.device
 
     def reconnect(self, transport: Transport) -> None:
-        self.close()
+        self._transport.close()
         self._transport = transport
         for arena in (self._arrivals, self._departures):
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def close(self) -> None:
-        """Give back what the transport keeps."""
+        """Give back what the transport keeps, and let go of its group. Nothing is sent any more."""
         self._transport.close()
+        del self._transport
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside.

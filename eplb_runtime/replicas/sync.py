@@ -50,6 +50,8 @@ class ReplicaSync:
 
     Attributes:
         launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
+        adding: inside it the gradients of homes are read and written, where another stream than the current one adds
+            to them.
         adds: is told of each parameter whose gradient is about to be added to.
     """
 
@@ -84,6 +86,7 @@ class ReplicaSync:
         self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.adding: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adds: Callable[[Tensor], None] = lambda parameter: None
 
     def follow(self, placement: Placement) -> None:
@@ -214,7 +217,8 @@ class ReplicaSync:
         around = self._around
         hold = self._banks[layer].is_sliced or self._defers or around is not None
         backward = torch._C._current_graph_task_id() if around is None else around.backward
-        self._banks[layer].collect(gradients, hold, backward)
+        with self.adding():
+            self._banks[layer].collect(gradients, hold, backward)
         if hold:
             self._held[layer] = self._links[layer]
         else:
@@ -326,7 +330,8 @@ class ReplicaSync:
                 for work in self._post(stage.rows) if number else works:
                     work.wait()
                 stage.add()
-            self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
+            with self.adding():
+                self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
 
     @torch.no_grad()
     def _add_to_homes(

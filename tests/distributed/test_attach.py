@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
@@ -11,6 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 import eplb_runtime as eplb
+from eplb_runtime import hosts
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted
 from eplb_runtime.hosts import AttachError
 
@@ -21,6 +25,16 @@ def refusal(make: object) -> str:
     except AttachError as error:
         return str(error)
     return "nothing was refused"
+
+
+def interrupted_on_rank_1(rank: int, call: Callable[[], object]) -> str:
+    """What the other rank says of an interrupt while rank 1 looks at its model."""
+    if rank == 0:
+        return refusal(call)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as error:
+        patch.setattr(hosts, "_describe", Mock(side_effect=KeyboardInterrupt("by the test")))
+        call()
+    return f"rank 1: KeyboardInterrupt: {error.value}"
 
 
 def bad_inputs(rank: int, placement_file: str) -> dict[str, str]:
@@ -42,6 +56,12 @@ def bad_inputs(rank: int, placement_file: str) -> dict[str, str]:
     )
     said["mixing optimizer"] = refusal(lambda: eplb.attach(model, torch.optim.Adafactor(model.parameters())))
     said["different configs"] = refusal(lambda: eplb.attach(model, config=eplb.BalancerConfig(interval=10 + rank)))
+    other = eplb.BalancerConfig(migration=eplb.MigrationConfig(staging_bytes=2**20 + rank))
+    said["different inner settings"] = refusal(lambda: eplb.attach(model, config=other))
+    said["a dict"] = refusal(lambda: eplb.attach(model, config={"interval": 3} if rank == 0 else None))
+    said["the class"] = refusal(lambda: eplb.attach(model, config=eplb.BalancerConfig if rank == 0 else None))
+    said["of migration alone"] = refusal(lambda: eplb.attach(model, config=eplb.MigrationConfig()))
+    said["an interrupt"] = interrupted_on_rank_1(rank, lambda: eplb.attach(model))
     different = make_model("olmoe", experts=8, seed=rank)
     said["different weights"] = refusal(lambda: eplb.attach(different))
     said["DDP"] = refusal(lambda: eplb.attach(nn.parallel.DistributedDataParallel(different)))
@@ -63,7 +83,12 @@ def test_bad_input_gets_one_clear_line(tmp_path: Path) -> None:
         "foreign placement": "3 MoE layers x 64 experts on 8 ranks with 0 replica slots, this job has 2 MoE layers x 8",
         "missing placement": "/nowhere/p.json: cannot be read",
         "mixing optimizer": "Adafactor mixes the experts",
-        "different configs": "rank 1 has another configuration than rank 0",
+        "different configs": "rank 1 has another interval in its config than rank 0",
+        "different inner settings": "rank 1 has another staging_bytes in its config than rank 0",
+        "a dict": "config=a dict: give eplb_runtime.config.config_from_settings(them)",
+        "the class": "config=BalancerConfig: give BalancerConfig(...)",
+        "of migration alone": "config=a MigrationConfig: give BalancerConfig(...)",
+        "an interrupt": "rank 1: KeyboardInterrupt: by the test",
         "different weights": "rank 1 has another set of weights than rank 0: seed all ranks equally",
         "DDP": "attach first, then wrap",
         "meta": "the model is on the meta device: name the one to make it on",

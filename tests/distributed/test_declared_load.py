@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.balancer.guard import Found
 from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
@@ -59,6 +63,16 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
         job.balancer.close()
     with pytest.raises(RuntimeError, match="closed"):
         job.balancer.declare(SKEWED)
+    waits = Job(rank)
+    waits.balancer._wait_until_compiled()
+    decisions = waits.balancer._rebalancer.decisions
+    decisions._compiled = rank == 0
+    waits.balancer.declare(SKEWED)
+    seen["while compiling"] = [waits.balancer.rebalance() for _ in range(3)]
+    decisions._compiled = True
+    waits.balancer.rebalance()
+    seen["placements"].append((waits.heavy_on_rank_0(), waits.balancer.placement.digest()))
+    waits.balancer.close()
     static = Job(rank, policy="static")
     with pytest.raises(RuntimeError, match="never moves"):
         static.balancer.declare(SKEWED)
@@ -68,9 +82,20 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
 
 def test_any_rank_may_declare_and_all_go_by_it() -> None:
     for seen in run_ranks(RANKS, declare_in_many_ways):
-        assert seen["before"] == [4, 2] and seen["moved"]
+        assert seen["before"] == [4, 2] and seen["moved"] and seen["while compiling"] == [False] * 3
         assert {tuple(heavy) for heavy, _ in seen["placements"]} == {(2, 1)}
         assert len({digest for _, digest in seen["placements"]}) == 1
+
+
+def guard_that_finds(job: Job, finding: str) -> list[str]:
+    """What is reported of it from here on."""
+    rebalancer, reported = job.balancer._rebalancer, []
+    made = rebalancer.decisions
+    decide = made._decide
+    made._guard = SimpleNamespace(found=lambda look, control: Found(finding))
+    made._decide = lambda measurement, *rest: decide(replace(measurement, look=True), *rest)
+    rebalancer._guard.report = lambda finding, stays: reported.append(finding)
+    return reported
 
 
 def declare_for_one_decision(rank: int) -> dict[str, Any]:
@@ -81,11 +106,12 @@ def declare_for_one_decision(rank: int) -> dict[str, Any]:
     declared = job.heavy_on_rank_0()
     job.train(4)
     told = [event.imbalance_before for event in job.balancer.events if isinstance(event, RebalancePlanned)]
+    reported = guard_that_finds(job, "something is wrong")
     job.balancer.declare(np.broadcast_to(SKEWED, (1 + rank, LAYERS, EXPERTS)))
     job.train(3)
     dropped = [event.cause for event in job.balancer.events if isinstance(event, RebalanceAborted)]
     job.balancer.close()
-    return {"declared": declared, "told": told, "dropped": dropped, "loads": SKEWED.sum()}
+    return {"declared": declared, "told": told, "dropped": dropped, "reported": reported}
 
 
 def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each_rank() -> None:
@@ -95,6 +121,44 @@ def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each
         assert first > 1.4 and later
         assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
         assert seen["dropped"] == ["ranks declared loads of 1 and of 2 windows: declare as many on each"]
+        assert seen["reported"] == ["something is wrong"], "what the guard finds is said though the decision failed"
+
+
+def keys_of_the_store(rank: int, forgets: bool) -> tuple[list[bool], list[int], list[int]]:
+    """Which declarations moved experts; and keys in the launcher's store after each, and after each step with one."""
+    store = dist.distributed_c10d._get_default_store()
+    job = Job(rank, interval=1, lag=0)
+    own = job.balancer._groups.store
+    if not forgets:
+        own.forget = lambda number: None
+
+    def keys() -> int:
+        own.look("asked after all before it")
+        dist.barrier()
+        number = store.num_keys()
+        dist.barrier()
+        return number
+
+    job.train(3)
+    moved, called, stepped = [], [], []
+    for number in range(6):
+        job.balancer.declare(np.roll(SKEWED, number, axis=1))
+        moved.append(job.balancer.rebalance())
+        called.append(keys())
+    for _ in range(6):
+        job.train(2)
+        stepped.append(keys())
+    job.balancer.close()
+    return moved, called, stepped
+
+
+def test_decisions_and_migrations_leave_no_keys_in_the_launchers_store() -> None:
+    for moved, called, stepped in run_ranks(RANKS, keys_of_the_store, True):
+        assert sum(moved) >= 3
+        assert max(called[1:]) - min(called[1:]) <= 3, "those of the last decision and its migration alone"
+        assert max(stepped[1:]) - min(stepped[1:]) <= 3
+    for _, called, stepped in run_ranks(RANKS, keys_of_the_store, False):
+        assert called[-1] - called[1] >= 6 and stepped[-1] - stepped[1] >= 6, "control: they would"
 
 
 def share_of_a_slow_rank(rank: int) -> tuple[list[float], str]:

@@ -90,6 +90,9 @@ def test_control_sums_by_rank_change_with_the_placement() -> None:
 # -- what is known already ---------------------------------------------------------------------------------------------
 
 
+SENT_ONCE = Batch((5, 3), slots=tuple(range(6)), top_k=6)
+
+
 def run_with_what_is_known(rank: int, kind: str, batch: Batch) -> list[dict]:
     dispatcher = KINDS[kind](dist.group.WORLD, SLOTS)
     results = [there_and_back(dispatcher, batch, rank)]
@@ -100,9 +103,11 @@ def run_with_what_is_known(rank: int, kind: str, batch: Batch) -> list[dict]:
     return results
 
 
+@pytest.mark.parametrize("batch", [BATCHES["a rank without tokens"], SENT_ONCE], ids=["each choice", "sent once"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_counts_and_a_manifest_from_before_change_nothing(kind: str) -> None:
-    for first, *others in run_ranks(4, run_with_what_is_known, kind, BATCHES["a rank without tokens"]):
+def test_known_counts_and_a_manifest_from_before_change_nothing(kind: str, batch: Batch) -> None:
+    """Layers with copies know counts, and send a row for each choice; elsewhere tokens may be sent once."""
+    for first, *others in run_ranks(len(batch.tokens), run_with_what_is_known, kind, batch):
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
 
@@ -153,8 +158,7 @@ def rows_that_leave(rank: int, batch: Batch) -> int:
 
 
 def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows() -> None:
-    batch = Batch((5, 3), slots=tuple(range(6)), top_k=6)
-    assert run_ranks(2, rows_that_leave, batch) == [5, 3]
+    assert run_ranks(2, rows_that_leave, SENT_ONCE) == [5, 3]
 
 
 def exchange(rank: int) -> list[list]:

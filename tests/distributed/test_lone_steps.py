@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -145,6 +145,22 @@ class LateObject(LateState):
     odd = Holder
 
 
+class OnAList(OwnStep):
+    """Each that is made stays on a list."""
+
+    made: ClassVar[list[OnAList]] = []
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, **options)
+        self.made.append(self)
+
+    def rows(self) -> int:
+        """How many single experts it holds."""
+        return sum(
+            parameter.ndim == 3 and len(parameter) == 1 for group in self.param_groups for parameter in group["params"]
+        )
+
+
 class NeedsMore(OwnStep):
     """Its constructor needs what no default says."""
 
@@ -273,6 +289,11 @@ def the_rest(rank: int) -> dict[str, Any]:
                 if names[id(parameter)] in balancer.layer_of_parameter:
                     balancer.register(names[id(parameter)], "momentum", kept)
 
+    listed: list[tuple[int, int]] = []
+
+    def lists(step: int, *_: Any) -> None:
+        listed.append((len(OnAList.made), sum(one.rows() for one in OnAList.made)))
+
     return {
         "noise": trained(rank, of(Rounds)),
         "closures": trained(rank, of(LateTrustRatio), closures=True),
@@ -285,6 +306,7 @@ def the_rest(rank: int) -> dict[str, Any]:
         ),
         # Text: numbers in a group must be the same on all ranks.
         "one rank alone": trained(rank, of(LateTrustRatio, begins="4" if rank else "1000000")),
+        "on a list": (trained(rank, of(OnAList), on_step=lists)["epochs"][-1], listed),
     }
 
 
@@ -361,3 +383,9 @@ def test_what_one_rank_finds_holds_for_all(rest: list[dict[str, Any]]) -> None:
     said = [[line for line in one["one rank alone"]["said"] if "experts stay" in line] for one in rest]
     assert said[0] == said[1] and said[0][0].startswith("rank 1: LateTrustRatio")
     assert all(one["one rank alone"]["epochs"][3:] == [1] * (STEPS - 3) for one in rest)
+
+
+def test_nothing_is_left_in_optimizers_that_were_made_for_single_experts(rest: list[dict[str, Any]]) -> None:
+    for epoch, listed in (one["on a list"] for one in rest):
+        made, rows = zip(*listed[2:], strict=True)
+        assert epoch > 1 and made[-1] > made[0] and rows[-1] == rows[0]

@@ -62,6 +62,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": 1}, "overlap=1: give True or False"),
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a positive number of seconds"),
+    ({"timeout_seconds": 1e12}, "timeout_seconds=1000000000000.0: give at most"),
+    ({"window": 2**70}, "give at most"),
+    ({"migration": {3: 1}}, "MigrationConfig has no setting '3'; there are: lag, horizon_steps, "),
     ({"timeout_seconds": float("nan")}, "give a positive number of seconds"),
     ({"timeout_seconds": float("inf")}, "give a positive number of seconds"),
     ({"max_pause_seconds": True}, "give a positive number of seconds"),
@@ -135,6 +138,8 @@ def test_names_that_are_not_known_get_the_nearest_with_its_place() -> None:
     assert refusal(BalancerConfig, {"transport": "shm"}) == line
     line = refusal(BalancerConfig, {"dispatch": "deepep", "dispatch_sms": 24})
     assert line.endswith(": dispatch=DispatchConfig('deepep', sms=24)")
+    line = refusal(BalancerConfig, {"lag": 0, "migration": MigrationConfig(transport="shm")})
+    assert line.endswith(": migration=MigrationConfig(... as in your MigrationConfig, lag=0)")
     assert "nearest is BalancerConfig(interval=...)" in refusal(BalancerConfig, {"intervall": 3})
     assert "nearest is MigrationConfig(transport=...)" in refusal(BalancerConfig, {"transprot": "shm"})
     assert "nearest is DispatchConfig(sms=...)" in refusal(DispatchConfig, {"smss": 3})

@@ -7,6 +7,7 @@ rank, leaves models and optimizers on all ranks as they were.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -27,7 +28,7 @@ from ...balancer.runtime import Parts
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
 from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
-from ...distributed.process_groups import ProcessGroups
+from ...distributed.process_groups import ProcessGroups, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
@@ -82,6 +83,7 @@ def attach_stages(
         device: where the experts are, or will be made.
         container: steps the optimizers, all in one step of its own; None: each steps by itself.
     """
+    gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     try:
         groups = ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
@@ -178,10 +180,11 @@ class _Attaching:
         if self._job.is_planner:
             warn_of_odd_rows(self.parameters)
         placement = self.placement
-        store = self.groups.control.get_group_store().clone()  # type: ignore[attr-defined]
-        self.watch = Watch(self._job.ranks, store, self.config.timeout_seconds)
+        self.watch = Watch(self._job.ranks, self.groups.store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
-        self.lanes = Lanes(Lane(self.groups.dispatch, self.groups.counts), self.device, in_order=by_kernels)
+        first = Lane(self.groups.dispatch, self.groups.counts)
+        seconds = host_timeout(self.groups.backend).total_seconds()
+        self.lanes = Lanes(first, self.device, in_order=by_kernels, seconds=seconds)
         sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
         self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()

@@ -79,7 +79,7 @@ def check(
         problem = str(error)
     raise_on_all(problem, groups)
     assert placement is not None
-    _same_everywhere(config.describe(), "configuration", groups, "give all ranks the same config", over_stages=True)
+    _same_settings(config, groups)
     hint = "give all ranks the same one, or copies of one file"
     _same_everywhere(placement.digest(), "initial placement", groups, hint, over_stages=True)
     before = spread_of(layers[0].experts) if layers else None
@@ -381,6 +381,21 @@ def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | Non
     if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
         return None
     return AttachError(cause or one_line(error, with_type=True))
+
+
+def _same_settings(config: BalancerConfig, groups: ProcessGroups) -> None:
+    """All ranks of the job have the same settings, or all raise, with the name of one that differs."""
+    shown = config.described()
+    wholes = [xxhash.xxh3_128(text.encode()).digest() for text in shown.values()]
+    digests = torch.frombuffer(bytearray(b"".join(wholes)), dtype=torch.uint8)
+    rows = gather_rows(digests, groups.control).reshape(len(groups.job.ranks), len(shown), -1)
+    other = (rows != rows[:1]).any(dim=2)
+    if other.any():
+        rank, number = (int(place) for place in other.nonzero()[0])
+        raise AttachError(
+            f"rank {groups.job.ranks[rank]} has another {list(shown)[number]} in its config than rank "
+            f"{groups.job.ranks[0]}: give all ranks the same config"
+        )
 
 
 def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:

@@ -29,7 +29,9 @@ def shard_stage(
     """``shard_experts`` for a model whose host has described it; arguments and errors as there."""
     host = stage.host
     try:
-        groups = ProcessGroups(Ranks.of_group(ep_group), [len(host.layers)], device, config.timeout_seconds)
+        # A communicator of a job that leaves part of the world out would stay to the end of the process.
+        ranks, layers = Ranks.of_group(ep_group), [len(host.layers)]
+        groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=True)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
     before = Before([stage.model], [])

@@ -30,6 +30,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 Shared = Literal["counts", "low latency"]
 """What two things at once have in common."""
+_HOST_SECONDS = 1800.0
+"""As long as torch's process groups wait where their host says nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Lanes:
         device: of the tokens.
         in_order: whether both ways' exchanges must be launched in one order on all ranks; on a device they are anyway.
         streams: of two things at once; None: those of the device, none on a CPU.
+        seconds: how long one of two things waits for the other's launches at most; as long as for other ranks.
 
     Attributes:
         busy: while two things run at once.
@@ -69,6 +72,7 @@ class Lanes:
         device: torch.device | None = None,
         in_order: bool = False,
         streams: TwoStreams | None = None,
+        seconds: float = _HOST_SECONDS,
     ) -> None:
         self._first = first
         self._second: Lane | None = None
@@ -81,6 +85,7 @@ class Lanes:
         on_device = device is not None and device.type != "cpu"
         self._streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
         self._in_order = in_order or on_device
+        self._seconds = seconds
         self._order: LaunchOrder | None = None
         self._shared: dict[str, OneAfterAnother] = {}
 
@@ -172,7 +177,7 @@ class Lanes:
         join: Callable[[], None] = lambda: None  # noqa: E731
         try:
             self.ahead()
-            order = self._order = LaunchOrder() if self._in_order else None
+            order = self._order = LaunchOrder(self._seconds) if self._in_order else None
             if self._streams is not None:
                 self._shared = {what: self._streams.one_after_another() for what in get_args(Shared)}
                 here, beside, join = self._streams.apart(here, beside, turned)
@@ -189,6 +194,10 @@ class Lanes:
             join()
             self._order, self._shared = None, {}
             self.busy = self._forwards_only = False
+
+    def in_order_with_this_stream(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which either of two things uses what the stream that is current now writes meanwhile."""
+        return contextlib.nullcontext if self._streams is None else self._streams.in_order_with_this_one()
 
     def alone(self, work: Callable[[], T], turned: bool = False) -> T:
         """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one

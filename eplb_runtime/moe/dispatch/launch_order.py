@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+_NAMES = "the first", "the second"
 
 
 class LaunchOrder:
     """Two sequences in one: the first of each, then the second of each, until one has ended. What is launched follows
-    from how long both are, and not from how fast."""
+    from how long both are, and not from how fast.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: how long one waits for the other at most.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._launching: set[int] = set()
         self._changed = threading.Condition()
         self._launched = [0, 0]
         self._asks = [False, False]
@@ -30,29 +38,52 @@ class LaunchOrder:
 
         Args:
             way: 0 or 1.
+
+        Raises:
+            RuntimeError: the other way did not get there in time, or this thread is within a turn already.
         """
+        thread = threading.get_ident()
         with self._changed:
+            if thread in self._launching:
+                raise RuntimeError("an exchange began within the launch of another: ranks would count one as two")
             self._asks[way] = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._comes_next(way))
+            try:
+                self._wait(way, lambda: self._comes_next(way))
+            except BaseException:
+                self._asks[way] = False
+                raise
+            self._launching.add(thread)
         try:
             yield
         finally:
             with self._changed:
+                self._launching.remove(thread)
                 self._asks[way] = False
                 self._launched[way] += 1
                 self._changed.notify_all()
 
     def until_the_other_asks(self, way: int) -> None:
-        """Within a turn: wait until the other way has queued all that it computes before its next exchange."""
+        """Within a turn: wait until the other way has queued all that it computes before its next exchange.
+
+        Raises:
+            RuntimeError: it did not ask in time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._asks[1 - way] or self._ended[1 - way])
+            self._wait(way, lambda: self._asks[1 - way] or self._ended[1 - way])
 
     def end(self, way: int) -> None:
         """It launches nothing any more, having done its work or failed."""
         with self._changed:
             self._ended[way] = True
             self._changed.notify_all()
+
+    def _wait(self, way: int, comes: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(comes, self._seconds):
+            raise RuntimeError(
+                f"of two batches at once, {_NAMES[1 - way]} did not reach its exchange {self._launched[1 - way] + 1} "
+                f"within {self._seconds:g} s; exchange {self._launched[way] + 1} of {_NAMES[way]} waited for it"
+            )
 
     def _comes_next(self, way: int) -> bool:
         other = 1 - way

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +61,25 @@ class TwoStreams:
         for stream in pair:
             if here in pair and here != stream:
                 here.wait_stream(stream)
+
+    def in_order_with_this_one(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context, for any stream, in which it uses what the stream that is current now writes: it begins after what
+        that has to do then, and that goes on after it."""
+        writer = self._module.current_stream(self._device)
+
+        @contextlib.contextmanager
+        def in_order() -> Iterator[None]:
+            here = self._module.current_stream(self._device)
+            if here == writer:
+                yield
+                return
+            here.wait_stream(writer)
+            try:
+                yield
+            finally:
+                writer.wait_stream(here)
+
+        return in_order
 
     def one_after_another(self) -> OneAfterAnother:
         """For what both use."""

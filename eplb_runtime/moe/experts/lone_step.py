@@ -305,6 +305,14 @@ class _Lone:
         found = self.optimizer.state.get(tensor, {}).get(key) if key else tensor
         return found if isinstance(found, Tensor) else None
 
+    def let_go(self) -> None:
+        """Leave nothing in the optimizer: its constructor may have put it on a list that lives on."""
+        own = set(map(id, self.tensors))
+        for group in self.optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) not in own]
+        for tensor in self.tensors:
+            self.optimizer.state.pop(tensor, None)
+
     def keys(self, number: int) -> list[str]:
         """Of what is kept by row, in numbers that may be compared."""
         tensor = self.tensors[number]
@@ -451,6 +459,8 @@ class _Step:
                 self._places.append((row, key, len(alone[-1])))
         dtype = torch.float64 if any(some.dtype is torch.float64 for some in alone) else torch.float32
         self._elements.append(tuple(torch.cat(some).to(dtype) for some in (before, alone, again)))  # type: ignore[arg-type]
+        for lone in pair:
+            lone.let_go()
 
     def _some(self, row: Tensor) -> Tensor:
         """Elements of a row ``[1, ...]``, the same of all rows of a shape."""

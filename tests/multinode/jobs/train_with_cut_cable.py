@@ -93,7 +93,7 @@ def is_over(step: int, points: list[str], events: EventLog) -> bool:
 
 def train(
     policy: str, folder: Path, transport: str, points: list[str], steps: int | None
-) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer]:
+) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer, object]:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = eplb.BalancerConfig(
@@ -124,8 +124,10 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
+    carrier = balancer._rebalancer._engine._exchanger._transport
+    carriers = vars(carrier.choice) if transport == "auto" else transport
     balancer.close()
-    return losses, state, balancer
+    return losses, state, balancer, carriers
 
 
 def main(folder: Path, transport: str, points: list[str]) -> None:
@@ -134,11 +136,10 @@ def main(folder: Path, transport: str, points: list[str]) -> None:
     parts = [part for part in ([p for p in points if p != BESIDE], [p for p in points if p == BESIDE]) if part]
     trained = [train("incremental", folder, transport, list(part), None) for part in parts]
     result = []
-    for losses, state, balancer in trained:
-        fixed_losses, fixed, _ = train("static", folder, transport, [], len(losses))
-        carrier = balancer._rebalancer._engine._exchanger._transport
+    for losses, state, balancer, carriers in trained:
+        fixed_losses, fixed, *_ = train("static", folder, transport, [], len(losses))
         said = {
-            "carriers": vars(carrier.choice) if transport == "auto" else transport,
+            "carriers": carriers,
             "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
             "resumed": [e.step for e in balancer.events.of_type(BalancingResumed)],
             "committed": [(e.step, e.digest) for e in balancer.events.of_type(RebalanceCommitted)],

@@ -75,7 +75,7 @@ class Agreeing:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, Standing]]:
     monkeypatch.setattr(reconnect, "Agreement", Agreeing)
     groups, standing = Groups(), Standing(step_seconds=1e-3)
-    made = Reconnection(groups, standing, lambda connections, seconds: None, lambda: None)  # type: ignore[arg-type, return-value]
+    made = Reconnection(groups, standing, lambda connections, seconds: Carrier(), lambda: None)  # type: ignore[arg-type, return-value]
     yield made, groups, standing
     made.close(5.0)
 
@@ -128,3 +128,49 @@ def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
     train_until_connected(made, groups, standing)
     assert groups.store.silences == 0
     assert groups.attempts == [1, 2]
+
+
+class Carrier:
+    """Of experts; knows whether it was given back."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_holds_is_not(
+    job: tuple[Reconnection, Groups, Standing],
+) -> None:
+    """The first try fails after its transport was warmed up, the second holds."""
+    made, groups, standing = job
+    carriers: list[Carrier] = []
+
+    def carrier(*_: Any) -> Carrier:
+        carriers.append(Carrier())
+        return carriers[-1]
+
+    def at(phase: Phase, subject: Any) -> None:
+        if phase is Phase.CONNECTED and subject == 1:
+            raise RuntimeError("made to fail")
+
+    made._carrier, made._probe = carrier, at  # type: ignore[assignment]
+    made.begin()
+    link = train_until_connected(made, groups, standing)
+    assert groups.given_back == ["attempt 1"]
+    assert [carrier.closed for carrier in carriers] == [True, False]
+    assert link.transport is carriers[1]  # type: ignore[comparison-overlap]
+
+
+def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
+    job: tuple[Reconnection, Groups, Standing],
+) -> None:
+    made, *_ = job
+    carrier = Carrier()
+    made._carrier = lambda *_: carrier  # type: ignore[assignment, return-value]
+    made.begin()
+    while made._proposal is None:
+        time.sleep(0)
+    made.close(5.0)
+    assert carrier.closed

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stream_double import Memory, Module, Stream
 
+from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
 from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
 from eplb_runtime.moe.dispatch.streams import OneAfterAnother, TwoStreams
+from eplb_runtime.replicas.links import NONE
+from eplb_runtime.replicas.sync import ReplicaSync
 
 DEVICE = torch.device("meta")
 
@@ -240,3 +245,47 @@ def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() ->
 
     lanes.both(here, beside)
     assert memory.races
+
+
+class Stage:
+    """Of a pipeline, as `overlap` finds it."""
+
+    stage_index = 0
+
+    def __init__(self) -> None:
+        self.submod = torch.nn.Linear(1, 1)
+
+    def forward_one_chunk(self, micro_batch: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_copies_gradients_are_added_after_the_homes_are_there_and_before_more_is_added(in_order: bool) -> None:
+    """The engine adds up parameters' gradients on the caller's stream, and a layer's backward runs on another."""
+    lanes, module, memory = lanes_of()
+    replicas = ReplicaSync({}, None, 0, 1, False, 1, 1)  # type: ignore[arg-type]
+    schedule = SimpleNamespace(_stages=[Stage()], _maybe_compute_loss=lambda *_: None)
+    balancer = SimpleNamespace(_maps=SimpleNamespace(replicas=replicas))
+    OverlappedForwardBackward(schedule, lanes, balancer).take_forwards()  # type: ignore[arg-type]
+    if not in_order:
+        replicas.adding = contextlib.nullcontext
+    gradient = memory.make("gradient")
+
+    def engine() -> None:
+        module.default.wait_stream(module.current_stream())  # as it waits for what it adds
+        with module.stream(module.default):
+            memory.use(gradient, "accumulated")
+
+    def backward() -> None:
+        for _ in range(2):
+            engine()
+            replicas._sent = 0, NONE, []
+            replicas._finish()
+
+    replicas._banks = {0: SimpleNamespace(trained=list)}  # type: ignore[dict-item]
+    replicas._add_to_homes = lambda *_: memory.use(gradient, "copies' gradients added")  # type: ignore[method-assign]
+    lanes.both(lambda: None, backward)
+    assert bool(memory.races) != in_order
+    memory.races.clear()
+    backward()  # on the caller's stream: there is nothing to wait for
+    assert not memory.races

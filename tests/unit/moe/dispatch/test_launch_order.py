@@ -52,7 +52,7 @@ def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
-    order = LaunchOrder()
+    order = LaunchOrder(10.0)
     assert launched(order.turn, lengths, ahead, order.end) == in_turns(lengths)
 
 
@@ -104,3 +104,27 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
         with one.launching():
             seen.append(one.here())
     assert seen == [one._first] * 3
+
+
+def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:
+    order = LaunchOrder(0.05)
+    with pytest.raises(RuntimeError, match=r"the first did not reach its exchange 1 within 0[.]05 s"), order.turn(1):
+        pass
+    with order.turn(0), pytest.raises(RuntimeError, match="the second did not reach its exchange 1 within"):
+        order.until_the_other_asks(0)
+    with order.turn(1):  # the first has launched by now, and nothing of what failed counts
+        pass
+    with pytest.raises(RuntimeError, match="exchange 2 of the second waited") as late, order.turn(1):
+        pass
+    assert "\n" not in str(late.value)
+
+
+def test_an_exchange_within_the_launch_of_another_is_refused_and_counts_for_nothing() -> None:
+    order = LaunchOrder(10.0)
+    with order.turn(0), pytest.raises(RuntimeError, match="within the launch of another"), order.turn(0):
+        pass
+    order._seconds = 0.05
+    with order.turn(1):
+        pass
+    with pytest.raises(RuntimeError, match="its exchange 2"), order.turn(1):
+        pass

@@ -1,0 +1,173 @@
+"""Threads, file descriptors and transports: what attaching makes is given back by ``close``, and by an attach that
+fails, without waiting for Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+
+import eplb_runtime as eplb
+from eplb_runtime.config import MigrationConfig
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.hosts import AttachError
+from eplb_runtime.hosts.attaching import attach as attaching
+
+ROUNDS = 10
+KEPT = 5 * 3, 5 * 5 + 1
+"""Threads and descriptors of the gloo groups that a closed model of two ranks still has, at most: counts and places in
+front of its tokens, the tokens, copies, norms. Each has three threads; it listens, has a loop, and one peer. They met
+by one connection to the store."""
+
+
+def held() -> tuple[int, int]:
+    """Threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def more(now: tuple[int, int], before: tuple[int, int]) -> tuple[int, int]:
+    return now[0] - before[0], now[1] - before[1]
+
+
+def no_more(rounds: list[tuple[int, int]]) -> bool:
+    """Whether the last ones hold no more than the first. A thread that ends just then may be counted in one of them."""
+    half = len(rounds) // 2
+    return all(
+        min(late) <= min(early)
+        for early, late in zip(zip(*rounds[:half], strict=True), zip(*rounds[half:], strict=True), strict=True)
+    )
+
+
+def attach(transport: str = "shm") -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+    model = make_model("olmoe", experts=4, layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    migration = MigrationConfig(transport=transport)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=30, migration=migration, interval=2)
+    return model, optimizer, eplb.attach(model, optimizer, config=config)
+
+
+def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ids = batch_of(rank, 0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Transports:
+    """Those that attaching has made, and which of them were closed."""
+
+    def __init__(self, fail: bool) -> None:
+        self.open: list[Any] = []
+        self._make, self._fail = attaching.new_transport, fail
+
+    def __call__(self, *args: Any) -> Any:
+        transport = self._make(*args)
+        self.open.append(transport)
+        close = transport.close
+
+        def closing() -> None:
+            close()
+            self.open[:] = [other for other in self.open if other is not transport]
+
+        transport.close = closing
+        return transport
+
+
+def rounds(rank: int, collects: bool) -> dict[str, Any]:
+    """Each trains, closes, and drops its model. What is held after each, and what one close gives back at once."""
+    gc.collect()
+    gc.disable()
+    if not collects:
+        attaching.gc = type("Nothing", (), {"collect": staticmethod(lambda: 0)})  # type: ignore[assignment]
+    after = []
+    for _ in range(ROUNDS if collects else 3):
+        before = held()
+        model, optimizer, balancer = attach()
+        train(rank, model, optimizer)
+        balancer.close()
+        after.append(held())
+        one = more(after[-1], before)
+        train(rank, model, optimizer)  # a closed model is trained on
+        balancer.close()
+        del model, optimizer, balancer
+    return {"after": after, "one": one}
+
+
+def test_attach_and_close_keep_threads_and_descriptors_flat() -> None:
+    for result in run_ranks(2, rounds, True):
+        assert no_more(result["after"][1:]), result["after"]
+
+
+def test_close_leaves_no_more_than_a_closed_model_computes_with() -> None:
+    """Each round is compared with itself: nothing of earlier ones is collected."""
+    for result in run_ranks(2, rounds, False):
+        threads, descriptors = result["one"]
+        assert threads <= KEPT[0] and descriptors <= KEPT[1], result["one"]
+
+
+def test_control_without_a_collection_at_attach_models_that_are_gone_keep_theirs() -> None:
+    for result in run_ranks(2, rounds, False):
+        assert result["after"][2] > result["after"][1] > result["after"][0]
+
+
+def spread(rank: int) -> tuple[list[str], list[tuple[int, int]]]:
+    """Purposes of the groups that `shard_experts` makes, and what is held after each of three calls."""
+    gc.collect()
+    gc.disable()
+    purposes, made = [], ProcessGroups._new
+
+    def new(groups: ProcessGroups, sets: Any, backend: str, purpose: str, *rest: Any) -> Any:
+        purposes.append(purpose)
+        return made(groups, sets, backend, purpose, *rest)
+
+    ProcessGroups._new = new  # type: ignore[method-assign]
+    after = []
+    for _ in range(3):
+        eplb.shard_experts(make_model("olmoe", experts=4, layers=1))
+        after.append(held())
+    return purposes, after
+
+
+def test_experts_that_are_spread_before_attach_leave_no_groups_and_need_no_communicator() -> None:
+    for purposes, after in run_ranks(2, spread):
+        assert purposes == ["control"] * 3
+        assert len(set(after)) == 1
+
+
+def failing(name: str) -> Callable[..., None]:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("made to fail")
+
+    return fails
+
+
+def failed_rounds(rank: int) -> dict[str, Any]:
+    """Rank 1 fails in each place in turn."""
+    gc.collect()
+    gc.disable()
+    made = attaching.new_transport = Transports(False)
+    after, left = [], []
+    for number in range(ROUNDS):
+        name = ("check", "cut", "Balancer", "mark_state")[number % 4]
+        whole = getattr(attaching, name)
+        if rank == 1:
+            setattr(attaching, name, failing(name))
+        with pytest.raises((AttachError, MemoryError)):
+            attach()
+        setattr(attaching, name, whole)
+        left.append(len(made.open))
+        gc.collect()
+        after.append(held())
+    return {"after": after, "left": left}
+
+
+def test_attaches_that_fail_keep_threads_and_descriptors_flat_and_close_their_transport() -> None:
+    for result in run_ranks(2, failed_rounds):
+        assert result["left"] == [0] * ROUNDS
+        assert no_more(result["after"][4:]), result["after"]
