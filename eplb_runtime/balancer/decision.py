@@ -30,6 +30,7 @@ from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..topology import Topology
+from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
@@ -144,11 +145,12 @@ class DecisionMaker:
         self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
 
     def compile(self) -> None:
-        """What this rank needs for decisions and migrations; until then nothing is planned."""
+        """What this rank needs for decisions and migrations; until then homes alone are planned, by NumPy."""
         try:
             policy = self._config.policy if self._is_planner else ""
-            compile_apart(policy)
-            compile_here(policy)
+            with compiling_ahead():
+                compile_apart(policy)
+                compile_here(policy)
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
@@ -198,15 +200,12 @@ class DecisionMaker:
         home_bytes, token_bytes, compiling = _highest(control, *here)
         # All ranks are in this decision, so none is in an earlier one, nor in what came of it.
         self._store.forget(measurement.keys_of_earlier)
-        if compiling:
+        # How replicas share load is compiled, too; before the first plan there are none, unless a job goes on.
+        if compiling and not all(has_no_copies(placement) for _, placement in measurement.placements):
             self._declared = declared
-            summary = staying(measurement.placement, "the planner is still being compiled")
-            # How copies share load is compiled, too; before the first plan there are none, unless a job goes on.
-            seen = bool(len(total)) and all(has_no_copies(placement) for _, placement in measurement.placements)
             return Decision(
-                summary=summary,
+                summary=staying(measurement.placement, "the planner is still being compiled"),
                 finding=finding,
-                imbalance=_imbalance_as_it_was(total, measurement, self._config.speed_R) if seen else None,
                 load=total,
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
@@ -214,8 +213,9 @@ class DecisionMaker:
         self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
-            message = self._broadcast(self._plan(measurement) if self._is_planner else b"", control)
-        imbalance, target, summary, digest, problem = None, None, {}, bytes(16), ""
+            message = self._broadcast(self._plan(measurement, compiling > 0) if self._is_planner else b"", control)
+        imbalance, target, digest, problem = None, None, bytes(16), ""
+        summary: dict[str, Any] = {}
         try:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
             self._probe(Phase.PLANNED, message)
@@ -301,11 +301,15 @@ class DecisionMaker:
             )
         return Decision(failure=said, finding=finding)
 
-    def _plan(self, measurement: Measurement) -> bytes:
-        """Rank 0: the plan as bytes, or why there is none."""
+    def _plan(self, measurement: Measurement, compiling: bool) -> bytes:
+        """Rank 0: the plan as bytes, or why there is none.
+
+        Args:
+            compiling: on this rank or another; then homes alone are planned, by NumPy.
+        """
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
-        return self._in_time(lambda: self._make_plan(load, measurement))
+        return self._in_time(lambda: self._make_plan(load, measurement, compiling))
 
     def _in_time(self, work: Callable[[], bytes]) -> bytes:
         """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
@@ -327,22 +331,28 @@ class DecisionMaker:
             logger.warning("the planner has not returned after %g s; going on without a plan", seconds)
             return _failed(f"the planner took longer than {seconds:g} s")
 
-    def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> bytes:
+    def _make_plan(self, load: NDArray[Any], measurement: Measurement, compiling: bool) -> bytes:
+        cost, policy = self._cost(measurement), self._config.policy
+        how: dict[str, Any] = {"policy": policy, "sources": self._sources}
+        if compiling:
+            cost = replace(cost, crossing_seconds=0.0)
+            how = {"policy": "static" if policy == "static" else "swaps", "forecast": "window"}
         made = self.planner(
             load,
             self._topology,
             slots_per_rank=measurement.placement.slots_per_rank,
             current=measurement.placement,
-            policy=self._config.policy,
             layout="home",
             max_moves=self._config.migration.max_moves,
             max_bytes=self._max_bytes(),
-            cost=self._cost(measurement),
+            cost=cost,
             gate=self._config.gate,
             declared=measurement.declared,
             rank_speed=self._config.rank_speed,
-            sources=self._sources,
+            **how,
         )
+        if compiling:
+            made = replace(made, reason=f"{made.reason} (homes only: the planner is still being compiled)")
         return _as_message(made, measurement.placement)
 
     def _cost(self, measurement: Measurement) -> CostModel:

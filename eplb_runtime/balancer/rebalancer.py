@@ -168,7 +168,10 @@ class Rebalancer:
             self._compiler.submit(self._maps.splitter.warm_up)
         compiled = self._compiler.submit(self.decisions.compile)
         if not wait([compiled], COMPILED_SOON_SECONDS).done:
-            logger.info("compiling the planner in the background; the first rebalance waits for it, training does not")
+            logger.info(
+                "compiling the planner in the background, about a minute of one core, once on a machine "
+                "(eplb-runtime warmup does it ahead); until then only homes move"
+            )
         return compiled
 
     @property

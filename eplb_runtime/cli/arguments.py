@@ -15,7 +15,7 @@ LOAD = (
     "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, or the word "
     "`sample`"
 )
-POLICY = "static, deepseek, free, hierarchical or incremental"
+POLICY = "static, deepseek, free, hierarchical, swaps or incremental"
 
 MOST = 2**53
 """Whole numbers stay below it: whatever is computed from one fits a float."""

@@ -13,7 +13,7 @@ from .terms import Settled
 from .types import PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
-KNOWS_SPEEDS = ("incremental", "static")
+KNOWS_SPEEDS = ("incremental", "static", "swaps")
 KNOWS_ABSENCE = ("free", "incremental")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""

@@ -1,7 +1,8 @@
 """Copies and block hashes of host memory by compiled loops that read every byte once.
 
 What is written goes past the caches: experts on their way are larger than those, and a cache line that is only written
-need not be read first. Where numba compiles nothing, or memory begins at an odd place, NumPy and torch do the same.
+need not be read first. Where numba compiles nothing or is not done yet, or memory begins at an odd place, NumPy and
+torch do the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .checksums import HASH_BLOCK_BYTES, block_hashes, hash_factors
-from .jit import jit
+from .jit import is_ready, jit
 
 _LINE_BYTES = 64
 _LINE = _LINE_BYTES // 8
@@ -74,7 +75,7 @@ def copy_and_hash(into: Tensor, source: Tensor, hashes: Tensor) -> None:
 
 
 def warm_up() -> None:
-    """Compile all of it."""
+    """Compile all of it, `_hash_blocks` last: others ask for that one alone."""
     source = torch.zeros(2 * _PAST_CACHES_BYTES, dtype=torch.uint8)
     into, hashes = torch.empty_like(source), torch.empty(source.numel() // HASH_BLOCK_BYTES, dtype=torch.int64)
     copy(into, source)
@@ -83,7 +84,7 @@ def warm_up() -> None:
 
 
 def _fits(data: Tensor) -> bool:
-    return data.data_ptr() % 8 == 0 and not getattr(numba.config, "DISABLE_JIT", 0)
+    return data.data_ptr() % 8 == 0 and not getattr(numba.config, "DISABLE_JIT", 0) and is_ready(_hash_blocks)
 
 
 def _factors() -> Words:

@@ -10,10 +10,13 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from types import FunctionType
+from typing import Any, Literal, TypeVar, cast, overload
 
 import numba
 import xxhash
@@ -21,7 +24,7 @@ import xxhash
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parents[1]
-_IMPORT = b".jit import jit"
+_DECORATOR = b"@jit"
 """What each module with compiled functions has in a line."""
 
 
@@ -47,6 +50,49 @@ def _cached(function: Any, error_model: Literal["python", "numpy"]) -> Any:
         return numba.njit(nogil=True, cache=True, error_model=error_model)(function)
     finally:
         settings.CACHE_DIR = before
+
+
+_compiling: list[int] = []
+"""Threads that compile for this process, or wait for another process that does."""
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Until this ends nothing is compiled but by this thread: `ready` gives other threads the interpreter's way."""
+    _compiling.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _compiling.remove(threading.get_ident())
+
+
+def ready(function: Function) -> Function:
+    """Return a compiled function, or one with the same results that can be called at once.
+
+    Another thread may be compiling it (`compiling_ahead`), which takes a minute. Until then this gives the function as
+    Python's interpreter runs it, a hundred times slower: for calls that are rare and small.
+    """
+    if is_ready(function):
+        return function
+    return interpreted(function)
+
+
+def is_ready(function: Callable[..., Any]) -> bool:
+    """Return whether calling a compiled function does not compile what another thread is compiling already."""
+    return not _compiling or threading.get_ident() in _compiling or bool(getattr(function, "signatures", True))
+
+
+@cache
+def interpreted(function: Function) -> Function:
+    """Return a function of `jit` as Python's interpreter runs it, with all functions of `jit` that it calls.
+
+    It must not count on integers that wrap around: the interpreter's may be wider.
+    """
+    plain: Any = getattr(function, "py_func", function)
+    called = {name: value for name, value in plain.__globals__.items() if hasattr(value, "py_func")}
+    names = {name: interpreted(value) for name, value in called.items() if name in plain.__code__.co_names}
+    result = FunctionType(plain.__code__, {**plain.__globals__, **names}, plain.__name__, plain.__defaults__)
+    return cast(Function, result)
 
 
 @cache
@@ -90,7 +136,7 @@ def _name(package: Path) -> str:
     digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version}".encode())
     for path in sorted(package.rglob("*.py")):
         source = path.read_bytes()
-        if _IMPORT in source:
+        if _DECORATOR in source:
             digest.update(f"{path.relative_to(package)} {len(source)}\n".encode())
             digest.update(source)
     return f"{_prefix()}-{digest.hexdigest()}"

@@ -63,15 +63,16 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
         job.balancer.close()
     with pytest.raises(RuntimeError, match="closed"):
         job.balancer.declare(SKEWED)
-    waits = Job(rank)
+    waits = Job(rank, replica_slots=1)  # how replicas share load is compiled, too
     waits.balancer._wait_until_compiled()
+    waits.balancer.declare(SKEWED)
+    seen["replicas"] = waits.balancer.rebalance() and bool((waits.balancer.placement.replicas_LRK >= 0).any())
     decisions = waits.balancer._rebalancer.decisions
     decisions._compiled = rank == 0
-    waits.balancer.declare(SKEWED)
+    waits.balancer.declare(SKEWED[:, ::-1] ** 2)
     seen["while compiling"] = [waits.balancer.rebalance() for _ in range(3)]
     decisions._compiled = True
-    waits.balancer.rebalance()
-    seen["placements"].append((waits.heavy_on_rank_0(), waits.balancer.placement.digest()))
+    seen["then"] = waits.balancer.rebalance()
     waits.balancer.close()
     static = Job(rank, policy="static")
     with pytest.raises(RuntimeError, match="never moves"):
@@ -82,7 +83,8 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
 
 def test_any_rank_may_declare_and_all_go_by_it() -> None:
     for seen in run_ranks(RANKS, declare_in_many_ways):
-        assert seen["before"] == [4, 2] and seen["moved"] and seen["while compiling"] == [False] * 3
+        assert seen["before"] == [4, 2] and seen["moved"]
+        assert seen["replicas"] and seen["while compiling"] == [False] * 3 and seen["then"], "it was kept"
         assert {tuple(heavy) for heavy, _ in seen["placements"]} == {(2, 1)}
         assert len({digest for _, digest in seen["placements"]}) == 1
 

@@ -11,6 +11,7 @@ from .free import free
 from .hierarchical import hierarchical
 from .incremental import incremental
 from .static import static
+from .swaps import swaps
 
 POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "static": static,
@@ -18,6 +19,7 @@ POLICIES: dict[str, Callable[[PlanRequest], Placement]] = {
     "free": free,
     "hierarchical": hierarchical,
     "incremental": incremental,
+    "swaps": swaps,
 }
 """Every policy by the name that users give."""
 
@@ -27,6 +29,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "free": ("free",),
     "hierarchical": ("free",),
     "incremental": ("home",),
+    "swaps": ("home",),
 }
 """The layouts each policy plans; the first is its default."""
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eplb_runtime.migration import schedule as module
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
 from eplb_runtime.migration.schedule import TransferSchedule, make_schedule, warm_up
 from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.utils.jit import interpreted
 
 
 def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_slots: int) -> Placement:
@@ -238,3 +240,25 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
             visited.add(rank)
             rank = following[rank]
         assert len(visited) == own.sum(), "two cycles under one number"
+
+
+@given(shapes, seeds, seeds, st.integers(1, 80), sizes, st.booleans())
+def test_ranks_that_have_not_compiled_it_yet_find_the_same_schedule(
+    shape: tuple, a: int, b: int, budget: int, expert_bytes: list[int], by_layer: bool
+) -> None:
+    question = (placed(a, shape), placed(b, shape), expert_bytes[: shape[0]], budget)
+    compiled = make_schedule(*question, by_layer=by_layer)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ready", lambda function: seen.append(function) or interpreted(function))
+        plain = make_schedule(*question, by_layer=by_layer)
+    assert seen and plain.digest() == compiled.digest()
+
+
+def test_a_schedule_of_many_rounds_is_the_same_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rounds than bits in a word, where the interpreter's integers could be wider than the compiled ones."""
+    question = (random_placement(0, 12, 96, 8, 1), random_placement(1, 12, 96, 8, 1), [5] * 12, 5)
+    compiled = make_schedule(*question)
+    assert compiled.num_rounds > 128
+    monkeypatch.setattr(module, "ready", interpreted)
+    assert make_schedule(*question).digest() == compiled.digest()

@@ -1,0 +1,49 @@
+"""``eplb-runtime warmup``: compile the planner ahead of the first job of a machine or an image."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from .arguments import add_command
+from .printing import print_json, spinner
+
+POLICIES = ("incremental", "")
+"""Of rank 0, and of the other ranks, which plan nothing."""
+
+
+def add(commands: Any) -> None:
+    add_command(
+        commands,
+        "warmup",
+        _run,
+        "compile what decisions and migrations need, once on a machine: about a minute of one core",
+        """
+  eplb-runtime warmup            # for example in a Dockerfile, after `pip install`
+""",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from ..balancer.compile_ahead import compile_apart, is_compiled
+    from ..utils.jit import cache_folder
+
+    began = time.perf_counter()
+    before = all(is_compiled(policy) for policy in POLICIES)
+    with spinner() as shown:
+        shown.update("compiling the planner")
+        for policy in POLICIES:
+            compile_apart(policy)
+    done = all(is_compiled(policy) for policy in POLICIES)
+    seconds = time.perf_counter() - began
+    folder = str(cache_folder())
+    if arguments.json:
+        print_json({"compiled": done, "compiled_before": before, "seconds": seconds, "folder": folder})
+    elif not done:
+        print("nothing was compiled: see `eplb-runtime -v warmup`; jobs compile for themselves")
+    else:
+        print(
+            f"the planner was compiled before, in {folder}" if before else f"compiled in {seconds:.0f} s, in {folder}"
+        )
+    return 0 if done else 1
