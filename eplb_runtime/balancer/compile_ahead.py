@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numba
@@ -26,6 +30,8 @@ logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
 """Of the other process; after it this one compiles for itself."""
+LOOK_SECONDS = 0.25
+"""Both processes look so often whether the other has ended."""
 
 
 def compile_here(policy: str) -> None:
@@ -41,18 +47,28 @@ def compile_here(policy: str) -> None:
         compile_kernels(policy)
 
 
-def compile_apart(policy: str) -> None:
-    """See that another process has compiled all this on this machine; arguments as `compile_here`. Never raises."""
+def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
+    """See that another process has compiled all this on this machine. Never raises.
+
+    Args:
+        policy: as for `compile_here`.
+        ended: set when nobody needs it any more; what has been compiled by then is kept on the disk.
+    """
     command = [sys.executable, "-m", __name__, policy]
     if not compiles() or _mark(policy).exists():
         return
+    last = time.monotonic() + MOST_SECONDS
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, text=True, **quiet) as process:  # type: ignore[call-overload]
+            said = ""
             try:
-                _, said = process.communicate(timeout=MOST_SECONDS)
+                while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
+                    with suppress(subprocess.TimeoutExpired):
+                        said = process.communicate(timeout=LOOK_SECONDS)[1]
             finally:
                 process.kill()
-        if process.returncode:
+        if process.returncode and not (ended and ended.is_set()):
             logger.debug("the compiling process ended with %d: %s", process.returncode, said[-500:])
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no compiling process: %s", error)
@@ -74,7 +90,8 @@ def _mark(policy: str) -> Path:
 
 
 def main(policy: str) -> None:
-    """What the other process does: one of them at a time compiles, the others find it done."""
+    """Compile in the other process: one of them at a time does, the others find it done. It ends with its parent."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     mark = _mark(policy)
     with open(mark.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -82,6 +99,12 @@ def main(policy: str) -> None:
             compile_here(policy)
             mark.touch()
             remove_older()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_SECONDS)
+    os._exit(1)
 
 
 if __name__ == "__main__":

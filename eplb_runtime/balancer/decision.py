@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -132,6 +133,7 @@ class DecisionMaker:
         self._steps_per_bucket = steps_per_bucket
         self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
         self._compiled = False
+        self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
         self._job = groups.job
@@ -149,15 +151,17 @@ class DecisionMaker:
         try:
             policy = self._config.policy if self._is_planner else ""
             with compiling_ahead():
-                compile_apart(policy)
-                compile_here(policy)
+                compile_apart(policy, self._closed)
+                if not self._closed.is_set():
+                    compile_here(policy)
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
             self._compiled = True
 
     def close(self) -> None:
-        """No more plans; one that never returns is left to itself."""
+        """Make no more plans, and compile nothing more; a plan that never returns is left to itself."""
+        self._closed.set()
         self._planning.close(0.0)
 
     def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:

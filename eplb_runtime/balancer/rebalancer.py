@@ -334,8 +334,8 @@ class Rebalancer:
         self.forget_pending()
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
-        self._compiler.close(0.0)
         self.decisions.close()
+        self._compiler.close(A_LITTLE_SECONDS)
         self._engine.close()
         self._agreement.close()
         if self._maps.replicas is not None:
@@ -349,8 +349,8 @@ class Rebalancer:
         self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
-        self._compiler.close(0.0)
         self.decisions.close()
+        self._compiler.close(A_LITTLE_SECONDS)
 
     def _at_point(self, phase: Phase, subject: Any) -> None:
         """The engine's probe hears of points outside of it, too."""

@@ -55,7 +55,7 @@ def held_back_and_not(rank: int, held: tuple[int, ...]) -> dict[str, Any]:
     for replica_slots in (0, 1):
         release = threading.Event()
         if rank in held:
-            decision.compile_apart = lambda policy, release=release: release.wait()
+            decision.compile_apart = lambda policy, ended, release=release: release.wait()
         losses, state, events, compiled = train(rank, "incremental", replica_slots, STEPS, release)
         decision.compile_apart = compile_apart
         planned, committed = events.of_type(RebalancePlanned), events.of_type(RebalanceCommitted)

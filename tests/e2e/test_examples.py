@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,14 @@ MEGATRON = pytest.param(
 
 @pytest.mark.parametrize(
     "command",
-    [["any_module.py", "--steps", "8"], ["rollouts.py", "--rounds", "2"], TRAINER, PIPELINE, MEGATRON],
+    [
+        ["transformers_loop.py"],
+        ["any_module.py", "--steps", "8"],
+        ["rollouts.py", "--rounds", "2"],
+        TRAINER,
+        PIPELINE,
+        MEGATRON,
+    ],
     ids=str,
 )
 def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
@@ -31,6 +39,22 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, str(FOLDER / name), *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
+
+
+def test_the_first_decisions_have_numbers_and_a_plan_though_nothing_is_compiled(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(FOLDER / "transformers_loop.py")],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    decisions = [line for line in done.stderr.splitlines() if re.match(r"step \d+: 5 steps, imbalance", line)]
+    assert re.match(r"step 6: 5 steps, imbalance 1\.\d+ on average", decisions[0])
+    assert "rebalance: saves" in decisions[0] and "homes only" in decisions[0]
+    assert "experts moved" in done.stderr and "dropped" in done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")

@@ -59,3 +59,39 @@ def test_a_process_that_fails_is_in_nobodys_way(compiled: list[str], monkeypatch
 def test_the_mark_changes_with_the_policy() -> None:
     one, other = compile_ahead._mark("incremental"), compile_ahead._mark("")
     assert one != other and one.parent == other.parent == cache_folder()
+
+
+SLOWLY = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+
+
+@pytest.fixture
+def slow_process(compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Instead of the compiler: a process that has begun when this file is there, and is not done for ten minutes."""
+    begun, start = tmp_path / "begun", subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: start([sys.executable, "-c", SLOWLY, begun], **how))
+    return begun
+
+
+def test_compiling_ends_when_nobody_needs_it(slow_process: Path) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=compile_ahead.compile_apart, args=("incremental", ended))
+    thread.start()
+    while not slow_process.exists():
+        assert thread.is_alive()
+    ended.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_compiling_ends_with_a_job_that_was_killed(tmp_path: Path) -> None:
+    """The grandchild writes its number, then waits for its parent, which is killed."""
+    grandchild = (
+        "import os, sys, threading; from eplb_runtime.balancer import compile_ahead; "
+        "threading.Thread(target=compile_ahead._end_with, args=(os.getppid(),)).start(); print(os.getpid(), flush=True)"
+    )
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and int(parent.stdout.readline()) > 0
+    parent.kill()
+    assert parent.stdout.read() == ""  # until the last that has it is gone
+    parent.wait()
