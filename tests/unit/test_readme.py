@@ -1,0 +1,78 @@
+"""README is short, its script is the example's file, and what any README links to or types in is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from eplb_runtime.cli.program import _parser
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = [
+    README,
+    *sorted(path for room in ("eplb_runtime", "launch", ".github") for path in (ROOT / room).rglob("*.md")),
+]
+MOST_BYTES = 10_500
+
+
+def headings(text: str) -> set[str]:
+    """As GitHub makes anchors of them."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in found}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """Lines of shell blocks that start our command, with what a backslash continues."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("eplb-runtime ")]
+
+
+def test_readme_ends() -> None:
+    assert len(README.read_bytes()) <= MOST_BYTES, "what is longer belongs into a room's README"
+
+
+def test_the_script_is_the_example() -> None:
+    script = (ROOT / "launch/examples/transformers_loop.py").read_text()
+    assert script in blocks(README.read_text(), "python")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        linked = path if not file else path.parent / file
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked.read_text()), target
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_are_understood(path: Path) -> None:
+    for line in commands(path.read_text()):
+        try:
+            _parser().parse_args(shlex.split(line, comments=True)[1:])
+        except SystemExit:
+            pytest.fail(f"{path.name}: {line}")
+
+
+def test_a_broken_link_and_a_command_that_is_not_there_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("[gone](gone.md)")
+    with pytest.raises(AssertionError, match=r"gone\.md"):
+        test_links_lead_somewhere(path)
+    path.write_text("[here](#there)\n\n# Here\n")
+    with pytest.raises(AssertionError, match="#there"):
+        test_links_lead_somewhere(path)
+    path.write_text("```bash\neplb-runtime plan load.npz --no-such-option 1\n```\n")
+    with pytest.raises(pytest.fail.Exception, match="no-such-option"):
+        test_commands_are_understood(path)
