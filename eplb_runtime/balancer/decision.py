@@ -30,6 +30,7 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
+from ..planner.track_record import TrackRecord
 from ..topology import Topology
 from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
@@ -42,6 +43,9 @@ logger = logging.getLogger("eplb_runtime")
 
 SOURCE_MEMORY = 0.5
 """How much what came from where before a decision's own steps still counts, by each decision since."""
+
+SAID_BELOW = 0.8
+"""A decision's reason says how much of predicted gains is believed, where it is less than this."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class DecisionMaker:
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
+        self._track_record = TrackRecord(config.speed_R)
         self._job = groups.job
         self._store = groups.store
         self._is_planner = groups.job.is_planner
@@ -217,7 +222,8 @@ class DecisionMaker:
         self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
         with phase("decision: plan", epoch=epoch):
-            message = self._broadcast(self._plan(measurement, compiling > 0) if self._is_planner else b"", control)
+            made_here = self._plan(measurement, total, compiling > 0) if self._is_planner else b""
+            message = self._broadcast(made_here, control)
         imbalance, target, digest, problem = None, None, bytes(16), ""
         summary: dict[str, Any] = {}
         try:
@@ -305,15 +311,22 @@ class DecisionMaker:
             )
         return Decision(failure=said, finding=finding)
 
-    def _plan(self, measurement: Measurement, compiling: bool) -> bytes:
+    def _plan(self, measurement: Measurement, total: NDArray[np.int64], compiling: bool) -> bytes:
         """Rank 0: the plan as bytes, or why there is none.
 
         Args:
+            total: int64 ``[T, L, E]``, what came since the last decision.
             compiling: on this rank or another; then homes alone are planned, by NumPy.
         """
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
-        return self._in_time(lambda: self._make_plan(load, measurement, compiling))
+
+        def make() -> bytes:
+            if not compiling:
+                self._track_record.observe(total.sum(axis=0, dtype=np.float64))
+            return self._make_plan(load, measurement, compiling)
+
+        return self._in_time(make)
 
     def _in_time(self, work: Callable[[], bytes]) -> bytes:
         """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
@@ -355,8 +368,14 @@ class DecisionMaker:
             rank_speed=self._config.rank_speed,
             **how,
         )
-        if compiling:
-            made = replace(made, reason=f"{made.reason} (homes only: the planner is still being compiled)")
+        notes = ["homes only: the planner is still being compiled"] if compiling else []
+        if cost.trust < SAID_BELOW:
+            notes.append(f"counting {cost.trust:.0%} of predicted gains: as much came true lately")
+        if notes:
+            made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
+        if made.decision == "rebalance" and made.imbalance_before is not None:
+            promised = float((made.imbalance_before - made.imbalance_after).mean())
+            self._track_record.add(measurement.placement, made.placement, promised)
         return _as_message(made, measurement.placement)
 
     def _cost(self, measurement: Measurement) -> CostModel:
@@ -368,6 +387,7 @@ class DecisionMaker:
             horizon_steps=self._config.horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes),
+            trust=self._track_record.trust,
         )
 
     def _crossing_seconds(self, token_bytes: int) -> float:

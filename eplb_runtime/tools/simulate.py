@@ -11,7 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
 from ..planner.policies import LAYOUTS
 from ..planner.terms import Gate
+from ..planner.track_record import TrackRecord
 from ..planner.traffic import checked_sources, received
 from ..topology import Topology
 from ..utils.files import replacing, write_file
@@ -265,10 +266,12 @@ def simulate(
     return runs
 
 
-def _asking(policy: str, topology: Topology, cost: CostModel, asked: Asked) -> Callable[[FloatArray, Placement], Plan]:
-    """The policy as a function of the past and the placement that stands; its refusals name it."""
+def _asking(
+    policy: str, topology: Topology, cost: CostModel, asked: Asked
+) -> Callable[[FloatArray, Placement, float], Plan]:
+    """The policy as a function of the past, the current placement and the trust in gains; its refusals name it."""
 
-    def ask(past: FloatArray, current: Placement) -> Plan:
+    def ask(past: FloatArray, current: Placement, trust: float) -> Plan:
         try:
             return plan(
                 past,
@@ -277,7 +280,7 @@ def _asking(policy: str, topology: Topology, cost: CostModel, asked: Asked) -> C
                 current=current,
                 policy=policy,
                 layout=current.layout,
-                cost=cost,
+                cost=replace(cost, trust=trust),
                 groups=asked.groups,
                 max_moves=asked.max_moves,
                 gate=asked.gate,
@@ -304,17 +307,22 @@ class _Game:
         policy: str,
         current: Placement,
         cost: CostModel,
-        ask: Callable[[FloatArray, Placement], Plan],
+        ask: Callable[[FloatArray, Placement, float], Plan],
         on_progress: Callable[[], None],
     ) -> PolicyRun:
         """Replan every few windows on what is over; judge on what comes until the next replan."""
         load, every = self.series.load, self.series.every
         history = self.series.history or 4 * every
-        ask(load[:1], current)  # compiles, so that no measured plan does
+        ask(load[:1], current, 1.0)  # compiles, so that no measured plan does
         imbalance: list[FloatArray] = []
         windows: list[WindowResult] = []
+        record = TrackRecord()
         for start in range(every, len(load), every):
-            planned = ask(load[max(0, start - history) : start], current)
+            record.observe(load[start - every : start].sum(axis=0))
+            planned = ask(load[max(0, start - history) : start], current, record.trust)
+            if planned.decision == "rebalance" and planned.imbalance_before is not None:
+                promised = float((planned.imbalance_before - planned.imbalance_after).mean())
+                record.add(current, planned.placement, promised)
             moves, slots = planned.moves, current.slots_per_rank
             migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
             current = planned.placement

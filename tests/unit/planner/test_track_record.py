@@ -1,0 +1,120 @@
+"""Gains that do not come true are believed less; where a router wanders experts stop moving."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from eplb_runtime.placement import Placement
+from eplb_runtime.planner import CostModel, plan
+from eplb_runtime.planner.evaluate import predicted_imbalance
+from eplb_runtime.planner.track_record import JUDGED, TrackRecord
+from eplb_runtime.topology import Topology
+
+LAYERS, EXPERTS, RANKS = 4, 32, 8
+TOPOLOGY = Topology(RANKS, RANKS, intra_node_bandwidth=4e8)
+
+
+def wandering(seed: int, windows: int, keeps: float) -> np.ndarray:
+    """int ``[T, L, E]``: popularities of which each window keeps a part, and draws the rest anew."""
+    rng = np.random.default_rng(seed)
+    popularity, made = rng.normal(0, 0.7, (LAYERS, EXPERTS)), []
+    for _ in range(windows):
+        popularity = keeps * popularity + np.sqrt(1 - keeps**2) * rng.normal(0, 0.7, (LAYERS, EXPERTS))
+        share = np.exp(popularity) / np.exp(popularity).sum(axis=1, keepdims=True)
+        made.append([rng.multinomial(20_000, row) for row in share])
+    return np.array(made)
+
+
+def train(load: np.ndarray, learns: bool) -> dict[str, float]:
+    """Decide at each window on the last four, as a job does; judge each move by the ten windows after it."""
+    current, record, history = Placement.initial(LAYERS, EXPERTS, RANKS), TrackRecord(), deque(maxlen=4)
+    moves: list[tuple[int, Placement, Placement, float, float]] = []
+    for number, window in enumerate(load):
+        history.append(window)
+        record.observe(window.astype(float))
+        cost = CostModel(10**8, 0, 0.2, 0.5, 500, 0.1, trust=record.trust if learns else 1.0)
+        made = plan(np.array(history), TOPOLOGY, slots_per_rank=4, current=current, cost=cost, gate="payoff")
+        if made.decision == "rebalance":
+            assert made.imbalance_before is not None
+            record.add(current, made.placement, float((made.imbalance_before - made.imbalance_after).mean()))
+            moves.append((number, current, made.placement, made.seconds_saved, made.seconds_spent))
+            current = made.placement
+    moves = [move for move in moves if move[0] < len(load) - 1]  # the last one is judged by nothing
+    kept = []
+    for number, before, after, _, _ in moves:
+        came = load[number + 1 : number + 11].astype(float)
+        gain = predicted_imbalance(came, before) - predicted_imbalance(came, after)
+        kept.append(float(gain.mean()) * 0.5 * 0.2 * 500)
+    late = [index for index, move in enumerate(moves) if move[0] >= 10]
+    return {
+        "moves": len(moves),
+        "false": sum(value < move[4] for value, move in zip(kept, moves, strict=True)),
+        "promised": sum(moves[index][3] for index in late),
+        "kept": sum(kept[index] for index in late),
+        "net": sum(kept) - sum(move[4] for move in moves),
+    }
+
+
+def test_a_router_that_wanders_stops_moving_experts() -> None:
+    load = wandering(0, 40, keeps=0.0)
+    blind, learns = train(load, False), train(load, True)
+    assert blind["false"] >= 15 and blind["promised"] > 10 * max(blind["kept"], 1.0), "control: it promises much"
+    assert learns["false"] <= blind["false"] / 3
+    assert learns["net"] > blind["net"]
+
+
+def test_what_is_predicted_after_ten_decisions_comes_true_within_a_factor_of_two() -> None:
+    """Over four series of a load that half remembers."""
+    series = [wandering(seed, 40, keeps=0.9) for seed in range(4)]
+    blind, learns = (
+        {key: sum(one[key] for one in found) for key in found[0]}
+        for found in ([train(load, learns) for load in series] for learns in (False, True))
+    )
+    assert learns["moves"] > 40
+    assert 0.5 < learns["promised"] / learns["kept"] < 2.0
+    assert learns["false"] < blind["false"] and learns["net"] > blind["net"]
+
+
+def test_a_steady_load_is_moved_as_ever() -> None:
+    share = np.random.default_rng(2).dirichlet(np.full(EXPERTS, 2.0), LAYERS)
+    load = np.array([[np.random.default_rng(step).multinomial(20_000, row) for row in share] for step in range(12)])
+    assert train(load, True) == train(load, False)
+
+
+@pytest.fixture
+def turned() -> tuple[np.ndarray, Placement, Placement]:
+    """A load, and two placements: the second is better by 1."""
+    load = np.array([[3.0, 3, 1, 1]])
+    home = np.array([[0, 2, 1, 3]])
+    before, after = Placement.initial(1, 4, 2), Placement(home.argsort(axis=1), 4, 2, home)
+    assert predicted_imbalance(load, before) - predicted_imbalance(load, after) == pytest.approx(0.5)
+    return load, before, after
+
+
+def test_trust_is_the_share_that_came_true(turned: tuple[np.ndarray, Placement, Placement]) -> None:
+    load, before, after = turned
+    record = TrackRecord()
+    assert record.trust == 1.0
+    record.add(before, after, 0.5)
+    assert record.trust == 1.0, "nothing came yet"
+    record.observe(np.zeros_like(load))
+    assert record.trust == 1.0, "no tokens say nothing"
+    record.observe(load)
+    assert record.trust == pytest.approx(1.0)
+    record.observe(load[:, ::-1] * 0 + 1)  # even load: nothing gained
+    assert record.trust == pytest.approx((0.25 + 0.05) / 0.55, rel=0.01)
+
+
+def test_what_was_long_ago_is_forgotten(turned: tuple[np.ndarray, Placement, Placement]) -> None:
+    load, before, after = turned
+    record = TrackRecord()
+    record.add(after, before, 0.5)  # the wrong way
+    for _ in range(JUDGED):
+        record.observe(load)
+    assert record.trust < 0.05
+    for _ in range(60):
+        record.observe(load)
+    assert record.trust == 1.0
