@@ -218,10 +218,17 @@ function ticks(length, most) {
 
 // -- charts ----------------------------------------------------------------------------------------------------------
 
+/** A label of an axis of times: all in the unit of the greatest. */
+function secondsUpTo(value, most) {
+  const [size, unit] = most >= 7200 ? [3600, "h"] : most >= 120 ? [60, "min"] : most >= 1 ? [1, "s"]
+    : most >= 0.001 ? [1e-3, "ms"] : [1e-6, "µs"];
+  return `${(value / size).toFixed(most / size >= 20 ? 0 : 2)} ${unit}`;
+}
+
 /** Lines over steps. series: [{name, colour, values, dashed}], marks: steps of rebalances, floor: lowest of the axis,
- *  label: of a value, unit: of a step. */
+ *  label: of a value, given the greatest; unit: of a step. */
 function lineChart(host, steps, series, { marks = [], floor = 1, label = (value) => fixed(value, 2), unit = "step" } = {}) {
-  const width = Math.max(280, host.clientWidth), height = 230, left = 52, bottom = 24, top = 8;
+  const width = Math.max(280, host.clientWidth), height = 230, bottom = 24, top = 8;
   const values = series.flatMap((line) => line.values).filter(known);
   if (!steps.length || !values.length) {
     host.replaceChildren(element("p", { class: "told" }, "Nothing has been measured yet."));
@@ -229,16 +236,18 @@ function lineChart(host, steps, series, { marks = [], floor = 1, label = (value)
   }
   const first = steps[0], last = Math.max(steps.at(-1), first + 1);
   const low = Math.min(floor, ...values), high = Math.max(low + (floor ? 0.05 : 1e-6), ...values) * 1.02;
+  const levels = [0, 0.25, 0.5, 0.75, 1].map((share) => low + share * (high - low));
+  const labels = levels.map((value) => label(value, high));
+  const left = 16 + 7 * Math.max(5, ...labels.map((text) => text.length));
   const x = (step) => left + ((step - first) / (last - first)) * (width - left - 10);
   const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   const said = series.map((line) => `${line.name} ${fixed(line.values.findLast(known))}`).join(", ");
   svg.setAttribute("aria-label", `Lines from ${unit} ${first} to ${steps.at(-1)}; last: ${said}.`);
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    const value = low + share * (high - low);
+  levels.forEach((value, at) => {
     svg.append(shape("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: css("line") }));
-    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, label(value)));
-  }
+    svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, labels[at]));
+  });
   for (const step of marks) {
     if (step < first || step > last) continue;
     const ends = { x1: x(step), x2: x(step), y1: top, y2: height - bottom };

@@ -171,7 +171,7 @@ function showPlacement(view, layer) {
     if (expert >= 0) chooseExpert(chosen.expert === expert ? null : expert);
   };
   const which = copies ? `; ${copies > 1 ? `the last ${copies} slots` : "the last slot"} of a rank for copies` : "";
-  find(".placement-told").textContent = `where each expert is, darker where busier${which}; a corner marks what the last rebalance brought`;
+  find(".placement-told").textContent = `where each expert is, the stronger the colour the busier${which}; a corner marks what the last rebalance brought`;
   placementMap.show({
     rows: slots, columns: ranks, rowName: "slot", columnName: "rank", tallest: 300,
     colour: (row, column) => {
@@ -273,7 +273,7 @@ function showTimeline(view) {
     { name: "cost, predicted", cell: (row) => seconds(row.seconds_spent) },
     { name: "pause", cell: (row) => seconds(row.pause_seconds) },
     { name: "gain, predicted", cell: (row) => seconds(row.seconds_saved) },
-    { name: "reason", class: "text reason", cell: (row) => row.reason },
+    { name: "reason", class: "text reason", cell: (row) => row.reason.replaceAll(" -> ", "\u00a0→\u00a0") },
   ];
   const caption = `${count(rows.length)} shown of ${count(view.totals.decisions)} in all, newest first.`;
   find("#timeline .scroll").replaceChildren(table(caption, columns, rows));
@@ -296,7 +296,7 @@ function showStepTime(view) {
   lineChart(find("#step-time .chart"), curve.step, [
     { name: "without rebalancing, estimated", colour: css("start"), values: without, dashed: true },
     { name: "measured", colour: css("accent"), values: curve.step_seconds, width: 2.5 },
-  ], { floor: 0, label: seconds });
+  ], { floor: 0, label: secondsUpTo });
 }
 
 const HUES = ["start", "mark", "accent", "good", "bad", "warn"];
@@ -308,7 +308,7 @@ function showSimulation(found) {
   const line = ({ policy, imbalance }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: imbalance });
   lineChart(find("#simulation .chart"), windows, found.policies.map(line), { unit: "window" });
   const time = ({ policy, steps }, at) => ({ name: policy, colour: css(HUES[at % HUES.length]), values: steps });
-  lineChart(find("#simulation .steps"), windows, found.policies.map(time), { floor: 0, label: seconds, unit: "window" });
+  lineChart(find("#simulation .steps"), windows, found.policies.map(time), { floor: 0, label: secondsUpTo, unit: "window" });
   const base = found.policies[0]?.step_seconds;
   const beside = ({ step_seconds: own }) => (known(own) && known(base) ? `${fixed((100 * own) / base, 1)} %` : "–");
   const columns = [
