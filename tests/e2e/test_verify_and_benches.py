@@ -186,12 +186,13 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
     static, *_, even = result["train"]
     assert [row["variant"] for row in result["train"]] == ["static", "homes", "replicas", "even"]
     for row in result["train"]:
-        shares = {"share_of_even_gain", "share_of_ideal_gain"}
+        shares = {"over_static", "of_even_throughput", "share_of_even_gain", "share_of_ideal_gain"}
         assert set(row) == {"variant", "step_ms", "imbalance", "guard_ms", "homes_moved", "copies"} | shares
         assert row["guard_ms"] > 0
     assert (
         static["homes_moved"] == static["copies"] == 0
         and static["share_of_ideal_gain"] == static["share_of_even_gain"] == 0
+        and static["over_static"] == 1 == even["of_even_throughput"]
         and 0 <= even["share_of_even_gain"] <= 1  # a block of it may be slower than one beside it on a busy machine
         and result["static_imbalance"] > 1.2
     )

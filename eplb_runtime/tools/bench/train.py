@@ -161,7 +161,8 @@ def run(
         ``even``, the same model with fixed experts and as many tokens for each. ``step_ms``; ``imbalance`` (max / mean
         rank load by the placement and split used, in the timed steps); ``guard_ms`` (of a step's training thread, spent
         in the guard, averaged over all steps but the first three); ``homes_moved`` and ``copies`` (that stand at
-        the end); of what static loses against even load, measured: ``share_of_even_gain``; against its own step x
+        the end); steps in the time of a static one: ``over_static``, and in that of one with even load:
+        ``of_even_throughput``; of what static loses against even load, measured: ``share_of_even_gain``; against its own step x
         mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
         ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
@@ -263,6 +264,8 @@ def _row(variant: _Variant, static: list[float], even: list[float], ideal: list[
         "step_ms": _step_ms(blocks, variant.work),
         "imbalance": _imbalance(variant),
         "guard_ms": _guard_ms(variant),
+        "over_static": _median([before / now for before, now in zip(static, blocks, strict=True)]),
+        "of_even_throughput": _median([best / now for best, now in zip(even, blocks, strict=True)]),
         "share_of_even_gain": _share(static, blocks, even),
         "share_of_ideal_gain": _share(static, blocks, ideal),
         "homes_moved": _moved(variant),
