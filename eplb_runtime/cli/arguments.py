@@ -103,6 +103,10 @@ def not_negative_float(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more"))
 
 
+def share(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 < value <= 1, "a share above 0, up to 1"))
+
+
 def names(text: str) -> list[str]:
     """``a,b`` -> ["a", "b"]."""
     found = [name.strip() for name in text.split(",") if name.strip()]
