@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,12 @@ def add(commands: Any) -> None:
     add = adder(command.add_argument_group("figures", "what the record says, and else what is assumed"))
     add("--moe-share", "X", share, "share of a step in expert work, dispatch to combine (default: .4, and .2 to .6)")
     add("--step-seconds", "S", positive_float, "seconds of a training step (default: as recorded, or 1)")
-    add("--steps-per-window", "N", positive, "training steps that a window stands for (default: as recorded, or 1)")
+    add(
+        "--steps-per-window",
+        "N",
+        positive,
+        "training steps that a window stands for (default: as recorded, or by its tokens)",
+    )
     add("--expert-parameters", "N", positive, "of one expert (default: as recorded, or DeepSeek-V3's)")
     add(
         "--optimizer-bytes",
@@ -79,7 +85,8 @@ def _run(arguments: argparse.Namespace) -> None:
     load = read_windows(arguments.record, arguments)
     found, given = recorded(Path(meant(arguments.record)), load), _given(arguments)
     try:
-        with progress("plans", count_plans(found, given)) as advance:
+        plans = count_plans(found, given)
+        with progress("plans", plans) if plans else nullcontext(lambda: None) as advance:
             assessment = assess(found, given, advance)
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -87,6 +94,8 @@ def _run(arguments: argparse.Namespace) -> None:
         print_json(assessment.fields())
         return
     print_lines(*textwrap.wrap(assessment.paragraph(), COLUMNS, break_on_hyphens=False))
+    if assessment.pays is None:
+        return
     _print_ways(assessment)
     if assessment.assumed:
         print_lines("", "Assumed, since neither the record nor an option says it:")
@@ -113,10 +122,10 @@ def _given(arguments: argparse.Namespace) -> Given:
 
 
 def _print_ways(assessment: Assessment) -> None:
-    ways = [way for way in (assessment.now, assessment.homes, assessment.replicas) if way is not None]
-    if ways:
-        print_lines("")
-        print_table("Imbalance is max / mean rank load, over all layers and judged windows.", list(map(_row, ways)))
+    ways = (assessment.now, assessment.homes, assessment.replicas)
+    rows = [_row(way) for way in ways if way is not None]
+    print_lines("")
+    print_table("Imbalance is max / mean rank load, over all layers and judged windows.", rows)
 
 
 def _row(way: Placing) -> dict[str, str]:

@@ -97,7 +97,7 @@ def record(
         if len(sizes) != 1:
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
-            recorder = _recorder(Path(run), len(found.layers), *sizes, _job(found.layers, interval))
+            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found.layers, interval))
     except Exception as error:
         problem = error
     group = None

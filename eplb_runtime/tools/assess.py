@@ -35,6 +35,8 @@ MOST_INTERVALS = 50
 """Of a longer record, the newest are judged."""
 DEFAULT_INTERVALS = 20
 """Into so many a series is cut that does not say how often to plan."""
+STEP_CHOICES = 65536
+"""(token, choice) pairs of a rank in a step and a layer: 8,192 tokens that go to eight experts each."""
 STEP_SECONDS = 1.0
 STALL_SECONDS = 0.05
 EXPERT_PARAMETERS = 3 * 7168 * 2048
@@ -184,7 +186,7 @@ class Assessment:
             f"{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned on the "
             f"past, judged on what came next, {self.windows} windows). If {self.shares[0]:.0%} of a step is expert "
             f"work, a step takes {_percent(share)} less{span}; moving costs {self.best.move_seconds:.2g} s every "
-            f"{self.interval} steps. {self.verdict} {self.advice}"
+            f"{'step' if self.interval == 1 else f'{self.interval} steps'}. {self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -212,8 +214,10 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
 
 
 def count_plans(recorded: Recorded, given: Given) -> int:
-    """How many plans `assess` makes of a load that it can judge: for whoever shows how far it is."""
+    """How many plans `assess` makes, for whoever shows how far it is; 0: the record cannot say whether it pays."""
     settled = _settle(recorded, given)
+    if _why_not(recorded.load, settled)[0]:
+        return 0
     windows = min(len(recorded.load), settled.most_windows)
     return num_replans(windows, settled.every_windows) * (3 if settled.replica_slots else 2)
 
@@ -329,7 +333,9 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         node = ranks  # an EP group inside a node
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
     node = settle(given.ranks_per_node, node, whole_nodes, "ranks of a node", "--ranks-per-node")
-    steps = settle(given.steps_per_window, recorded.steps_per_window, 1, "steps of a window", "--steps-per-window")
+    choices = float(recorded.load.sum(axis=2).mean()) / ranks
+    steps = max(1, round(choices / STEP_CHOICES))
+    steps = settle(given.steps_per_window, recorded.steps_per_window, steps, "steps of a window", "--steps-per-window")
     cut = max(1, windows // DEFAULT_INTERVALS) * steps
     interval = settle(given.every, job.interval, cut, "steps between plans", "--every")
     seconds = settle(given.step_seconds, job.step_seconds, STEP_SECONDS, "seconds of a step", "--step-seconds")
@@ -506,12 +512,12 @@ def _why_it_does_not_pay(settled: _Settled, now: Placing, best: Placing, moving:
         even = _percent(settled.moe_share * (1 - 1 / now.imbalance))
         return f"It does not pay: the load is balanced, and even load would save {even} of a step.", again
     if not best.rebalances:
-        return "It does not pay: no move would have saved what it costs.", f"A longer --every may. {again}"
+        return "It does not pay: no move would have saved what it costs.", "Try a longer --every, or ask again later."
     if best.step_saved < LEAST_SAVED:
         return "It does not pay: the load that comes is too unlike the past that plans are made for.", again
     return (
         f"It does not pay: moving takes {_percent(moving)} of the steps.",
-        f"A longer interval may: try --every {4 * settled.interval}.",
+        f"Try a longer interval: --every {4 * settled.interval}.",
     )
 
 
