@@ -50,8 +50,7 @@ def add(commands: Any) -> None:
         "--replica-slots",
         "K",
         not_negative,
-        "of a rank, in the second plan (default: 1; 0: move homes alone)",
-        default=1,
+        "of a rank, in the second plan; 0: move homes alone (default: 1; of Megatron's trace, 0)",
     )
     add("--windows", "A:B", windows, "of the record, only these, as 0:50", default=slice(None))
     add_dense_layers(command)

@@ -21,6 +21,7 @@ from ..planner.cost import HYSTERESIS
 from ..planner.evaluate import predicted_imbalance
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.files import FileError
+from .formats.megatron import trace_files
 from .simulate import Asked, PolicyRun, Series, StepModel, num_replans, simulate, start_placement
 
 FloatArray = NDArray[np.float64]
@@ -59,7 +60,8 @@ class Given:
         optimizer_bytes: bytes that the optimizer keeps for one expert.
         intra_node_bandwidth, inter_node_bandwidth: GB/s of a rank.
         stall_seconds: cost of a rebalance besides its bytes.
-        replica_slots: of a rank, in the second plan that is tried; 0: homes alone are tried.
+        replica_slots: of a rank, in the second plan that is tried; 0: homes alone are tried; None: 1, or 0 where the
+            framework takes none.
     """
 
     ranks: int | None = None
@@ -73,7 +75,7 @@ class Given:
     intra_node_bandwidth: float | None = None
     inter_node_bandwidth: float | None = None
     stall_seconds: float | None = None
-    replica_slots: int = 1
+    replica_slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Recorded:
         steps_per_window: 0: unknown.
         job: what the record says.
         imbalance: max / mean rank load while ``job.step_seconds`` was measured; 0: that of experts in logical order.
-        bandwidths: bytes/s inside nodes and between them, as the job measured them; None: unknown.
+        bandwidths: GB/s inside nodes and between them, as the job measured them; None: unknown.
+        takes_replicas: whether the job's framework can hold replicas.
     """
 
     load: FloatArray
@@ -93,6 +96,7 @@ class Recorded:
     job: RecordedJob = field(default_factory=RecordedJob)
     imbalance: float = 0.0
     bandwidths: tuple[float, float] | None = None
+    takes_replicas: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,12 +195,15 @@ class Assessment:
 
 
 def recorded(path: Path, load: FloatArray) -> Recorded:
-    """What stands beside a load that was read from ``path``: in the folder of a run or of ``eplb.record``, or nothing.
+    """A load that was read from ``path``, with what its folder says of the job: the folder of a run, of ``eplb.record``
+    or of Megatron's router trace. Anything else says nothing.
 
     Raises:
         FileError: a file of the folder is broken.
         OSError: it cannot be read.
     """
+    if path.is_dir() and (files := trace_files(path)):
+        return Recorded(load, 1, RecordedJob(ranks=len(files)), takes_replicas=False)
     if not path.is_dir() or not holds_series(path):
         return Recorded(load)
     job, steps = read_job(path), read_series(path)[1][-1]
@@ -206,7 +213,7 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
         state, _ = state_of_run(path)
     except FileError:
         return Recorded(load, steps, job)
-    bandwidths = (float(state.job["intra_node_bandwidth"]), float(state.job["inter_node_bandwidth"]))
+    bandwidths = (state.job["intra_node_bandwidth"] / 1e9, state.job["inter_node_bandwidth"] / 1e9)
     if state.measured is None:
         return Recorded(load, steps, job, bandwidths=bandwidths)
     job = replace(job, step_seconds=float(state.measured["step_seconds"]))
@@ -356,18 +363,16 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     on_cpu, giga = job.device == "cpu", 1e9
     default = CPU_BANDWIDTH if on_cpu else DEFAULT_INTRA_NODE_BANDWIDTH / giga
     option = "--intra-node-bandwidth"
-    intra = giga * settle(given.intra_node_bandwidth, intra / giga, default, "GB/s of a rank inside its node", option)
+    intra = settle(given.intra_node_bandwidth, intra, default, "GB/s of a rank inside its node", option)
     if ranks > node:
         default = CPU_BANDWIDTH if on_cpu else DEFAULT_INTER_NODE_BANDWIDTH / giga
         option = "--inter-node-bandwidth"
-        inter = giga * settle(
-            given.inter_node_bandwidth, inter / giga, default, "GB/s of a rank to other nodes", option
-        )
+        inter = settle(given.inter_node_bandwidth, inter, default, "GB/s of a rank to other nodes", option)
     stall = settle(
         given.stall_seconds, None, STALL_SECONDS, "seconds of a rebalance besides its bytes", "--stall-seconds"
     )
     return _Settled(
-        topology=Topology(ranks, node, intra, inter or DEFAULT_INTER_NODE_BANDWIDTH),
+        topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
         interval=interval,
         steps_per_window=steps,
         ranks_of_load=job.ranks or ranks,
@@ -378,7 +383,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         expert_bytes=weights,
         optimizer_bytes=state,
         stall_seconds=stall,
-        replica_slots=given.replica_slots,
+        replica_slots=int(recorded.takes_replicas) if given.replica_slots is None else given.replica_slots,
         was_on_one_rank=given.ranks is None and job.ranks == 1,
         assumed=tuple(settling.assumed),
     )

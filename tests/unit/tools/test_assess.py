@@ -161,7 +161,7 @@ def test_what_a_record_says_is_not_assumed() -> None:
         "--intra-node-bandwidth": 400.0,
         "--inter-node-bandwidth": 50.0,
     }
-    measured = assess(Recorded(skewed(), 1, JOB, bandwidths=(100e9, 10e9)), Given())
+    measured = assess(Recorded(skewed(), 1, JOB, bandwidths=(100.0, 10.0)), Given())
     assert [one.option for one in measured.assumed] == ["--moe-share", "--stall-seconds"]
     on_cpu = judged(skewed(), replace(JOB, device="cpu"), Given())
     assert {one.value for one in on_cpu.assumed if "bandwidth" in one.option} == {1.0}
