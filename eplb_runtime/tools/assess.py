@@ -34,6 +34,8 @@ LEAST_INTERVALS = 3
 """One is planned on, two are judged at least."""
 MOST_INTERVALS = 50
 """Of a longer record, the newest are judged."""
+HORIZON_INTERVALS = 10
+"""Over at least so many plans the moves of the first are spread: a longer job has them once, too."""
 DEFAULT_INTERVALS = 20
 """Into so many a series is cut that does not say how often to plan."""
 STEP_CHOICES = 65536
@@ -119,7 +121,8 @@ class Placing:
         expert_seconds: of a step in expert work, relative to "as it is".
         step_saved: share of a step that it takes less, replicas' refresh counted.
         refresh_seconds: of a step, for replicas.
-        move_seconds: of a plan on average; plans that move nothing count.
+        move_seconds: of a plan on average; plans that move nothing count, and the first one, from experts in logical
+            order, as one of ``HORIZON_INTERVALS`` at least.
         rebalances, plans: how many plans moved something, and how many were made.
     """
 
@@ -189,7 +192,7 @@ class Assessment:
         return (
             f"{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned on the "
             f"past, judged on what came next, {self.windows} windows). If {self.shares[0]:.0%} of a step is expert "
-            f"work, a step takes {_percent(share)} less{span}; moving costs {self.best.move_seconds:.2g} s every "
+            f"work, a step takes {_percent(share)} less{span}; moving costs {_seconds(self.best.move_seconds)} every "
             f"{'step' if self.interval == 1 else f'{self.interval} steps'}. {self.verdict} {self.advice}"
         ).replace("%", " %")
 
@@ -461,10 +464,16 @@ def _placing(
         expert_seconds=relative,
         step_saved=share * (1 - relative) - refresh_seconds / now_seconds,
         refresh_seconds=refresh_seconds,
-        move_seconds=float(np.mean([replan.migration_seconds for replan in replans])),
+        move_seconds=_mean_of_a_job([replan.migration_seconds for replan in replans]),
         rebalances=sum(replan.decision == "rebalance" for replan in replans),
         plans=len(replans),
     )
+
+
+def _mean_of_a_job(move_seconds: Sequence[float]) -> float:
+    first, *others = move_seconds
+    plans = max(len(move_seconds), HORIZON_INTERVALS)
+    return (first + (plans - 1) * float(np.mean(others))) / plans
 
 
 def _weigh(
@@ -524,6 +533,10 @@ def _why_it_does_not_pay(settled: _Settled, now: Placing, best: Placing, moving:
         f"It does not pay: moving takes {_percent(moving)} of the steps.",
         f"Try a longer interval: --every {4 * settled.interval}.",
     )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
 
 
 def _span(shares: Sequence[float]) -> str:

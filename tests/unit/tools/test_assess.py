@@ -107,6 +107,15 @@ def test_moves_that_cost_more_than_they_save_do_not_pay() -> None:
     assert found.pays is False and found.verdict == "It does not pay: no move would have saved what it costs."
 
 
+def test_the_first_move_weighs_as_one_of_ten_plans() -> None:
+    """A record of five plans would make it look dear; a job moves so once."""
+    short = judged(skewed(), given=replace(HOMES, stall_seconds=1.0)).homes
+    long = judged(skewed(84), given=replace(HOMES, stall_seconds=1.0)).homes
+    assert short is not None and long is not None and (short.plans, long.plans) == (5, 20)
+    assert short.rebalances == long.rebalances == 1
+    assert short.move_seconds == pytest.approx(0.1, rel=0.01) and long.move_seconds == pytest.approx(0.05, rel=0.01)
+
+
 def test_a_range_is_shown_where_nobody_says_the_share() -> None:
     found = judged(skewed(), given=replace(HOMES, moe_share=None))
     assert found.saved is not None and found.shares == (MOE_SHARE, 0.2, 0.6)
