@@ -37,7 +37,9 @@ MOST_INTERVALS = 50
 HORIZON_INTERVALS = 10
 """Over at least so many plans the moves of the first are spread: a longer job has them once, too."""
 DEFAULT_INTERVALS = 20
-"""Into so many a series is cut that does not say how often to plan."""
+"""Into so many a series is cut that does not say how often to plan,"""
+FEW_INTERVALS, SHORT_INTERVAL = 5, 10
+"""or into fewer of up to so many steps, down to five intervals."""
 STEP_CHOICES = 65536
 """(token, choice) pairs of a rank in a step and a layer: 8,192 tokens that go to eight experts each."""
 STEP_SECONDS = 1.0
@@ -282,7 +284,8 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
         judge(named, replicated, refresh),
     )
     assert now is not None and by_homes is not None
-    return _weigh(settled, now_seconds, len(static.windows), now, by_homes, by_replicas)
+    steps = len(recorded.load) * settled.steps_per_window
+    return _weigh(settled, now_seconds, steps, len(static.windows), now, by_homes, by_replicas)
 
 
 @dataclass(frozen=True)
@@ -346,7 +349,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     choices = float(recorded.load.sum(axis=2).mean()) / ranks
     steps = max(1, round(choices / STEP_CHOICES))
     steps = settle(given.steps_per_window, recorded.steps_per_window, steps, "steps of a window", "--steps-per-window")
-    cut = max(1, windows // DEFAULT_INTERVALS) * steps
+    cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
     interval = settle(given.every, job.interval, cut, "steps between plans", "--every")
     seconds = settle(given.step_seconds, job.step_seconds, STEP_SECONDS, "seconds of a step", "--step-seconds")
     share = settle(given.moe_share, None, MOE_SHARE, "share of a step in expert work", "--moe-share")
@@ -477,9 +480,20 @@ def _mean_of_a_job(move_seconds: Sequence[float]) -> float:
 
 
 def _weigh(
-    settled: _Settled, now_seconds: float, windows: int, now: Placing, homes: Placing, replicas: Placing | None
+    settled: _Settled,
+    now_seconds: float,
+    steps: int,
+    windows: int,
+    now: Placing,
+    homes: Placing,
+    replicas: Placing | None,
 ) -> Assessment:
-    """The better way to place experts, and whether what it saves is worth what it costs."""
+    """The better way to place experts, and whether what it saves is worth what it costs.
+
+    Args:
+        now_seconds: of a step with experts in logical order.
+        steps, windows: training steps that were recorded, and windows that were judged.
+    """
 
     def saved(way: Placing, share: float) -> float:
         return share * (1 - way.expert_seconds) - way.refresh_seconds / now_seconds
@@ -501,7 +515,7 @@ def _weigh(
         )
         advice = f"Next: BalancerConfig(interval={settled.interval}{slots})"
     else:
-        verdict, advice = _why_it_does_not_pay(settled, now, best, moving(best))
+        verdict, advice = _why_it_does_not_pay(settled, steps, now, best, moving(best))
     low, middle, high = (saved(best, share) for share in (settled.shares[1], settled.shares[0], settled.shares[2]))
     return Assessment(
         pays=pays,
@@ -520,19 +534,21 @@ def _weigh(
     )
 
 
-def _why_it_does_not_pay(settled: _Settled, now: Placing, best: Placing, moving: float) -> tuple[str, str]:
+def _why_it_does_not_pay(settled: _Settled, steps: int, now: Placing, best: Placing, moving: float) -> tuple[str, str]:
+    longer = 4 * settled.interval
+    judged = longer if longer * LEAST_INTERVALS <= steps else steps // LEAST_INTERVALS
+    rarer = f"Try a longer interval: --every {judged}."
+    if judged < 2 * settled.interval:
+        rarer = f"Record {LEAST_INTERVALS * longer} steps or more, and try a longer interval: --every {longer}."
     again = "Ask again when the router's load has changed."
     if settled.moe_share * (1 - 1 / now.imbalance) < LEAST_SAVED:
         even = _percent(settled.moe_share * (1 - 1 / now.imbalance))
         return f"It does not pay: the load is balanced, and even load would save {even} of a step.", again
     if not best.rebalances:
-        return "It does not pay: no move would have saved what it costs.", "Try a longer --every, or ask again later."
+        return "It does not pay: no move would have saved what it costs.", rarer
     if best.step_saved < LEAST_SAVED:
         return "It does not pay: the load that comes is too unlike the past that plans are made for.", again
-    return (
-        f"It does not pay: moving takes {_percent(moving)} of the steps.",
-        f"Try a longer interval: --every {4 * settled.interval}.",
-    )
+    return f"It does not pay: moving takes {_percent(moving)} of the time of all steps.", rarer
 
 
 def _seconds(seconds: float) -> str:

@@ -105,6 +105,9 @@ def test_a_load_that_comes_otherwise_each_time_does_not_pay() -> None:
 def test_moves_that_cost_more_than_they_save_do_not_pay() -> None:
     found = judged(skewed(), given=replace(GIVEN, stall_seconds=1000.0))
     assert found.pays is False and found.verdict == "It does not pay: no move would have saved what it costs."
+    assert found.advice == "Try a longer interval: --every 8."
+    short = judged(skewed(12), given=replace(GIVEN, stall_seconds=1000.0))
+    assert short.advice == "Record 48 steps or more, and try a longer interval: --every 16."
 
 
 def test_the_first_move_weighs_as_one_of_ten_plans() -> None:
