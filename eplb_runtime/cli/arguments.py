@@ -4,7 +4,9 @@ file."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 PROGRAM = "eplb-runtime"
@@ -29,10 +31,34 @@ class InputError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, as every other refusal."""
+    """Says what is wrong with the arguments in one line, as every other refusal, and what was probably meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it; a mistyped option is noticed before those that are missing for want of it."""
+        if self._subparsers is None:
+            for text in args or ():
+                name = text.partition("=")[0]
+                if text == "--":
+                    break
+                if name.startswith("--") and not any(known.startswith(name) for known in self._option_string_actions):
+                    self.error(f"unrecognized arguments: {name}{_meant(name, self._option_string_actions)}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        wrong = _INVALID_CHOICE.search(message)
+        if wrong is not None:
+            message += _meant(wrong["choice"], _QUOTED.findall(wrong["choices"]) or wrong["choices"].split(", "))
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<choice>.*)' \(choose from (?P<choices>.*)\)")
+_QUOTED = re.compile(r"'([^']*)'")
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    """A question whether the name most like ``text`` was meant; empty: none is like it."""
+    near = get_close_matches(text, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def add_command(commands: Any, name: str, run: Run, summary: str, examples: str) -> argparse.ArgumentParser:
@@ -101,6 +127,10 @@ def positive_float(text: str) -> float:
 
 def not_negative_float(text: str) -> float:
     return float(_number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more"))
+
+
+def share(text: str) -> float:
+    return float(_number(text, float, lambda value: 0 < value <= 1, "a share above 0, up to 1"))
 
 
 def names(text: str) -> list[str]:

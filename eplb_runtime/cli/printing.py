@@ -27,8 +27,8 @@ def note(message: str) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of 80 columns, or as wide as the terminal; more columns go into another one below, with the first again,
-    or with numbers where that does not tell rows apart."""
+    """A table of 80 columns, or as wide as the terminal. One that is too wide is turned, so that its rows stand side by
+    side; where these are too many, each becomes a table of its own."""
     from rich.console import Console
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -37,25 +37,31 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if not console.is_terminal:
         console = Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
-    tables = _side_by_side(columns, cells, console.width)
-    if len(tables) > 1 and len(set(cells[columns[0]])) < len(rows):
-        cells["row"] = [str(number) for number in range(1, len(rows) + 1)]
-        tables = _side_by_side(["row", *columns], cells, console.width)
-    for names in tables:
-        console.print(_table(names, cells))
+    if not rows or _fits(columns, cells, console.width):
+        console.print(_table(columns, cells))
+    elif _fits(*_turned(columns, cells), console.width):
+        console.print(_table(*_turned(columns, cells)))
+    else:
+        for position in range(len(rows)):
+            alone = {name: [texts[position]] for name, texts in cells.items()}
+            console.print(_table(*_turned(columns, alone)))
 
 
-def _side_by_side(columns: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> list[list[str]]:
-    """Columns by tables that fit, the first one in each. Words may be wrapped, numbers not."""
-    tables: list[list[str]] = [[columns[0]]] if columns else []
-    for name in columns[1:]:
-        if (
-            sum(_least(column, cells[column]) + 3 for column in [*tables[-1], name]) + 1 > width - _SPARE
-            and len(tables[-1]) > 1
-        ):
-            tables.append([columns[0]])
-        tables[-1].append(name)
-    return tables
+def _turned(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> tuple[list[str], dict[str, list[str]]]:
+    """The same with a row for each column but the first, which heads the others; equal heads get a number."""
+    first, *others = columns
+    heads = list(cells[first])
+    if len(set(heads)) < len(heads):
+        heads = [f"{head} ({number})".lstrip() for number, head in enumerate(heads, 1)]
+    turned = {first: [heading(name) for name in others]}
+    for position, head in enumerate(heads):
+        turned[head] = [cells[name][position] for name in others]
+    return [first, *heads], turned
+
+
+def _fits(columns: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> bool:
+    """Words may be wrapped, numbers not."""
+    return sum(_least(name, cells[name]) + 3 for name in columns) + 1 <= width - _SPARE or len(columns) <= 2
 
 
 def _least(name: str, cells: Sequence[str]) -> int:
@@ -73,8 +79,10 @@ def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
     table = Table()
     for index, name in enumerate(names):
         numbers = index > 0 and all(_NUMBER.match(cell) for cell in cells[name])
-        table.add_column(heading(name), justify="right" if numbers else "left", min_width=_least(name, cells[name]))
-    for position in range(len(cells[names[0]])):
+        table.add_column(
+            escape(heading(name)), justify="right" if numbers else "left", min_width=_least(name, cells[name])
+        )
+    for position in range(len(cells[names[0]]) if names else 0):
         table.add_row(*(escape(cells[name][position]) for name in names))
     return table
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, bubbles, completion, convert, doctor, plan, report, simulate, top, trace, verify, warmup
+from . import assess, bench, bubbles, completion, convert, doctor, plan, report, simulate, top, trace, verify, warmup
 from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
 
-COMMANDS = (plan, simulate, convert, verify, top, report, bench, bubbles, trace, doctor, warmup, completion)
+COMMANDS = (assess, plan, simulate, convert, verify, top, report, bench, bubbles, trace, doctor, warmup, completion)
 """Modules with ``add(commands)``, in the order in which ``--help`` names them."""
 
 

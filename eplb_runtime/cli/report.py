@@ -23,21 +23,27 @@ def add(commands: Any) -> None:
   eplb-runtime report windows.json -o simulated.html
 """,
     )
-    command.add_argument("source", metavar="RUN", help="the folder of BalancerConfig(run=...), or simulate's .json")
+    command.add_argument(
+        "source", metavar="RUN", help="the folder of BalancerConfig(run=...) or of eplb.record, or simulate's .json"
+    )
     adder(command)(
         "-o", "FILE", str, "where to write it, .html (default: report.html)", dest="output", default="report.html"
     )
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from ..observe.recorded import holds_recorded_load, recorded_load
     from ..observe.report import report_of, state_of_run
     from ..observe.summary import summary_of, summary_text
     from ..utils.files import write_file
 
     require_output(arguments.output, (".html", ".htm"))
     source = Path(arguments.source)
-    summary = None
-    if source.is_dir():
+    summary: dict[str, Any] | None = None
+    recorded = recorded_load(source) if holds_recorded_load(source) else None
+    if recorded is not None:
+        summary = recorded.fields()
+    elif source.is_dir():
         state, left_out = state_of_run(source)
         summary = summary_of(state)
         if left_out:
@@ -46,6 +52,12 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"report": arguments.output, "summary": summary})
         return
-    if summary is not None:
+    if recorded is not None:
+        imbalance = recorded.fields()["imbalance"]
+        print(
+            f"{recorded.steps} steps recorded; imbalance on {recorded.ranks} ranks {imbalance['mean']:.3f} mean, "
+            f"{imbalance['max']:.3f} at most; would balancing pay? eplb-runtime assess {source}"
+        )
+    elif summary is not None:
         print(summary_text(summary))
     print(f"written: {arguments.output}")

@@ -42,7 +42,13 @@ def add(commands: Any) -> None:
     add = adder(command)
     add("--every", "K", positive, "replan every K windows; the first K are only planned on", required=True)
     policies = "static,deepseek,incremental"
-    add("--policies", "A,B,...", names, f"{POLICY} (default: {policies})", default=names(policies))
+    add(
+        "--policies",
+        "A,B,...",
+        names,
+        f"{POLICY}; static is always shown (default: {policies})",
+        default=names(policies),
+    )
     add("--merge", "N", positive, "first merge every N windows of the series into one", default=1)
     add("--history", "N", positive, "windows of the past that a plan sees (default: 4 K)")
     command.add_argument("--gate", choices=("always", "payoff", "off"), default="always", help=GATE)
@@ -72,19 +78,20 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
     require_policies(arguments.policies)
+    policies = arguments.policies if "static" in arguments.policies else ["static", *arguments.policies]
     require_output(arguments.output, WINDOW_ENDINGS)
     require_output(arguments.plot, PLOT_ENDINGS)
     if arguments.plot is not None:
         require_extra("matplotlib", "--plot")
     topology = topology_of(arguments)
     load = merge_windows(read_windows(arguments.trace, arguments), arguments.merge)
-    total = len(arguments.policies) * num_replans(len(load), arguments.every)
+    total = len(policies) * num_replans(len(load), arguments.every)
     with progress("plans", total) as advance:
         runs = simulate(
             Series(load, arguments.every, arguments.history, arguments.steps_per_window),
             topology,
             slots_per_rank=arguments.slots_per_rank,
-            policies=arguments.policies,
+            policies=policies,
             asked=Asked(arguments.groups, arguments.max_moves, arguments.gate, policy_options(arguments)),
             step_model=StepModel(
                 hidden_size=arguments.hidden_size,
@@ -104,7 +111,8 @@ def _run(arguments: argparse.Namespace) -> None:
         print_json({"policies": summaries})
         return
     print_table(
-        f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every {arguments.every}",
+        f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every {arguments.every}; "
+        "imbalance is that of the windows after each plan, not of those it was made from",
         [_shown(run, summary) for run, summary in zip(runs, summaries, strict=True)],
     )
 
@@ -114,10 +122,10 @@ def _shown(run: PolicyRun, summary: dict[str, Any]) -> dict[str, str]:
         "policy": summary["policy"],
         "layout": run.layout,
         "balancedness mean": f"{summary['balancedness']['mean']:.4f}",
-        "p5": f"{summary['balancedness']['p5']:.4f}",
+        "balancedness p5": f"{summary['balancedness']['p5']:.4f}",
         "imbalance mean": f"{summary['imbalance']['mean']:.4f}",
-        "p95": f"{summary['imbalance']['p95']:.4f}",
-        "max": f"{summary['imbalance']['max']:.4f}",
+        "imbalance p95": f"{summary['imbalance']['p95']:.4f}",
+        "imbalance max": f"{summary['imbalance']['max']:.4f}",
         "cross-node tokens": f"{summary['crossing_share']:.1%}",
         "slots moved a replan": f"{summary['moved_slots_share']:.2%}",
         "rebalances": f"{summary['rebalances']} of {len(run.replans)}",

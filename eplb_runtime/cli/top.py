@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         _run,
         "show a job in the terminal as it runs: load, rebalances, what they cost",
         """
-  eplb-runtime top runs/first                     # the folder of BalancerConfig(run=...)
+  eplb-runtime top runs/first                     # the folder of BalancerConfig(run=...), or of eplb.record
   eplb-runtime top http://127.0.0.1:8265          # the live page of BalancerConfig(listen=...)
   eplb-runtime top runs/first --once
   eplb-runtime top runs/first -o top.svg          # a picture of it
@@ -38,25 +38,38 @@ def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..observe.looking import source_of
-    from ..observe.terminal import picture, screen
-    from ..utils.files import write_file
+    from ..observe.recorded import holds_recorded_load, recorded_load
+    from ..observe.terminal import recorded_screen, screen
 
     require_output(arguments.output, (".svg",))
-    source = source_of(arguments.job, arguments.token)
-    view = source.look()
-    if arguments.json:
-        print_json(view)
-        return
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
+    if holds_recorded_load(Path(arguments.job)):
+        recorded = recorded_load(Path(arguments.job))
+        _show(arguments, console, recorded.fields(), recorded_screen(arguments.job, recorded))
+        return
+    source = source_of(arguments.job, arguments.token)
+    view = source.look()
     shown = screen(view, time.time())
-    if arguments.output is not None:
-        write_file(Path(arguments.output), picture(shown, COLUMNS))
-    if arguments.once or arguments.output is not None or not console.is_terminal or not sys.stdin:
-        console.print(shown)
+    once = arguments.once or arguments.output is not None or not console.is_terminal or not sys.stdin
+    if once or arguments.json:
+        _show(arguments, console, view, shown)
         return
     _follow(console, source, shown, arguments.every)
+
+
+def _show(arguments: argparse.Namespace, console: Any, view: dict[str, Any], shown: Any) -> None:
+    """Once, and as a picture where one is wanted."""
+    from ..observe.terminal import picture
+    from ..utils.files import write_file
+
+    if arguments.json:
+        print_json(view)
+        return
+    if arguments.output is not None:
+        write_file(Path(arguments.output), picture(shown, COLUMNS))
+    console.print(shown)
 
 
 def _follow(console: Any, source: Any, shown: Any, every: float) -> None:

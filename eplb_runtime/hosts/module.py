@@ -169,14 +169,14 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
         raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
     owner = _owner_of_run(model, layer, experts)
 
-    def hook(see: Callable[[Tensor], None]) -> Callable[[], None]:
+    def hook(see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
         own, had = getattr(owner, layer.run), layer.run in vars(owner)
         signature = inspect.signature(own)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            _, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
+            hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
             _check_ids(layer, topk_ids)
-            see(topk_ids.reshape(-1, topk_ids.shape[-1]).long())
+            see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
             return own(*args, **kwargs)
 
         def undo() -> None:
@@ -188,7 +188,7 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
         setattr(owner, layer.run, run)
         return undo
 
-    return WatchedLayer(layer.experts, num_experts, hook)
+    return WatchedLayer(layer.experts, num_experts, hook, experts, num_experts)
 
 
 def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:

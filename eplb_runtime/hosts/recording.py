@@ -7,15 +7,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from ..config import launcher_environment
 from ..distributed import private_groups
 from ..distributed.store import name_of_job
+from ..load.series import RecordedJob
 from ..observe.recorder import Recorder
 from ..observe.recording import Recording
+from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
-from .attaching.description import AttachError, WatchedModel
+from .attaching.description import AttachError, WatchedLayer, WatchedModel
 from .attaching.meeting import meet
 from .module import MoE
 
@@ -33,8 +36,9 @@ def record(
 ) -> Recording:
     """Write down how many tokens each expert of a model gets, step by step, and change nothing else.
 
-    For a job without a balancer: what it writes is what ``eplb-runtime simulate`` plays through balancers, to see what
-    one would do. Counting enqueues one small kernel a layer; sums over ranks and writing happen beside training.
+    For a job without a balancer: ``eplb-runtime assess`` says from it whether balancing would pay, and ``eplb-runtime
+    simulate`` plays it through policies. The sizes of an expert and of its optimizer state, and the seconds of a step,
+    are written, too. Counting enqueues one small kernel a layer; sums over ranks and writing happen beside training.
     Padding, activation recompute and, of a model that is trained, evaluation do not count. Collective: with
     torch.distributed, every rank of the world calls it for the same model; counts are summed over all of them::
 
@@ -93,7 +97,7 @@ def record(
         if len(sizes) != 1:
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
-            recorder = _recorder(Path(run), len(found.layers), *sizes)
+            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found.layers, interval))
     except Exception as error:
         problem = error
     group = None
@@ -114,6 +118,7 @@ def record(
         group=group,
         real_tokens=found.real_tokens,
         in_training_only=optimizer is not None,
+        optimizer_bytes=lambda: 0 if optimizer is None else _optimizer_bytes(found.layers, optimizer),
     )
     recording.until_closed(found.watch_batches().remove)
     if group is not None:
@@ -123,9 +128,41 @@ def record(
     return recording
 
 
-def _recorder(run: Path, num_layers: int, num_experts: int) -> Recorder:
+def _job(layers: Sequence[WatchedLayer], interval: int) -> RecordedJob:
+    """What is known of the job before its first step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    weights = max((list(layer.experts.parameters()) for layer in layers), key=_nbytes)
+    here = layers[0].experts_here
+    return RecordedJob(
+        ranks=ranks,
+        ranks_per_node=Topology.from_launcher(launcher_environment(), ranks).ranks_per_node,
+        ep_size=layers[0].num_experts // max(1, here),
+        interval=interval,
+        expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),
+        expert_bytes=_nbytes(weights) // max(1, here),
+        dtype=str(weights[0].dtype).removeprefix("torch.") if weights else "",
+        device=weights[0].device.type if weights else "",
+    )
+
+
+def _optimizer_bytes(layers: Sequence[WatchedLayer], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of one expert's optimizer state, in the layer where they are most; without scalars, as step counts are."""
+
+    def of_layer(layer: WatchedLayer) -> int:
+        states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
+        tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
+        return _nbytes(tensors) // max(1, layer.experts_here)
+
+    return max(map(of_layer, layers))
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _recorder(run: Path, num_layers: int, num_experts: int, job: RecordedJob) -> Recorder:
     try:
-        return Recorder(run, num_layers, num_experts)
+        return Recorder(run, num_layers, num_experts, job)
     except FileError as error:
         raise AttachError(str(error)) from None
     except OSError as error:

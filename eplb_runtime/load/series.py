@@ -3,7 +3,8 @@
 ``load/000001.jsonl`` in the folder of a run; another file for each start of the job, and when one has grown large. The
 first line of a file is ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each other holds
 windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the data being int64,
-little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Who counts is not known here.
+little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Any line may also have ``"job"``,
+fields of `RecordedJob` that are known by then. Who counts is not known here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import binascii
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,45 @@ _FILE_BYTES = 64 << 20
 """A file that has grown beyond is followed by another."""
 _WIDEST = 1 << 24
 """L x E of any model."""
+_MOST = 1 << 53
+"""No number of a job is larger."""
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """What a series says of the job that was recorded. 0 or empty: unknown.
+
+    Args:
+        ranks: of the job; counts are summed over all of them.
+        ranks_per_node: consecutive ranks that share a node.
+        ep_size: ranks among which the experts were spread; 1: each rank held all of them.
+        interval: steps between two writings, or between two decisions.
+        hidden_size: columns of a token.
+        top_k: experts that a token is sent to.
+        expert_parameters: numbers in one expert's weights, in the layer where they are most.
+        expert_bytes: bytes of these weights.
+        optimizer_bytes: bytes that the optimizer keeps for one expert.
+        dtype, device: of the weights, as ``bfloat16`` and ``cuda``.
+        step_seconds: of a training step; in a series that is read, the median of what its lines say.
+    """
+
+    ranks: int = 0
+    ranks_per_node: int = 0
+    ep_size: int = 0
+    interval: int = 0
+    hidden_size: int = 0
+    top_k: int = 0
+    expert_parameters: int = 0
+    expert_bytes: int = 0
+    optimizer_bytes: int = 0
+    dtype: str = ""
+    device: str = ""
+    step_seconds: float = 0.0
+
+    def known(self) -> dict[str, Any]:
+        """The fields that say something, as a line holds them."""
+        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
+        return {name: value for name, value in values if value}
 
 
 class SeriesWriter:
@@ -40,14 +82,15 @@ class SeriesWriter:
     Args:
         run: folder of the run; made if it is not there.
         num_layers, num_experts: L and E of each window.
+        job: what is known of the job at its start.
 
     Raises:
         FileError: the run holds the load of another model.
         OSError: the folder cannot be written to.
     """
 
-    def __init__(self, run: Path, num_layers: int, num_experts: int) -> None:
-        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts}
+    def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
+        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_said(job)}
         self._folder = run / "load"
         self._folder.mkdir(parents=True, exist_ok=True)
         files = _files(self._folder)
@@ -62,12 +105,13 @@ class SeriesWriter:
         self._descriptor = -1
         self._next()
 
-    def append(self, load_TLE: NDArray[np.int64], steps: int) -> None:
+    def append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
         """Add windows; they are with the operating system when this returns, whatever becomes of the process.
 
         Args:
             load_TLE: ``[T, L, E]``, tokens by logical expert, oldest first.
             steps: training steps of each window.
+            job: what has been measured of the job meanwhile.
 
         Raises:
             OSError: they cannot be written.
@@ -77,7 +121,7 @@ class SeriesWriter:
             raise FileError(f"another job writes its load to {self._folder.parent} now")
         if os.fstat(self._descriptor).st_size > _FILE_BYTES:
             self._next()
-        self._write({"steps": steps, **encode(load_TLE)})
+        self._write({"steps": steps, **_said(job), **encode(load_TLE)})
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -146,6 +190,27 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int]]:
     return np.concatenate(windows), steps
 
 
+def read_job(folder: Path) -> RecordedJob:
+    """What a run's series says of its job, by the newest file that has windows; later lines win.
+
+    Raises:
+        FileError: a line is broken.
+        OSError: it cannot be read.
+    """
+    for path in reversed(_files_of(folder)):
+        require_readable(path, MOST_BYTES)
+        said, seconds, has_windows = _job_of(_first_line(path)), [], False
+        for _, line in _lines(path):
+            of_line = _job_of(line)
+            said |= of_line
+            has_windows = True
+            if "step_seconds" in of_line:
+                seconds.append(of_line["step_seconds"])
+        if has_windows:
+            return RecordedJob(**{**said, "step_seconds": median(seconds) if seconds else 0.0})
+    return RecordedJob()
+
+
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
     """int64 ``[T, L, E]`` as JSON; much smaller than lists of numbers. ``level``: of zlib, 1 is quickest."""
     data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes(), level)
@@ -177,6 +242,30 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
     return load[max(0, windows - most_windows) :]
 
 
+def _said(job: RecordedJob | None) -> dict[str, Any]:
+    said = {} if job is None else job.known()
+    return {"job": said} if said else {}
+
+
+def _job_of(line: Any) -> dict[str, Any]:
+    """What a line says of the job: fields of `RecordedJob`, without any that are none of its."""
+    said = line.get("job") if isinstance(line, Mapping) else None
+    if not isinstance(said, Mapping):
+        return {}
+    return {
+        entry.name: value
+        for entry in fields(RecordedJob)
+        if _is_usable(value := said.get(entry.name), type(entry.default))
+    }
+
+
+def _is_usable(value: Any, kind: type) -> bool:
+    if kind is str:
+        return isinstance(value, str)
+    is_number = isinstance(value, int) if kind is int else isinstance(value, int | float)
+    return is_number and not isinstance(value, bool) and 0 < value < _MOST
+
+
 def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:06}{ENDING}"
 
@@ -191,19 +280,29 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _header(path: Path) -> tuple[int, int] | None:
     """L and E of a file; None: it has no whole line."""
+    header = _first_line(path)
+    if header is None:
+        return None
+    try:
+        layers, experts = int(header["layers"]), int(header["experts"])
+        known = header["format"] == FORMAT and header["version"] == 1
+    except (ValueError, KeyError, TypeError):
+        known, layers, experts = False, 0, 0
+    if not known or layers < 1 or experts < 1 or layers * experts > _WIDEST:
+        raise FileError(f"{path.name} is no recorded load: its first line does not say {FORMAT!r}, version 1")
+    return layers, experts
+
+
+def _first_line(path: Path) -> Any:
+    """Its value, empty where it is not JSON; None: it is not whole."""
     with open(path, "rb") as file:
         line = file.readline(4096)
     if not line.endswith(b"\n"):
         return None
     try:
-        header = json.loads(line)
-        layers, experts = int(header["layers"]), int(header["experts"])
-        known = header["format"] == FORMAT and header["version"] == 1
-    except (ValueError, KeyError, TypeError, RecursionError):
-        known, layers, experts = False, 0, 0
-    if not known or layers < 1 or experts < 1 or layers * experts > _WIDEST:
-        raise FileError(f"{path.name} is no recorded load: its first line does not say {FORMAT!r}, version 1")
-    return layers, experts
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:

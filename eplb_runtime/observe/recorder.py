@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.series import SeriesWriter
+from ..load.series import RecordedJob, SeriesWriter
 from ..utils.files import FileError
 from ..utils.worker import Worker
 
@@ -27,27 +27,29 @@ class Recorder:
     Args:
         run: folder of the run.
         num_layers, num_experts: L and E.
+        job: what is known of the job at its start.
 
     Raises:
         FileError: the run holds the load of another model.
         OSError: the folder cannot be written to.
     """
 
-    def __init__(self, run: Path, num_layers: int, num_experts: int) -> None:
-        self._writer = SeriesWriter(run, num_layers, num_experts)
+    def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
+        self._writer = SeriesWriter(run, num_layers, num_experts, job)
         self._run = run
         self._worker = Worker("eplb_runtime recorder")
         self._room = threading.Semaphore(MOST_WAITING)
         self._ended = ""
 
-    def write(self, load_TLE: NDArray[np.int64], steps: int) -> None:
-        """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each. Never waits, never raises."""
+    def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
+        """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each, and what has been measured of
+        the job. Never waits, never raises."""
         if self._ended or self._worker.closed:
             return
         if not self._room.acquire(blocking=False):
             logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self._run, len(load_TLE))
             return
-        self._worker.submit(partial(self._append, load_TLE.copy(), steps))
+        self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
 
     def close(self) -> None:
         """What was given is written, if the disk is quick enough."""
@@ -55,12 +57,12 @@ class Recorder:
             self._worker.submit(self._writer.close)
             self._worker.close(CLOSING_SECONDS)
 
-    def _append(self, load_TLE: NDArray[np.int64], steps: int) -> None:
+    def _append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
         self._room.release()
         if self._ended:
             return
         try:
-            self._writer.append(load_TLE, steps)
+            self._writer.append(load_TLE, steps, job)
         except (OSError, FileError) as error:
             self._ended = str(error)
             logger.warning("%s: load is not recorded any more: %s", self._run, error)

@@ -12,15 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..load.aggregate import HostCopy, aggregate
+from ..load.clock import StepClock
 from ..load.counter import LoadCounter, in_recompute
+from ..load.series import RecordedJob
 from ..utils.worker import Worker
 from .recorder import Recorder
 
 logger = logging.getLogger("eplb_runtime")
 
 CLOSING_SECONDS = 30.0
-SeeChoices = Callable[[Tensor], None]
-"""Called with the experts that a forward of a layer has chosen: int64 ``[T, K]``, or bool ``[T, E]``."""
+SeeChoices = Callable[[Tensor, int, int], None]
+"""Called with the experts that a forward of a layer has chosen: int64 ``[T, K]``, or bool ``[T, E]``; then the columns
+of a token, and K."""
 
 
 class Recording:
@@ -34,6 +37,7 @@ class Recording:
         recorder: of rank 0; None on the others.
         group: gloo, for the sums over ranks; None: there is one rank.
         real_tokens: as a host says it.
+        optimizer_bytes: bytes that the optimizer keeps for one expert now; 0: none yet, or unknown.
         in_training_only: whether forwards in evaluation mode are left out. False: until the first in training mode,
             since then the model is trained, and what is evaluated in between is not its load.
     """
@@ -50,6 +54,7 @@ class Recording:
         group: dist.ProcessGroup | None,
         real_tokens: Callable[[int], Tensor | None],
         in_training_only: bool,
+        optimizer_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._model = model
         self._interval = interval
@@ -57,6 +62,9 @@ class Recording:
         self._group = group
         self._real_tokens = real_tokens
         self._in_training_only = in_training_only
+        self._optimizer_bytes = optimizer_bytes
+        self._hidden_size = self._top_k = 0
+        self._clock = StepClock(0.0)
         self._counter = LoadCounter(len(watch), num_experts, interval, device)
         self._worker = Worker("eplb_runtime recording")
         self._closed = False
@@ -73,6 +81,7 @@ class Recording:
         counts are summed and written in the background."""
         if self._closed:
             return
+        self._clock.tick()
         self._counter.advance()
         if self._counter.open_steps >= self._interval:
             self._flush()
@@ -100,20 +109,29 @@ class Recording:
         self.close()
 
     @torch.compiler.disable
-    def _see(self, layer: int, chosen: Tensor) -> None:
+    def _see(self, layer: int, chosen: Tensor, hidden_size: int, top_k: int) -> None:
         if self._closed or in_recompute() or (self._in_training_only and not self._model.training):
             return
         if self._model.training and not self._in_training_only:
             self._in_training_only = True
             self._counter.counts.zero_()  # an evaluation ahead of the first step
+        self._hidden_size, self._top_k = hidden_size, top_k
         count = self._counter.count_chosen if chosen.dtype is torch.bool else self._counter.count
         count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
 
     def _flush(self) -> None:
         copy = HostCopy(self._counter.take())
-        self._worker.submit(lambda: self._sum_and_write(copy))
+        job = None
+        if self._recorder is not None:
+            job = RecordedJob(
+                hidden_size=self._hidden_size,
+                top_k=self._top_k,
+                optimizer_bytes=self._optimizer_bytes(),
+                step_seconds=self._clock.step_seconds,
+            )
+        self._worker.submit(lambda: self._sum_and_write(copy, job))
 
-    def _sum_and_write(self, copy: HostCopy) -> None:
+    def _sum_and_write(self, copy: HostCopy, job: RecordedJob | None) -> None:
         if self._failed:
             return
         try:
@@ -123,4 +141,4 @@ class Recording:
             self._failed = True
             return
         if self._recorder is not None:
-            self._recorder.write(total.numpy(), self._counter.steps_per_bucket)
+            self._recorder.write(total.numpy(), self._counter.steps_per_bucket, job)

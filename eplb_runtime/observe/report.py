@@ -12,6 +12,7 @@ from typing import Any
 
 from ..utils.files import FileError, require_readable
 from .event_log import holds_events, read_events
+from .recorded import RecordedLoad, holds_recorded_load, recorded_load
 from .state import RunState, state_of
 from .view import view_of
 
@@ -34,12 +35,15 @@ def state_of_run(run: Path) -> tuple[RunState, int]:
 
 
 def report_of(source: Path) -> str:
-    """The report of a run's folder, or of the ``.json`` that ``simulate -o`` writes, as HTML.
+    """The report of a run's folder, of a recorded load, or of the ``.json`` that ``simulate -o`` writes, as HTML.
 
     Raises:
-        FileError: it is neither.
+        FileError: it is none of them.
         OSError: it cannot be read.
     """
+    if holds_recorded_load(source):
+        title = f"{source.resolve().name}: recorded without a balancer"
+        return _page({"title": title, "simulation": _recording(recorded_load(source))})
     if source.is_dir() or holds_events(source):
         state, _ = state_of_run(source)
         return _page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
@@ -96,6 +100,32 @@ def _simulation(source: Path) -> dict[str, Any]:
         "told": told,
         "first_window": first,
         "policies": policies,
+    }
+
+
+def _recording(recorded: RecordedLoad) -> dict[str, Any]:
+    """What the page shows of a recorded load: as of a simulation in which nothing moves."""
+    by_window = recorded.imbalance_TL.mean(axis=1)
+    windows = len(by_window)
+    name = f"experts in logical order on {recorded.ranks} ranks"
+    return {
+        "title": f"{recorded.steps} steps, {windows} windows",
+        "told": "Nothing was moved: max / mean rank load by window, mean over layers.",
+        "first_window": 0,
+        "policies": [
+            {
+                "policy": name,
+                "imbalance": by_window.tolist(),
+                "steps": [recorded.job.step_seconds] * windows,
+                "mean": float(by_window.mean()),
+                "worst": float(recorded.imbalance_TL.max()),
+                "balancedness": float((1 / recorded.imbalance_TL).mean()),
+                "rebalances": 0,
+                "moved_slots": 0,
+                "moved_bytes": 0,
+                "step_seconds": recorded.job.step_seconds,
+            }
+        ],
     }
 
 

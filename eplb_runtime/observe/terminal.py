@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .looking import LookError, View, unpacked
+from .recorded import RecordedLoad
 
 MOST_RANKS, MOST_LAYERS, MOST_DECISIONS, MOST_TROUBLES = 16, 5, 8, 3
 BAR = 24
@@ -38,6 +39,34 @@ def screen(view: View, now: float) -> RenderableType:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise LookError(f"what it says cannot be shown: {type(error).__name__}: {error}") from None
     return Group(*parts)
+
+
+def recorded_screen(folder: str, recorded: RecordedLoad) -> RenderableType:
+    """What is shown of a load that was recorded without a balancer.
+
+    Args:
+        folder: as it was given.
+    """
+    imbalance_TL = recorded.imbalance_TL
+    imbalance_L = imbalance_TL.mean(axis=0)
+    layers, ranks = recorded.rank_load_LR.shape
+    own = "" if recorded.is_own else ", as if there were so many"
+    seconds = recorded.job.step_seconds
+    load_2LR = np.stack([recorded.rank_load_LR] * 2)
+    return Group(
+        Text.assemble((f"{recorded.steps} steps", "bold"), "  recorded without a balancer")
+        + Text(f"  {_seconds(seconds)} a step" if seconds else ""),
+        Text(f"{layers} layers of {recorded.experts} experts in logical order on {ranks} ranks{own}"),
+        Text.assemble(
+            "imbalance ",
+            (f"{imbalance_L.mean():.3f}", "bold"),
+            f" mean, {imbalance_L.max():.3f} worst layer  ",
+            sparkline(imbalance_TL.mean(axis=1).tolist(), 16),
+        ),
+        _ranks(load_2LR, with_start=False),
+        _layers(imbalance_L, None),
+        Text(f"would balancing pay? eplb-runtime assess {folder}"),
+    )
 
 
 def picture(shown: RenderableType, columns: int) -> str:
@@ -97,7 +126,7 @@ def _load(view: View) -> Iterable[RenderableType]:
     yield _layers(imbalance_L, start_L)
 
 
-def _ranks(load_2LR: NDArray[np.float64]) -> Table:
+def _ranks(load_2LR: NDArray[np.float64], with_start: bool = True) -> Table:
     """The load of each rank in units of the mean; of many ranks the heaviest."""
     load_R, start_R = load_2LR.sum(axis=1) / np.maximum(load_2LR.sum(axis=1).mean(axis=1, keepdims=True), 1)
     order = np.arange(len(load_R))
@@ -107,23 +136,26 @@ def _ranks(load_2LR: NDArray[np.float64]) -> Table:
     table.add_column("rank", justify="right")
     table.add_column("load / mean", justify="right")
     table.add_column("")
-    table.add_column("at start", justify="right")
+    if with_start:
+        table.add_column("at start", justify="right")
     most = max(float(load_R.max()), 1e-9)
     for rank in order.tolist():
         bar = "█" * max(0, round(BAR * load_R[rank] / most))
         colour = "red" if load_R[rank] > 1.25 else "yellow" if load_R[rank] > 1.05 else "green"
-        table.add_row(str(rank), f"{load_R[rank]:.3f}", Text(bar, colour), f"{start_R[rank]:.3f}")
+        at_start = [f"{start_R[rank]:.3f}"] if with_start else []
+        table.add_row(str(rank), f"{load_R[rank]:.3f}", Text(bar, colour), *at_start)
     if len(load_R) > len(order):
-        table.add_row("", "", f"the heaviest of {len(load_R)} ranks", "")
+        table.add_row("", "", f"the heaviest of {len(load_R)} ranks")
     return table
 
 
-def _layers(imbalance_L: NDArray[np.float64], start_L: NDArray[np.float64]) -> Table:
+def _layers(imbalance_L: NDArray[np.float64], start_L: NDArray[np.float64] | None) -> Table:
     table = Table(box=None, padding=(0, 1), show_edge=False)
-    for heading in ("layer", "imbalance", "at start"):
+    for heading in ("layer", "imbalance", *(["at start"] if start_L is not None else [])):
         table.add_column(heading, justify="right")
     for layer in np.argsort(-imbalance_L, kind="stable")[:MOST_LAYERS].tolist():
-        table.add_row(str(layer), f"{imbalance_L[layer]:.3f}", f"{start_L[layer]:.3f}")
+        at_start = [] if start_L is None else [f"{start_L[layer]:.3f}"]
+        table.add_row(str(layer), f"{imbalance_L[layer]:.3f}", *at_start)
     return table
 
 

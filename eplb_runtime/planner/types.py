@@ -153,12 +153,17 @@ class Plan:
 
     def __str__(self) -> str:
         placement = self.placement
+        moved = (
+            f"moves {self.moved_slots} slots ({self.moved_homes} homes): {_bytes(self.bytes_intra_node)} inside nodes, "
+            f"{_bytes(self.bytes_inter_node)} between nodes"
+        )
+        if self.current is None:
+            moved = "initial placement: no expert is anywhere yet, so none has to move"
         lines = [
             f"plan by {self.policy}: {self.decision} - {self.reason}",
             f"  {placement.num_layers} layers, {placement.num_experts} experts, {placement.num_ranks} ranks x "
             f"{placement.slots_per_rank} slots, {placement.layout} layout, planned in {self.plan_seconds * 1e3:.1f} ms",
-            f"  moves {self.moved_slots} slots ({self.moved_homes} homes): {_bytes(self.bytes_intra_node)} inside "
-            f"nodes, {_bytes(self.bytes_inter_node)} between nodes",
+            f"  {moved}",
         ]
         if not np.isnan(self.seconds_saved):
             lines.append(

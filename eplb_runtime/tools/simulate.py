@@ -53,6 +53,8 @@ class StepModel:
         activation_bytes: bytes of one element of a token on the wire.
         training: count the backward pass.
         stall_seconds: fixed cost of every rebalance, besides its bytes.
+        weight_bytes, state_bytes: measured bytes of one expert's weights, and of what moves with its home besides them;
+            0: as its sizes say.
     """
 
     hidden_size: int = 7168
@@ -61,15 +63,20 @@ class StepModel:
     activation_bytes: int = 2
     training: bool = True
     stall_seconds: float = 0.0
+    weight_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes of one expert's bf16 weights."""
-        return 2 * 3 * self.hidden_size * self.expert_hidden_size
+        """Bytes of one expert's weights: bf16 unless they were measured."""
+        return self.weight_bytes or 2 * 3 * self.hidden_size * self.expert_hidden_size
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments."""
+        """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments, or the
+        measured weights and state."""
+        if self.weight_bytes and (self.state_bytes or not self.training):
+            return self.weight_bytes + self.state_bytes
         return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
 
     def slot_bytes(self, placement: Placement) -> int:
@@ -101,6 +108,13 @@ class StepModel:
         bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         exchange = (received_LR2 / bandwidth).max(axis=(1, 2)) * self.token_bytes
         return float((busiest_rank_tokens * compute + exchange).sum())
+
+    def refresh_seconds(self, num_layers: int, replica_slots: int, topology: Topology) -> float:
+        """Seconds of a step in which every replica gets its weights anew and sends its float32 gradients home, as if
+        nothing hid them."""
+        bandwidth = topology.intra_node_bandwidth if topology.num_nodes == 1 else topology.inter_node_bandwidth
+        gradient_bytes = 4 * 3 * self.hidden_size * self.expert_hidden_size
+        return num_layers * replica_slots * (self.replica_bytes + gradient_bytes * self.training) / bandwidth
 
     @property
     def token_bytes(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from ...distributed.process_groups import ProcessGroups, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
+from ...load.series import RecordedJob
 from ...moe.dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
 from ...moe.dispatch.base import CountExchange
 from ...moe.dispatch.lanes import Lane, Lanes
@@ -246,7 +248,15 @@ class _Attaching:
         if not self._job.is_planner:
             return
         if self.config.run is not None:
-            recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts)
+            job = RecordedJob(
+                ranks=len(self._job.ranks),
+                ranks_per_node=self.topology.ranks_per_node,
+                ep_size=self.topology.num_ranks,
+                interval=self.config.interval,
+                device=self.device.type,
+                **_expert_sizes(self.registry),
+            )
+            recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts, job)
             self.balancer._record(recorder.write)
             self.balancer._close_with(recorder.close)
         shown = Shown(
@@ -429,6 +439,18 @@ def _forget_graphs() -> None:
     """Graphs that torch.compile has made by now do not look whether a module has been given hooks since."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
+    """One expert's weights in the first layer of this rank, as fields of `RecordedJob`; nothing without layers."""
+    rows = [weights[0] for layer in registry.layers[:1] for weights in registry.by_expert(layer)]
+    if not rows:
+        return {}
+    return {
+        "expert_parameters": sum(row.numel() for row in rows),
+        "expert_bytes": sum(row.numel() * row.element_size() for row in rows),
+        "dtype": str(rows[0].dtype).removeprefix("torch."),
+    }
 
 
 def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:

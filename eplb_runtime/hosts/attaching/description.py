@@ -138,13 +138,17 @@ class WatchedLayer:
     Args:
         name: of the experts module within the model.
         num_experts: E.
-        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``;
-            returns how to end it.
+        hook: lets another see the experts chosen in each forward from now on, int64 ``[T, K]`` or as bool ``[T, E]``,
+            with the columns of a token and K; returns how to end it.
+        experts: the module that holds the weights of the experts on this rank.
+        experts_here: how many these are.
     """
 
     name: str
     num_experts: int
-    hook: Callable[[Callable[[Tensor], None]], Callable[[], None]]
+    hook: Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
+    experts: nn.Module
+    experts_here: int
 
 
 @dataclass(frozen=True)

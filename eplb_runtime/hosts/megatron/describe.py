@@ -69,7 +69,13 @@ def watched(model: nn.Module) -> WatchedModel:
     """The MoE layers of ``model``, also of one that could not be balanced."""
     return WatchedModel(
         tuple(
-            WatchedLayer(f"{name}.experts", module.config.num_moe_experts, partial(watch, module))
+            WatchedLayer(
+                f"{name}.experts",
+                module.config.num_moe_experts,
+                partial(watch, module),
+                module.experts,
+                module.num_local_experts,
+            )
             for name, module in model.named_modules()
             if isinstance(module, MegatronLayer)
         ),

@@ -71,13 +71,14 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     save_by_logical_expert(module, lambda: columns.logical_of_slots)
 
 
-def watch(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
+def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
     own_route = module.route
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         probs, chosen = own_route(hidden_states, padding_mask)
-        see(chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1))
+        chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
+        see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
         return probs, chosen
 
     module.route = route

@@ -51,18 +51,25 @@ def watched(model: nn.Module) -> WatchedModel:
     padding = _Padding()
     return WatchedModel(
         tuple(
-            WatchedLayer(name, int(module.num_experts), partial(_see_choices, module))  # type: ignore[arg-type]
-            for name, module in model.named_modules()
-            if follows_experts_interface(module)
+            _watched_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
         ),
         padding.real_tokens,
         lambda: padding.watch(model, padding.see),
     )
 
 
-def _see_choices(experts: nn.Module, see: Callable[[Tensor], None]) -> Callable[[], None]:
+def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
+    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    first = next(experts.parameters(recurse=False), None)
+    experts_here = num_experts if first is None or not first.ndim else int(first.shape[0])
+    return WatchedLayer(name, num_experts, partial(_see_choices, experts), experts, experts_here)
+
+
+def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        see(chosen, hidden.shape[-1], chosen.shape[-1])
 
     return experts.register_forward_pre_hook(before_forward, with_kwargs=True).remove
 

@@ -162,8 +162,8 @@ def run(
         rank load by the placement and split used, in the timed steps); ``guard_ms`` (of a step's training thread, spent
         in the guard, averaged over all steps but the first three); ``homes_moved`` and ``copies`` (that stand at
         the end); steps in the time of a static one: ``over_static``, and in that of one with even load:
-        ``of_even_throughput``; of what static loses against even load, measured: ``share_of_even_gain``; against its own step x
-        mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
+        ``of_even_throughput``; of what static loses against even load, measured: ``share_of_even_gain``; against its
+        own step x mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
         ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
         Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.

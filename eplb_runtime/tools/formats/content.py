@@ -19,6 +19,7 @@ KINDS = {
     ".pt": "pt",
     ".yaml": "yaml",
     ".yml": "yaml",
+    ".jsonl": "jsonl",
 }
 """The kind of a file by its ending."""
 
@@ -31,7 +32,7 @@ class Content:
         path: the file or folder.
         kind: a value of ``KINDS``, or ``"directory"``.
         value: what the reader found: for ``npz`` and ``safetensors`` arrays by name, each read when it is asked for,
-            for a directory nothing.
+            for a directory and for lines of JSON nothing.
         metadata: the texts in a safetensors file's header.
         model: which model is meant, where a file holds several.
     """
@@ -61,6 +62,8 @@ def open_content(path: Path, model: str | None = None) -> Content:
     kind = KINDS.get(path.suffix)
     if kind is None:
         raise FormatError(f"cannot tell what kind of file this is by its ending; give {', '.join(KINDS)}")
+    if kind == "jsonl":
+        return Content(path, kind, model=model)
     if kind == "safetensors":
         arrays = safetensors_file.read(path)
         return Content(path, kind, arrays, arrays.metadata, model)

@@ -1,9 +1,11 @@
-"""The engines whose files are known here, in the order they are asked: Hygon before SGLang, whose key it uses."""
+"""The engines whose files are known here, in the order they are asked: Hygon before SGLang, whose key it uses, and
+Megatron, too, whose traces may have other ``.pt`` files beside them."""
 
 from __future__ import annotations
 
 from .base import Engine
 from .hygon import Hygon
+from .megatron import Megatron
 from .own import Own
 from .sglang import SGLang
 from .tensorrt_llm import TensorRTLLM
@@ -11,4 +13,4 @@ from .vllm import VLLM
 from .vllm_ascend import VLLMAscend
 
 OWN = Own()
-ENGINES: tuple[Engine, ...] = (OWN, Hygon(), SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())
+ENGINES: tuple[Engine, ...] = (OWN, Hygon(), Megatron(), SGLang(), VLLM(), VLLMAscend(), TensorRTLLM())

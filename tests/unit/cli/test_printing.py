@@ -54,23 +54,36 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert said[-2:] == ["eplb-runtime: note: block 3, 50 s", "eplb-runtime: note: steps 100/100, 50 s"]
 
 
-def test_a_wide_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"policy": name, **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for name in ("one", "two")]
-    printing.print_table("t", rows)
+def wide(*heads: str) -> list[dict[str, object]]:
+    return [{"policy": head, **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for head in heads]
+
+
+def test_a_wide_table_is_turned(capsys: pytest.CaptureFixture[str]) -> None:
+    """No column goes into a second table."""
+    printing.print_table("t", wide("one", "two"))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum("policy" in line for line in lines) >= 2
-    assert all(f" {123456.789 * n:.4g} " in "".join(lines) for n in range(9))
+    assert [line for line in lines if "policy" in line] == ["┃ policy          ┃       one ┃       two ┃"]
+    assert all(f" {123456.789 * n:.4g} " in lines[4 + n] and f"a long number {n}" in lines[4 + n] for n in range(9))
 
 
-def test_rows_of_a_wide_table_are_numbered_where_their_first_cells_are_alike(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = [{"way": "one", **{f"a_long_number_{n}": 123456.789 * n for n in range(9)}} for _ in range(3)]
-    printing.print_table("t", rows)
+def test_a_narrow_table_is_not_turned(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("t", [{"policy": "one", "moved": 1}, {"policy": "two", "moved": 2}])
+    assert "┃ policy ┃ moved ┃" in capsys.readouterr().out
+
+
+def test_equal_heads_of_a_turned_table_are_numbered(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("t", wide("one", "one", "one"))
     lines = capsys.readouterr().out.splitlines()
-    assert all(sum(line.startswith(f"│ {row} ") for line in lines) == 2 for row in "123")
-    assert sum("one" in line for line in lines) == 3
+    assert lines[2] == "┃ policy          ┃   one (1) ┃   one (2) ┃   one (3) ┃"
+
+
+def test_many_rows_of_a_wide_table_become_tables_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = [f"row{n}" for n in range(8)]
+    printing.print_table("t", wide(*heads))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[3] for line in lines if "policy" in line] == heads
 
 
 def test_what_is_quick_says_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb_runtime.load import series
-from eplb_runtime.load.series import SeriesWriter, read_series
+from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_job, read_series
 from eplb_runtime.observe import recorder as recorder_module
 from eplb_runtime.observe.recorder import Recorder
 from eplb_runtime.tools.formats.errors import LoadFileError
@@ -121,7 +121,7 @@ def test_of_two_recorders_in_one_folder_the_older_stops(tmp_path: Path, caplog: 
 def test_a_full_disk_ends_the_recording_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(self: SeriesWriter, load: NDArray[np.int64], steps: int) -> None:
+    def full(self: SeriesWriter, load: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SeriesWriter, "append", full)
@@ -156,3 +156,36 @@ def test_a_sample_comes_along_unless_something_has_its_name(tmp_path: Path, monk
     assert load.shape == (60, 4, 64) and (load.sum(axis=2) == 16_384).all()
     written(tmp_path / "sample", windows(0, 1))
     assert read_load("sample").shape == (1, LAYERS, EXPERTS)
+
+
+def test_what_is_known_of_the_job_grows_from_line_to_line(tmp_path: Path) -> None:
+    writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, RecordedJob(ranks=2, interval=5))
+    for seconds, hidden_size in ((9.0, 0), (0.5, 64), (0.25, 64)):
+        writer.append(windows(0, 1), 1, RecordedJob(step_seconds=seconds, hidden_size=hidden_size))
+    writer.close()
+    assert read_job(tmp_path) == RecordedJob(ranks=2, interval=5, hidden_size=64, step_seconds=0.5)
+    assert len(read_series(tmp_path)[0]) == 3
+
+
+def test_the_newest_start_with_windows_says_what_the_job_is(tmp_path: Path) -> None:
+    for ranks, count in ((2, 1), (4, 1), (8, 0)):
+        writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, RecordedJob(ranks=ranks))
+        if count:
+            writer.append(windows(0, count), 1)
+        writer.close()
+    assert read_job(tmp_path).ranks == 4
+
+
+def test_a_series_that_says_nothing_of_its_job_is_read_all_the_same(tmp_path: Path) -> None:
+    written(tmp_path, windows(0, 1))
+    assert "job" not in (tmp_path / "load" / "000001.jsonl").read_text()
+    assert read_job(tmp_path) == RecordedJob() == read_job(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("said", [[], {"ranks": -1}, {"ranks": "8"}, {"ranks": True}, {"ranks": 1e999}, {"dtype": 3}])
+def test_what_no_job_says_of_itself_is_left_out(tmp_path: Path, said: object) -> None:
+    written(tmp_path, windows(0, 1))
+    path = tmp_path / "load" / "000001.jsonl"
+    header, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(header), "job": said}), *rest]) + "\n")
+    assert read_job(tmp_path) == RecordedJob() and len(read_series(tmp_path)[0]) == 1

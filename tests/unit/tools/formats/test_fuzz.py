@@ -33,6 +33,7 @@ RECORDS = {
     "records": [{"forward_pass_id": 0, "global_physical_count": torch.ones(1, 2, dtype=torch.int32)}],
     "last_physical_to_logical_map": torch.tensor([[0, 1]]),
 }
+TRACED = {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 1, "top_indices": [[0, 1], [1, 2]]}
 SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "load.npz": (".npz", lambda path: write_load(path, LOAD)),
     "load.safetensors": (".safetensors", lambda path: write_load(path, LOAD)),
@@ -47,9 +48,10 @@ SEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "vllm-ascend.json": (".json", lambda path: write_placement(path, PLACEMENT, "vllm-ascend")),
     "tensorrt-llm.yaml": (".yaml", lambda path: write_placement(path, PLACEMENT, "tensorrt-llm")),
     "hygon.json": (".json", lambda path: path.write_text(json.dumps(HYGON))),
+    "router trace.jsonl": (".jsonl", lambda path: path.write_text(f"{json.dumps(TRACED)}\n{json.dumps(TRACED)}\n")),
 }
 WHOLE: dict[str, bytes] = {}
-ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".yaml"]
+ENDINGS = [".npz", ".safetensors", ".json", ".pt", ".yaml", ".jsonl"]
 calm = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 

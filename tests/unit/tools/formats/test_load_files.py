@@ -152,7 +152,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "a broken record": (folder / "record.pt", 'a record without "forward_pass_id" or "global_physical_count"'),
         "no such expert": (folder / "ids.pt", "must be [layers, slots] of expert ids"),
         "other slots": (folder / "slots.pt", "a record counts [1, 2] [layers, slots], the map has [1, 1]"),
-        "empty folder": (folder / "empty", "it has no *.pt or rank*.safetensors"),
+        "empty folder": (folder / "empty", "it has no router_trace_rank*.jsonl or *.pt or rank*.safetensors"),
     }
 
 

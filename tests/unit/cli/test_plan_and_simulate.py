@@ -1,0 +1,67 @@
+"""`plan` and `simulate` say which load their imbalance is of, and what nothing moved costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb_runtime import planner
+from eplb_runtime.cli import main
+from eplb_runtime.tools.formats.loads import write_load
+
+CLUSTER = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "3"]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> str:
+    write_load(tmp_path / "load.npz", np.random.default_rng(0).integers(0, 1000, (8, 3, 8)))
+    return str(tmp_path / "load.npz")
+
+
+def test_a_plan_from_nothing_is_an_initial_placement_and_moves_nothing(
+    load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = str(tmp_path / "placement.json")
+    assert main(["plan", load, *CLUSTER, "-o", placement]) == 0
+    shown = capsys.readouterr().out
+    assert "initial placement" in shown and "moves" not in shown
+    assert main(["plan", load, *CLUSTER, "--windows", "0:2", "--current", placement]) == 0
+    shown = capsys.readouterr().out
+    assert "initial placement" not in shown and "  moves " in shown
+
+
+def test_a_plan_says_that_its_imbalance_is_of_the_load_given(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", load, *CLUSTER]) == 0
+    assert "imbalance is that of the load given" in capsys.readouterr().out
+
+
+def test_the_seconds_of_a_plan_are_not_those_of_loading_compiled_code(
+    load: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first plan of a process loads it; the second is the one that is shown."""
+    made: list[Any] = []
+    own = planner.plan
+    monkeypatch.setattr(planner, "plan", lambda *args, **terms: made.append(own(*args, **terms)) or made[-1])
+    assert main(["plan", load, *CLUSTER, "--json"]) == 0
+    assert len(made) == 2 and json.loads(capsys.readouterr().out)["seconds"] == made[1].plan_seconds
+
+
+@pytest.mark.parametrize("policies", ["incremental", "incremental,static", "deepseek"])
+def test_no_policy_is_shown_without_static(load: str, capsys: pytest.CaptureFixture[str], policies: str) -> None:
+    assert main(["simulate", load, *CLUSTER, "--every", "2", "--policies", policies, "--json"]) == 0
+    shown = [row["policy"] for row in json.loads(capsys.readouterr().out)["policies"]]
+    assert sorted(shown) == sorted({"static", *policies.split(",")})
+
+
+def test_a_simulation_says_that_its_imbalance_is_of_what_came_next_and_fits_80_columns(
+    load: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", load, *CLUSTER, "--every", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "imbalance is that of the windows after each plan" in shown.replace("\n", "").replace("  ", " ")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert sum("policy" in line for line in shown.splitlines()) == 1

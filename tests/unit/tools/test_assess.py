@@ -1,0 +1,227 @@
+"""The verdict on a recorded load: yes, no, or what to record longer; every figure is recorded, given or said to be
+assumed."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
+from eplb_runtime.tools.assess import (
+    LEAST_SAVED,
+    MOE_SHARE,
+    STALL_SECONDS,
+    Assessment,
+    Given,
+    Recorded,
+    assess,
+    count_plans,
+    recorded,
+)
+
+JOB = RecordedJob(
+    ranks=4,
+    ranks_per_node=2,
+    ep_size=4,
+    interval=4,
+    hidden_size=64,
+    top_k=2,
+    expert_parameters=3 * 64 * 32,
+    expert_bytes=2 * 3 * 64 * 32,
+    optimizer_bytes=10 * 3 * 64 * 32,
+    dtype="bfloat16",
+    device="cuda",
+    step_seconds=0.5,
+)
+GIVEN = Given(moe_share=0.4, stall_seconds=0.0)
+HOMES = replace(GIVEN, replica_slots=0)
+
+
+def even(windows: int = 24) -> np.ndarray:
+    return np.full((windows, 2, 8), 100.0)
+
+
+def skewed(windows: int = 24) -> np.ndarray:
+    """The two experts of rank 0 get 4 times as many tokens as the others, always: 16 / 7 of the mean."""
+    load = even(windows)
+    load[:, :, :2] = 400
+    return load
+
+
+def judged(load: np.ndarray, job: RecordedJob = JOB, given: Given = GIVEN) -> Assessment:
+    return assess(Recorded(load, 1, job), given)
+
+
+def test_a_skewed_load_pays_and_the_next_step_is_named() -> None:
+    found = judged(skewed(), given=HOMES)
+    assert found.pays is True and found.homes is not None and found.now is not None and found.saved is not None
+    assert found.now.imbalance == pytest.approx(16 / 7) and found.homes.imbalance == pytest.approx(10 / 7)
+    assert found.saved[0] == pytest.approx(0.4 * (1 - 10 / 16), abs=1e-3)
+    assert found.advice == "Next: BalancerConfig(interval=4)"
+    assert found.paragraph().startswith("4 ranks: the busiest rank has 2.29x the mean load; with homes moved 1.43x (")
+    assert " If 40 % of a step is expert work, a step takes 15 % less; " in found.paragraph()
+    assert found.paragraph().endswith(" It pays. Next: BalancerConfig(interval=4)")
+
+
+def test_one_hot_expert_asks_for_a_replica_slot() -> None:
+    load = even()
+    load[:, :, 0] = 2000
+    found = judged(load)
+    assert found.best is found.replicas and found.best is not None and found.best.imbalance < 1.5
+    assert found.advice == "Next: BalancerConfig(interval=4, replica_slots=1)"
+    without = judged(load, given=HOMES)
+    assert without.replicas is None and without.fields()["imbalance"]["replicas"] is None
+    assert "replica" not in without.paragraph()
+
+
+def test_the_refresh_of_replicas_is_no_gift() -> None:
+    """The same load, over links so slow that fresh weights take longer than the step saves."""
+    load = even()
+    load[:, :, 0] = 2000
+    slow = replace(GIVEN, intra_node_bandwidth=1e-3, inter_node_bandwidth=1e-4)
+    found = judged(load, given=slow)
+    assert found.replicas is not None and found.replicas.step_saved < 0 and found.best is found.homes
+
+
+def test_a_balanced_load_does_not_pay() -> None:
+    found = judged(even())
+    assert found.pays is False and "It does not pay: the load is balanced" in found.paragraph()
+    assert found.saved == (0.0, 0.0, 0.0) and found.best is not None and found.best.rebalances == 0
+
+
+def test_a_load_that_comes_otherwise_each_time_does_not_pay() -> None:
+    load = even()
+    hot = np.random.default_rng(0).integers(0, 8, 24)
+    load[np.arange(24), :, hot] = 700
+    found = judged(load, given=HOMES)
+    assert found.pays is False and found.saved is not None and found.saved[0] < LEAST_SAVED
+    assert found.now is not None and found.now.imbalance > 1.4
+    assert "the load is balanced" not in found.verdict
+
+
+def test_moves_that_cost_more_than_they_save_do_not_pay() -> None:
+    found = judged(skewed(), given=replace(GIVEN, stall_seconds=1000.0))
+    assert found.pays is False and found.verdict == "It does not pay: no move would have saved what it costs."
+    assert found.advice == "Try a longer interval: --every 8."
+    short = judged(skewed(12), given=replace(GIVEN, stall_seconds=1000.0))
+    assert short.advice == "Record 48 steps or more, and try a longer interval: --every 16."
+
+
+def test_the_first_move_weighs_as_one_of_ten_plans() -> None:
+    """A record of five plans would make it look dear; a job moves so once."""
+    short = judged(skewed(), given=replace(HOMES, stall_seconds=1.0)).homes
+    long = judged(skewed(84), given=replace(HOMES, stall_seconds=1.0)).homes
+    assert short is not None and long is not None and (short.plans, long.plans) == (5, 20)
+    assert short.rebalances == long.rebalances == 1
+    assert short.move_seconds == pytest.approx(0.1, rel=0.01) and long.move_seconds == pytest.approx(0.05, rel=0.01)
+
+
+def test_a_range_is_shown_where_nobody_says_the_share() -> None:
+    found = judged(skewed(), given=replace(HOMES, moe_share=None))
+    assert found.saved is not None and found.shares == (MOE_SHARE, 0.2, 0.6)
+    share, low, high = found.saved
+    assert low == pytest.approx(share / 2) and high == pytest.approx(1.5 * share)
+    assert "a step takes 15 % less (8 to 23 % for 20 to 60 %)" in found.paragraph()
+
+
+def test_a_verdict_that_hangs_on_the_share_says_from_which_on() -> None:
+    load = even()
+    load[:, :, :2] = 110
+    found = judged(load, given=replace(HOMES, moe_share=None))
+    assert found.pays is True and found.verdict.startswith("It pays from 2") and found.verdict.endswith("work on.")
+    assert judged(load, given=replace(HOMES, moe_share=0.2)).pays is False
+
+
+@pytest.mark.parametrize(
+    ("load", "job", "given", "parts"),
+    [
+        (skewed(11), JOB, GIVEN, ("11 steps were recorded", "needs 12", "Record 12 steps or more, or give --every 3.")),
+        (skewed(2), JOB, GIVEN, ("2 steps were recorded", "Record 12 steps or more.")),
+        (skewed(), replace(JOB, ranks=1, ep_size=1), GIVEN, ("of one rank (EP 1)", "Give --ranks R")),
+        (skewed(), JOB, replace(GIVEN, ranks=1), ("There is one rank (EP 1)", "Give --ranks R")),
+        (skewed(), JOB, replace(GIVEN, ranks=3), ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
+        (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
+    ],
+)
+def test_a_record_that_cannot_say_says_what_would_help(
+    load: np.ndarray, job: RecordedJob, given: Given, parts: tuple[str, ...]
+) -> None:
+    found = judged(load, job, given)
+    assert found.pays is None and all(part in found.paragraph() for part in parts)
+    assert "\n" not in found.paragraph() and count_plans(Recorded(load, 1, job), given) == 0
+    shown = found.fields()
+    assert shown["pays"] is shown["move_seconds"] is shown["imbalance"]["now"] is shown["step_saved"]["share"] is None
+    assert shown["advice"] == found.advice != ""
+
+
+def test_the_json_has_the_documented_keys() -> None:
+    shown = judged(skewed(), given=Given()).fields()
+    assert list(shown) == ["pays", "imbalance", "step_saved", "move_seconds", "assumed", "advice"]
+    assert list(shown["imbalance"]) == ["now", "homes", "replicas"]
+    assert list(shown["step_saved"]) == ["share", "low", "high"]
+    assert {tuple(one) for one in shown["assumed"]} == {("what", "value", "option")}
+
+
+def test_what_a_record_says_is_not_assumed() -> None:
+    found = judged(skewed(), given=Given())
+    assert {one.option: one.value for one in found.assumed} == {
+        "--moe-share": MOE_SHARE,
+        "--stall-seconds": STALL_SECONDS,
+        "--intra-node-bandwidth": 400.0,
+        "--inter-node-bandwidth": 50.0,
+    }
+    measured = assess(Recorded(skewed(), 1, JOB, bandwidths=(100.0, 10.0)), Given())
+    assert [one.option for one in measured.assumed] == ["--moe-share", "--stall-seconds"]
+    on_cpu = judged(skewed(), replace(JOB, device="cpu"), Given())
+    assert {one.value for one in on_cpu.assumed if "bandwidth" in one.option} == {1.0}
+
+
+def test_all_figures_of_a_bare_series_are_named_with_the_option_that_sets_them() -> None:
+    bare = assess(Recorded(skewed(40)), Given())
+    named = {one.option.removeprefix("--").replace("-", "_"): one.value for one in bare.assumed}
+    inside_one_node = {"inter_node_bandwidth", "replica_slots"}
+    assert set(named) == {entry.name for entry in fields(Given)} - inside_one_node
+    given = Given(**{name: int(value) if name.endswith("bytes") else value for name, value in named.items()})  # type: ignore[arg-type]
+    again = assess(Recorded(skewed(40)), given)
+    assert again.assumed == () and again.now == bare.now and again.saved is not None and bare.saved is not None
+    assert again.saved[0] == bare.saved[0]
+
+
+def test_a_step_recorded_without_expert_parallelism_would_take_longer_with_it() -> None:
+    """Replicas' refresh, which takes the same seconds, is a smaller share of a longer step."""
+    given = replace(GIVEN, intra_node_bandwidth=1.0, inter_node_bandwidth=1.0)
+
+    def step_seconds(job: RecordedJob) -> float:
+        way = judged(skewed(), job, given).replicas
+        assert way is not None
+        return way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
+
+    assert step_seconds(JOB) == pytest.approx(0.5)
+    assert step_seconds(replace(JOB, ep_size=1)) == pytest.approx(0.5 / (0.6 + 0.4 * 7 / 16))
+
+
+def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
+    few, many = (judged(skewed(), given=replace(GIVEN, ranks=ranks)) for ranks in (2, 4))
+    assert few.ranks == 2 and few.now is not None and many.now is not None
+    assert few.now.imbalance == pytest.approx(10 / 7) and many.now.imbalance == pytest.approx(16 / 7)
+
+
+def test_a_long_record_is_judged_by_its_newest_windows() -> None:
+    load = np.concatenate([skewed(400), even(204)])
+    found = judged(load)
+    assert found.windows == 200 and found.pays is False
+    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 150
+
+
+def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
+    writer = SeriesWriter(tmp_path, 2, 8, replace(JOB, step_seconds=0.0, optimizer_bytes=0))
+    for seconds in (9.0, 0.5, 0.4):
+        measured = RecordedJob(step_seconds=seconds, optimizer_bytes=JOB.optimizer_bytes)
+        writer.append(skewed(8).astype(np.int64), 2, measured)
+    writer.close()
+    found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
+    assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
+    assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
