@@ -16,7 +16,7 @@ DOCS = [
     README,
     *sorted(path for room in ("eplb_runtime", "launch", ".github") for path in (ROOT / room).rglob("*.md")),
 ]
-MOST_BYTES = 10_500
+MOST_BYTES = 10_700
 
 
 def headings(text: str) -> set[str]:
