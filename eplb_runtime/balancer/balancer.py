@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..distributed.ranks import Job
+from ..distributed.transports.base import Transport
 from ..events import EventLog, GuardFinding
 from ..load.clock import Progress
 from ..load.counter import in_recompute
@@ -36,7 +36,6 @@ from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import is_sliced
-from ..moe.layer import HostDispatchedLayer
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
@@ -45,7 +44,7 @@ from .gradients.reduction import Gradients
 from .guard import Guard
 from .rebalancer import Rebalancer
 from .restore import Resuming
-from .runtime import Parts, watched
+from .runtime import Runtime
 from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
@@ -57,17 +56,30 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     balancer = of()
     if balancer is not None and not balancer._closed and not balancer._in_a_child:
         balancer._closed = True
-        balancer._watch.close()
+        balancer._runtime.watch.close()
         balancer._rebalancer.leave()
         balancer._close_listeners()
-        balancer._groups.store.close()
+        balancer._runtime.groups.store.close()
 
 
 class Removable(Protocol):
-    """As torch's handles of hooks."""
+    """A handle of a hook, as torch's."""
 
     def remove(self) -> None:
-        """Take back what was done."""
+        """Remove the hook."""
+
+
+class OptimizerHooks(Protocol):
+    """The hooked optimizers of one attached model."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """`Balancer.adopt`."""
+
+    def optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
+
+    def follow(self) -> None:
+        """Take over parameters that ``add_param_group`` has added since."""
 
 
 T = TypeVar("T")
@@ -84,29 +96,22 @@ class Balancer:
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
-        self.topology = parts.topology
-        self.layer_of_parameter = dict(parts.layer_of_parameter)
-        self._groups = parts.groups
-        self._registry = parts.registry
-        self._counter = parts.counter
-        self._maps = parts.maps
+    def __init__(
+        self, runtime: Runtime, transport: Transport, hook_optimizers: Callable[[Balancer], OptimizerHooks]
+    ) -> None:
+        config, groups = runtime.config, runtime.groups
+        self.config = config
+        self.topology = runtime.topology
+        self.layer_of_parameter = dict(runtime.layer_of_parameter)
+        self.events = EventLog()
+        self._runtime = runtime
         self._forwards: list[Any] = []
-        self._layers = parts.layers
-        self._lanes = parts.lanes
-        self._watch = parts.watch
-        self._structure = parts.structure
-        self._come = parts.come
         self._optimizers: list[Any] = []
-        self._dense = dict(parts.dense_parameters)
+        self._dense = dict(runtime.dense_parameters)
         self._training = False
-        self._device = parts.device
-        self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
+        self._sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
-        self._adopt: Callable[[torch.optim.Optimizer, torch.optim.Optimizer | None], None]
-        self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
@@ -117,67 +122,74 @@ class Balancer:
         self._listeners: list[Callable[[], None]] = []
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
+        self._guard = Guard(
+            config.guard,
+            groups,
+            runtime.watched(self._dense, self._optimizers),
+            runtime.device,
+            config.interval + config.migration.lag + 2,
+            lone=self._lone_steps(),
+            run=lambda work: self._rebalancer.run(work),
+            number=lambda: self._rebalancer.step,
+            on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
+        )
         self._gradients = Gradients(
-            parts.registry,
-            parts.parameters,
-            parts.maps.replicas,
+            runtime,
             self._dense,
-            parts.groups,
-            average_dense=parts.config.dense_gradients == "allreduce",
+            follow=lambda: self._optimizer_hooks.follow(),
+            reduced=self._guard.gradients_are_reduced,
         )
         self._division = Division(
-            parts.parameters,
-            parts.divisors.at_parameters,
-            parts.config.replica_slots > 0,
+            runtime.parameters,
+            runtime.divisors.at_parameters,
+            config.replica_slots > 0,
             self._gradients.arrives,
         )
-        self._guard = Guard(
-            parts.config.guard,
-            parts.groups,
-            watched(parts, self._dense, self._optimizers),
-            parts.device,
-            parts.config.interval + parts.config.migration.lag + 2,
+        self._rebalancer = Rebalancer(
+            runtime, transport, self._guard, self.events, self._held_outside if self._searches_outside else None
         )
-        self._gradients.reduced = self._guard.gradients_are_reduced
-        self._rebalancer = Rebalancer(parts, self._guard)
-        self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
+        self._resuming = Resuming(runtime, self._rebalancer)
         self._outside = Outside(
-            parts.parameters,
-            list(parts.structure.models.values()),
+            runtime.parameters,
+            list(runtime.model_check.models.values()),
             self._known_tensors,
             is_trained=lambda: self._training,
             epoch=lambda: self._rebalancer.epoch_on_this_rank,
         )
-        if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
-            self._rebalancer.held_outside = lambda patient, copies_only: self._outside.found(
-                patient=patient, copies_only=copies_only
-            )
-            if parts.config.policy != "static":
-                registry, rebalancer, interval = parts.registry, self._rebalancer, parts.config.interval
-                self._guard.lone = LoneSteps(
-                    parts.parameters, registry.moves_by_itself, lambda: is_due(rebalancer.step, interval)
-                )
-        self._guard.run = self._rebalancer.run
-        self._guard.number = lambda: self._rebalancer.step
-        background = self._rebalancer.background
-        background.waiting = parts.watch.waiting
-        for layer in parts.layers:
-            layer.before = background.before_layer
-        self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
-        self.events: EventLog = self._rebalancer.events
-        if parts.groups.job.is_planner:
+        for layer in runtime.layers:
+            layer.before = self._rebalancer.background.before_layer
+        if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())
-        if parts.maps.replicas is not None:
-            parts.maps.replicas.adds = self._gradients.arrives
-            parts.maps.replicas.follow(parts.placement)
+        if runtime.maps.replicas is not None:
+            runtime.maps.replicas.adds = self._gradients.arrives
+            runtime.maps.replicas.follow(runtime.placement)
+        self._optimizer_hooks = hook_optimizers(self)
+
+    @property
+    def _searches_outside(self) -> bool:
+        """Whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
+        runtime = self._runtime
+        return self.config.guard != "off" and runtime.job.ep_size > 1 and not runtime.host_dispatches
+
+    def _held_outside(self, patient: bool, copies_only: bool) -> str:
+        return self._outside.found(patient=patient, copies_only=copies_only)
+
+    def _lone_steps(self) -> LoneSteps | None:
+        """None: experts of this job never move, or the framework steps them."""
+        if not self._searches_outside or self.config.policy == "static":
+            return None
+        registry, interval = self._runtime.registry, self.config.interval
+        return LoneSteps(
+            self._runtime.parameters, registry.moves_by_itself, lambda: is_due(self._rebalancer.step, interval)
+        )
 
     def _begin(self) -> None:
         """Every rank has a balancer now. Collective."""
-        if self._maps.replicas is not None:
-            self._maps.replicas.refresh()
+        if self._runtime.maps.replicas is not None:
+            self._runtime.maps.replicas.refresh()
         if self._training:
             self._guard.begin()
-        self._watch.start()
+        self._runtime.watch.start()
         atexit.register(_end_threads, weakref.ref(self))
 
     def __str__(self) -> str:
@@ -214,7 +226,7 @@ class Balancer:
         self._refuse_under_way("the end of a training step (optimizer.step())")
         self._gradients.begin()
         self._in_step = False
-        self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
+        self._runtime.watch.at(f"its own code, or a decision, after {self._runtime.counter.closed_steps + 1} steps")
         with phase("guard"):
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
@@ -241,9 +253,10 @@ class Balancer:
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
         self._rebalancer.refuse_if_broken()
-        self._come("rebalance()")  # alone, this rank's decision would meet what the others compare in their steps
+        # Alone, this rank's decision would meet what the others compare in their steps.
+        self._runtime.barrier("rebalance()")
         if not self._training:
-            self._counter.advance()  # without an optimizer nobody else closes what was counted
+            self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
             self._moved()
@@ -292,9 +305,10 @@ class Balancer:
     def _refuse_inside_a_step(self, what: str) -> None:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
         self._refuse_under_way(what)
-        gradients = self._host_steps or any(parameter.grad is not None for parameter in self._registry.parameters())
-        if self._sliced and self._maps.replicas is not None:  # FSDP may keep the homes' where nobody sees them
-            gradients = gradients or self._maps.replicas.holds_gradients()
+        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
+        gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
+        if self._sliced and replicas is not None:  # FSDP may keep the homes' where nobody sees them
+            gradients = gradients or replicas.holds_gradients()
         if self._in_step and gradients:
             raise RuntimeError(
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
@@ -307,10 +321,10 @@ class Balancer:
 
     def _moved(self) -> None:
         """Experts have changed places."""
-        self._structure.moved()
+        self._runtime.model_check.moved()
         self._gradients.moved()
         for layer, mark in self._marks:
-            mark.copy_(torch.tensor([self._job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
 
     def _known_tensors(self) -> Iterator[Tensor]:
         """What moves with experts besides parameters and gradients, and what optimizers keep."""
@@ -320,8 +334,8 @@ class Balancer:
             yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _refresh_copies(self) -> None:
-        if self._maps.replicas is not None:
-            self._maps.replicas.refresh()
+        if self._runtime.maps.replicas is not None:
+            self._runtime.maps.replicas.refresh()
 
     @torch.compiler.disable
     def weights_changed(self) -> None:
@@ -332,9 +346,9 @@ class Balancer:
         Raises:
             RuntimeError: a rank did not come.
         """
-        if self._maps.replicas is None or self._closed:
+        if self._runtime.maps.replicas is None or self._closed:
             return
-        self._come("weights_changed()")
+        self._runtime.barrier("weights_changed()")
         self._refresh_copies()
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
@@ -383,9 +397,9 @@ class Balancer:
         if instead_of is not None:
             self._refuse_if_closed("adopt()")
             self._refuse_inside_a_step("adopt()")
-            self._come("balancer.adopt(..., instead_of=...)")
+            self._runtime.barrier("balancer.adopt(..., instead_of=...)")
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
-        self._adopt(optimizer, instead_of)
+        self._optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
             self._guard.begin()
 
@@ -396,11 +410,11 @@ class Balancer:
             outside: what it steps besides the model, by what to call it.
         """
         self._optimizers.append(optimizer)
-        self._registry.stepped_by(optimizer)
+        self._runtime.registry.stepped_by(optimizer)
         self._train_outside(outside)
         if not self._training:
             self._training = self._division.training = True
-            for layer in self._layers:
+            for layer in self._runtime.layers:
                 layer.counts_in_evaluation = False
 
     def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
@@ -410,7 +424,7 @@ class Balancer:
             outside: as for `_trained_by`.
         """
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
-        self._registry.no_longer_stepped_by(optimizer)
+        self._runtime.registry.no_longer_stepped_by(optimizer)
         if self._guard.lone is not None:
             self._guard.lone.forget(optimizer)
         for name in outside:
@@ -419,7 +433,7 @@ class Balancer:
     def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
         """These are a part of the model, too, that is the same on every rank; by what to call them."""
         self._dense.update(parameters)
-        self._structure.know(list(parameters.values()))
+        self._runtime.model_check.know(list(parameters.values()))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -438,7 +452,7 @@ class Balancer:
         pass, already divided by the number of ranks as data parallelism does it.
         """
         self._guard.before_averaging()
-        with self._watch.waiting():
+        with self._runtime.watch.waiting():
             self._gradients.reduce()
 
     @torch.compiler.disable
@@ -450,10 +464,10 @@ class Balancer:
         layers have no place to keep them and send them all the same. Those of experts that ``fully_shard`` slices wait
         for `reduce_gradients`, inside or outside.
         """
-        if self._maps.replicas is None:
+        if self._runtime.maps.replicas is None:
             yield
             return
-        with self._maps.replicas.defer():
+        with self._runtime.maps.replicas.defer():
             yield
 
     @torch.compiler.disable
@@ -478,9 +492,9 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         rows_LH = self._logical_of_rows()
-        self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
+        self._runtime.watch.at(f"clip_grad_norm_ after {self._runtime.counter.closed_steps} steps")
         self._guard.before_averaging()
-        with self._watch.waiting(), phase("clip"):
+        with self._runtime.watch.waiting(), phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 
     def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
@@ -503,8 +517,8 @@ class Balancer:
         Returns:
             ``[E, ...]``, equal on every rank.
         """
-        homes_LRH = self.placement.homes_over(len(self._job.row_ranks))
-        return in_logical_order(rows, homes_LRH[layer], self._groups, device)
+        homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
+        return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
 
     @torch.no_grad()
     def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
@@ -518,15 +532,15 @@ class Balancer:
         Returns:
             ``[last - first, ...]`` on the destination (the live memory where that is the source), elsewhere None.
         """
-        return on_one_rank(rows, first, last, source, destination, self._groups)
+        return on_one_rank(rows, first, last, source, destination, self._runtime.groups)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def logical_expert_ids(self, layer: int) -> list[int]:
         """The logical expert of each row of this rank's expert parameters, now: for what a loop does to some experts
         (a learning rate, a frozen one), asked for anew after each step, since experts move. Not collective."""
-        rows_RH = self.placement.homes_over(len(self._job.row_ranks))[layer]
-        return [int(expert) for expert in rows_RH[self._job.row_rank]]
+        rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
         """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
@@ -545,9 +559,9 @@ class Balancer:
         """
         if parameter not in self.layer_of_parameter:
             raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
-        if tensor.device != self._device or tensor.requires_grad:
+        if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
             raise RegistryError(
-                f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "
+                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
                 f"{tensor.device}, requires_grad={tensor.requires_grad}"
             )
         if problem := why_not_written(tensor):
@@ -555,7 +569,7 @@ class Balancer:
         layer = self.layer_of_parameter[parameter]
         if self._sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
-        self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -579,7 +593,7 @@ class Balancer:
             return
         parameters = {
             prefix + own: parameter
-            for prefix, model in self._structure.models.items()
+            for prefix, model in self._runtime.model_check.models.items()
             for own, parameter in model.named_parameters()
         }
         for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
@@ -593,12 +607,12 @@ class Balancer:
     @property
     def device(self) -> torch.device:
         """Where this rank's experts are."""
-        return self._device
+        return self._runtime.device
 
     @property
     def host_dispatches(self) -> bool:
         """Whether the framework carries tokens itself, keeps each expert in tensors of its own, and saves them."""
-        return any(isinstance(layer, HostDispatchedLayer) for layer in self._layers)
+        return self._runtime.host_dispatches
 
     @property
     def _host_steps(self) -> bool:
@@ -608,26 +622,21 @@ class Balancer:
     @property
     def gradient_group(self) -> dist.ProcessGroup:
         """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
-        return self._groups.everyone
-
-    @property
-    def _job(self) -> Job:
-        """Who shares what with whom."""
-        return self._groups.job
+        return self._runtime.groups.everyone
 
     def _home_experts(self, layer: int) -> list[int]:
         """The logical expert of each home row of this rank."""
-        return [int(expert) for expert in self.placement.homes_LRH[layer, self._groups.job.ep_rank]]
+        return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
 
     def _logical_of_rows(self) -> Tensor:
         """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
         self._end_what_broke_off()
-        rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
+        rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
         return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
-        return self._groups.background()
+        return self._runtime.groups.background()
 
     def _open_second_lane(self) -> Lanes:
         """Let two batches of a rank travel at once (`moe.dispatch.lanes`). Collective, between steps.
@@ -642,20 +651,21 @@ class Balancer:
                 "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
                 "once are in two: keep copies, or run one batch after the other"
             )
-        if self._sliced and self._maps.replicas is not None:
+        if self._sliced and self._runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
-        if not self._lanes.is_open:
-            if why := choosing.refuses_two_at_once(self.config, self._device, self._structure.is_sharded):
+        runtime, lanes = self._runtime, self._runtime.lanes
+        if not lanes.is_open:
+            if why := choosing.refuses_two_at_once(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
-            if (replicas := self._maps.replicas) is not None:
-                replicas.launching = self._lanes.launching
-                if self._device.type != "cpu":
-                    self._lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            self._lanes.open(Lane(*self._groups.second_lane()))
-        return self._lanes
+            if (replicas := runtime.maps.replicas) is not None:
+                replicas.launching = lanes.launching
+                if runtime.device.type != "cpu":
+                    lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
+            lanes.open(Lane(*runtime.groups.second_lane()))
+        return lanes
 
     # -- for other rooms ------------------------------------------------------------------------------------------
 
@@ -686,7 +696,7 @@ class Balancer:
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
         """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
-        splitter = self._maps.splitter
+        splitter = self._runtime.maps.splitter
         if splitter is None:
             yield
             return
@@ -703,7 +713,7 @@ class Balancer:
     @property
     def _counted(self) -> Tensor:
         """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
-        return self._counter.counts
+        return self._runtime.counter.counts
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
@@ -727,7 +737,8 @@ class Balancer:
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
         if self._closed:
             return state
-        self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
+        # Alone, this rank's sum would meet what the others compare in their steps.
+        self._runtime.barrier("balancer.state_dict()")
         return {**state, "load": self._resuming.measured()}
 
     @torch.compiler.disable
@@ -746,7 +757,7 @@ class Balancer:
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
-        self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
+        self._resuming.go_on_from(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._moved()
         self._refresh_copies()
 
@@ -758,19 +769,19 @@ class Balancer:
             with self._one_begins:
                 with self._guard.clocked():
                     self._division.follow()
-                    self._structure.check(thoroughly=self._guard.is_new)
+                    self._runtime.model_check.check(thoroughly=self._guard.is_new)
                     if not self._replaced_was_told and self._guard.is_new:
                         self._tell_of_replaced()
                 self._in_step = True
-                if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
-                    self._maps.replicas.abandon()
+                if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
+                    self._runtime.maps.replicas.abandon()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 
     def _tell_of_replaced(self) -> None:
         """Once, when attach is over and has let go of them."""
         self._replaced_was_told = True
-        if holder := whole_average(self._registry.parameters(), self.placement.num_experts):
+        if holder := whole_average(self._runtime.registry.parameters(), self.placement.num_experts):
             logger.warning(
                 "%s is an AveragedModel from before attach, with all experts, and the model has this rank's from now "
                 "on: its update ends in an error of torch's (a size must match); call "
@@ -778,10 +789,10 @@ class Balancer:
                 "balancer.register_all(name, it)",
                 holder,
             )
-        if not self._structure.replaced():
+        if not self._runtime.model_check.replaced():
             return
         gc.collect()  # what is garbage already is still there
-        replaced = self._structure.replaced()
+        replaced = self._runtime.model_check.replaced()
         # One alone is what a loop over parameters has left in its variable.
         if len(replaced) > 1 and (holder := holder_of(list(replaced.values()))):
             logger.warning(
@@ -798,10 +809,14 @@ class Balancer:
         """A forward of the model that holds these layers has ended, or failed."""
         self._rebalancer.background.forward_ends(layers)
 
+    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """`OptimizerHooks.optimizer_turn`."""
+        return self._optimizer_hooks.optimizer_turn(optimizer)
+
     def _before_optimizer(self) -> None:
         """An optimizer is about to step: gradients must be what it is to see."""
         self._rebalancer.refuse_if_broken()
-        self._watch.at(f"optimizer.step() after {self._counter.closed_steps} steps")
+        self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
         self._rebalancer.background.withdraw()
         self._guard.before_reduction()
         self.reduce_gradients()
@@ -828,10 +843,10 @@ class Balancer:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self._watch.close()
+        self._runtime.watch.close()
         self._rebalancer.close()
         self._close_listeners()
         self._guard.end()
         for close in self._on_all_ranks:
             close(time.monotonic() + self.config.timeout_seconds)
-        self._groups.close_balancing()
+        self._runtime.groups.close_balancing()

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..config import BalancerConfig
 from ..distributed.agreement import Agreement
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
-from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..migration.difference import apply, difference
@@ -29,12 +27,12 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
-from ..topology import Topology
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
 from .guard import Found, Guard
 from .guard_samples import Look
+from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -115,28 +113,22 @@ class DecisionMaker:
         on_load: hears what all ranks counted since the last decision, ``[T, L, E]``, and training steps of a row.
     """
 
-    def __init__(
-        self,
-        config: BalancerConfig,
-        topology: Topology,
-        groups: ProcessGroups,
-        steps_per_bucket: int,
-        guard: Guard,
-        probe: Probe = unobserved,
-    ) -> None:
-        self._config = config
-        self._topology = topology
+    def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
+        self._config = runtime.config
+        self._topology = runtime.topology
         self._guard = guard
         self._probe = probe
-        self._steps_per_bucket = steps_per_bucket
-        self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
+        self._steps_per_bucket = runtime.counter.steps_per_bucket
+        self.history: deque[NDArray[np.int64]] = deque(
+            maxlen=max(1, self._config.window_steps // self._steps_per_bucket)
+        )
         self._compiled = False
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
-        self._job = groups.job
-        self._store = groups.store
-        self._is_planner = groups.job.is_planner
-        self._planner_rank = groups.job.ranks[0]
+        self._job = runtime.job
+        self._store = runtime.groups.store
+        self._is_planner = self._job.is_planner
+        self._planner_rank = self._job.ranks[0]
         # A planner that never returns must not take the thread along that talks to the other ranks.
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None

@@ -63,16 +63,29 @@ class Guard:
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
         steps: between two decisions, at most.
-
-    Attributes:
+        lone: steps single experts alone; None: nothing will ever move.
         run: does work on the control group, one thing at a time and in the same order on every rank.
         number: of the last step that is over.
-        lone: steps single experts alone; None: nothing will ever move.
         on_finding: hears each finding once.
+
+    Attributes:
+        lone: as given.
         seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
     """
 
-    def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device, steps: int) -> None:
+    def __init__(
+        self,
+        mode: str,
+        groups: ProcessGroups,
+        watched: Watched,
+        device: torch.device,
+        steps: int,
+        *,
+        lone: LoneSteps | None,
+        run: Callable[[Callable[[], str]], str],
+        number: Callable[[], int],
+        on_finding: Callable[[str], None],
+    ) -> None:
         self._mode = mode
         self._groups = groups
         self._watched = watched
@@ -93,10 +106,10 @@ class Guard:
         self._rescaled_by = ""
         self._rescaled_was_said = False
         self._ahead: Look | None = None
-        self.lone: LoneSteps | None = None
-        self.number: Callable[[], int] = lambda: self._steps
-        self.run: Callable[[Callable[[], str]], str] = lambda work: work()
-        self.on_finding: Callable[[str], None] = lambda finding: None
+        self.lone = lone
+        self._run = run
+        self._number = number
+        self._on_finding = on_finding
 
     def begin(self) -> None:
         """Training begins: there is an optimizer now. Collective."""
@@ -197,7 +210,7 @@ class Guard:
         self._passed_over.clear()
         if self._samples is not None:
             with self.clocked():
-                self._samples.step_is_over(self.number() + 1)
+                self._samples.step_is_over(self._number() + 1)
 
     def experts_are_left(self) -> None:
         """After a step, where they stand now: until the next forward nobody changes them by a rank's own measure."""
@@ -226,7 +239,7 @@ class Guard:
         """Raise or warn as the mode says; only say why experts stay where they are."""
         if stays and stays not in self._said:
             self._said.add(stays)
-            self.on_finding(stays)
+            self._on_finding(stays)
             logger.warning("%s", stays)
         self._settle(finding)
 
@@ -253,7 +266,7 @@ class Guard:
         sums, summed = self._summed() if dense and what == "weights" else (None, ((), ()))
         kept = None
         if dense and self._samples is not None:
-            kept = self._samples.take() if decides else self._samples.now(self.number() + 1)
+            kept = self._samples.take() if decides else self._samples.now(self._number() + 1)
         stays, lone = (self._row_hooks() or self._left_behind(), self._lone()) if decides else ("", None)
         options = options_of(self._watched.optimizers) if dense else ("", "")
         return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone, options)
@@ -377,7 +390,7 @@ class Guard:
         try:
             store.compare_set(f"{name}/{self._groups.job.rank}", "here", passing=True)
             control = self._groups.control
-            return self.run(lambda: self._compare(look, control).finding)
+            return self._run(lambda: self._compare(look, control).finding)
         except RuntimeError as error:
             missing = self._missing(name, began + self._groups.timeout_seconds)
             if not missing:
@@ -573,7 +586,7 @@ class Guard:
             return
         self._said.add(finding)
         self._rescaled_was_said = self._rescaled_was_said or finding == self._rescaled_by
-        self.on_finding(finding)
+        self._on_finding(finding)
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)

@@ -19,7 +19,7 @@ class StructureError(RuntimeError):
     """A model was changed after ``attach`` in a way that the balancer cannot follow."""
 
 
-class Structure:
+class ModelCheck:
     """The models of one rank, as they were attached.
 
     Args:

@@ -47,7 +47,7 @@ from ..utils.worker import Worker
 from . import event_constructors
 from .decision import Decision, DecisionMaker, Measurement, staying
 from .guard import Guard
-from .runtime import Parts
+from .runtime import Runtime
 
 T = TypeVar("T")
 
@@ -76,35 +76,42 @@ class Rebalancer:
     """The placement of one job, on one rank, and how it changes.
 
     Args:
-        parts: what attaching has made; of them topology, placement, registry, counter, maps, transport and device.
+        transport: carries experts, warmed up.
         guard: looks, with each decision, at what the runtime assumes.
+        held_outside: says who holds rows of experts that do not move along, with two flags: that it may be asked again,
+            and that only copies are asked for. None: nobody is asked.
 
     Attributes:
-        placement: the one that stands now; its ``epoch`` counts commits.
         step: optimizer steps since attach (or as restored).
         quiesced: while positive, nothing migrates.
         declared: the load to come, for the next decision; None: it is foretold.
         decisions: the background half.
-        held_outside: says who holds rows of experts that do not move along, with two flags: that it may be asked again,
-            and that only copies are asked for.
+        held_outside: as given.
     """
 
-    def __init__(self, parts: Parts, guard: Guard) -> None:
-        config, groups = parts.config, parts.groups
-        self._placement = self._target = self._initial = parts.placement
-        self._moved_L = np.zeros(parts.placement.num_layers, dtype=bool)
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        guard: Guard,
+        events: EventLog,
+        held_outside: Callable[[bool, bool], str] | None,
+    ) -> None:
+        config, groups = runtime.config, runtime.groups
+        self._runtime = runtime
+        self._placement = self._target = self._initial = runtime.placement
+        self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
         self.step = 0
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self.events = EventLog()
+        self.held_outside = held_outside
+        self._events = events
         self._config = config
         self._groups = groups
-        self._counter = parts.counter
+        self._counter = runtime.counter
         self._guard = guard
-        self._registry = parts.registry
-        self._maps = parts.maps
-        self._device = parts.device
-        self.held_outside: Callable[[bool, bool], str] | None = None
+        self._registry = runtime.registry
+        self._maps = runtime.maps
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
@@ -113,20 +120,16 @@ class Rebalancer:
         self._committed_beside: set[int] = set()
         self._pause_beside = 0.0
         self._replaced = 0
-        self._hash_blocks = parts.kernels.hash_blocks
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = self._new_agreement()
-        self._engine = self._new_engine(parts.transport)
-        self._clock = StepClock(self._engine.rehearse(parts.placement))
-        self.decisions = DecisionMaker(
-            config, parts.topology, groups, parts.counter.steps_per_bucket, guard, self._at_point
-        )
-        use_my_device = partial(use_device, parts.device)
+        self._engine = self._new_engine(transport)
+        self._clock = StepClock(self._engine.rehearse(runtime.placement))
+        self.decisions = DecisionMaker(runtime, guard, self._at_point)
+        use_my_device = partial(use_device, runtime.device)
         self._worker = Worker("eplb_runtime", use_my_device)
         self.background = self._new_background()
-        self.background.held_outside = self._copies_outside
         self._beside = config.overlap
-        self._link_seconds_per_byte = 1.0 / max(parts.topology.slowest_bandwidth, 1.0)
+        self._link_seconds_per_byte = 1.0 / max(runtime.topology.slowest_bandwidth, 1.0)
         self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
@@ -141,7 +144,7 @@ class Rebalancer:
             job.row_rank,
             self._config.migration.staging_bytes,
             self._config.timeout_seconds,
-            self._hash_blocks,
+            self._runtime.kernels.hash_blocks,
         )
         staging = self._config.migration.staging_bytes
         engine.bytes_per_step = min(self._config.migration.bytes_per_step or staging, staging)
@@ -161,6 +164,8 @@ class Rebalancer:
             is_planner=self._groups.job.is_planner,
             timeout_seconds=self._config.timeout_seconds,
             max_pause_seconds=self._config.migration.max_pause_seconds,
+            waiting=self._runtime.watch.waiting,
+            held_outside=self._copies_outside,
         )
 
     def _begin_compiling(self) -> Future[None]:
@@ -338,7 +343,7 @@ class Rebalancer:
         if self._maps.replicas is not None:
             self._let_copies_arrive()
             self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
-        self.events.emit(BalancingEnded(self.step, "closed"))
+        self._events.emit(BalancingEnded(self.step, "closed"))
 
     def leave(self) -> None:
         """End the threads, without a word to the others: this process ends."""
@@ -388,7 +393,7 @@ class Rebalancer:
         decision, self._pending = self._outcome_of(self._pending), None
         self._guard.report(decision.finding, decision.stays)
         if decision.imbalance is not None:
-            self.events.emit(event_constructors.measured(self.step, decision, self._counter.steps_per_bucket))
+            self._events.emit(event_constructors.measured(self.step, decision, self._counter.steps_per_bucket))
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
             return
@@ -404,7 +409,7 @@ class Rebalancer:
             why = _held(stays.cause)
             self._guard.report("", why)
             decision = replace(decision, target=None, summary=staying(self.placement, why))
-        self.events.emit(event_constructors.planned(self.step, decision.summary or {}))
+        self._events.emit(event_constructors.planned(self.step, decision.summary or {}))
         if decision.target is None:
             return
         if beside:
@@ -449,14 +454,14 @@ class Rebalancer:
         try:
             outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
         except MigrationBroken as error:
-            self.events.emit(BalancingEnded(self.step, str(error)))
+            self._events.emit(BalancingEnded(self.step, str(error)))
             raise
         self._clock.exclude(outcome.pause_seconds)
         if outcome.rounds and outcome.failed_phase is None:
             self._clock.stalled(outcome.stall_seconds)
         if self.placement is not before:
             seconds = outcome.pause_seconds
-            self.events.emit(
+            self._events.emit(
                 event_constructors.committed(self.step, self.placement, outcome, seconds, dict(outcome.seconds))
             )
         if outcome.failed_phase is not None:
@@ -531,7 +536,7 @@ class Rebalancer:
         self._committed_beside.update(progress.committed_layers)
         self._stands(progress.placement)
         pause, self._pause_beside = self._pause_beside, 0.0
-        self.events.emit(event_constructors.committed(self.step, progress.placement, progress, pause))
+        self._events.emit(event_constructors.committed(self.step, progress.placement, progress, pause))
 
     def end_beside(self) -> None:
         """Nothing travels beside training any more: what is not committed yet is left where it is. On every rank."""
@@ -554,7 +559,7 @@ class Rebalancer:
             cause,
             self.placement.epoch,
         )
-        self.events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause, committed, left))
+        self._events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause, committed, left))
         if connections_broken:
             self._pause(cause)
 
@@ -567,7 +572,7 @@ class Rebalancer:
         self._pending = None
         self.end_beside()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
-        self.events.emit(BalancingPaused(self.step, cause))
+        self._events.emit(BalancingPaused(self.step, cause))
         self._standing.digest = bytes.fromhex(self.placement.digest())
         self._reconnection.begin()
 
@@ -575,7 +580,7 @@ class Rebalancer:
         """At the end of a step while the ranks connect anew: take over what holds from here on, if anything does."""
         if self._reconnection.differing:
             self._engine.broken = self._reconnection.differing
-            self.events.emit(BalancingEnded(self.step, self._engine.broken))
+            self._events.emit(BalancingEnded(self.step, self._engine.broken))
             self.refuse_if_broken()
         link = self._reconnection.at_boundary()
         if link is None:
@@ -585,7 +590,7 @@ class Rebalancer:
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)
-        self.events.emit(BalancingResumed(self.step, self._reconnection.tries))
+        self._events.emit(BalancingResumed(self.step, self._reconnection.tries))
 
     def _refuse_alone(self, what: str) -> None:
         if self._reconnection.under_way:
@@ -595,7 +600,8 @@ class Rebalancer:
 
     def _carrier(self, connections: Connections, seconds: float) -> Transport:
         """Of experts, on new connections, made in so many seconds."""
-        transport = new_transport(self._config, connections.migration, self._groups.backend, self._device, seconds)
+        device, backend = self._runtime.device, self._groups.backend
+        transport = new_transport(self._config, connections.migration, backend, device, seconds)
         try:
             transport.warm_up(time.monotonic() + seconds)
         except BaseException:

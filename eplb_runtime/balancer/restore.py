@@ -12,13 +12,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..config import BalancerConfig
-from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy, aggregate
-from ..load.counter import LoadCounter
 from ..load.saved import resume_load, saved_load, saved_windows
 from ..placement import Placement, PlacementError
 from .rebalancer import Rebalancer
+from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -33,16 +31,13 @@ class Resuming:
 
     Args:
         rebalancer: whose placement is saved and restored.
-        counter: what was measured since the last decision.
     """
 
-    def __init__(
-        self, config: BalancerConfig, groups: ProcessGroups, rebalancer: Rebalancer, counter: LoadCounter
-    ) -> None:
-        self._config = config
-        self._groups = groups
+    def __init__(self, runtime: Runtime, rebalancer: Rebalancer) -> None:
+        self._config = runtime.config
+        self._groups = runtime.groups
         self._rebalancer = rebalancer
-        self._counter = counter
+        self._counter = runtime.counter
 
     def measured(self) -> dict[str, Any]:
         """The load that the next decisions look at, as `load.saved` keeps it; equal on every rank. Collective."""

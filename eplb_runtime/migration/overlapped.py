@@ -133,13 +133,13 @@ class BackgroundMigration:
         is_planner: whether this is rank 0, whose clock counts.
         timeout_seconds: for the transfers beside one step, and for each decision.
         max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
+        waiting: entered while the training thread waits for other ranks.
+        held_outside: says who holds copies of experts that do not move along; empty: nobody.
 
     Attributes:
         under_way: whether a migration is.
         agreement: as above; another when ranks have connected anew.
         late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
-        waiting: entered while the training thread waits for other ranks.
-        held_outside: says who holds copies of experts that do not move along; empty: nobody.
     """
 
     def __init__(
@@ -153,12 +153,14 @@ class BackgroundMigration:
         is_planner: bool,
         timeout_seconds: float,
         max_pause_seconds: float | None,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        held_outside: Callable[[], str] = lambda: "",
     ) -> None:
         self.agreement = agreement
         self.under_way = False
         self.late_rounds = self.late_bytes = 0
-        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.held_outside: Callable[[], str] = lambda: ""
+        self._waiting = waiting
+        self._held_outside = held_outside
         self._engine = engine
         self._worker = worker
         self._registry = registry
@@ -308,7 +310,7 @@ class BackgroundMigration:
             return
         # Copies that were made while this is under way have rows as they stand: these must stay there.
         moves = self._as_sent and not np.array_equal(self._standing.homes_LRH, self._target.homes_LRH)
-        held, name = self.held_outside() if moves else "", self._written()
+        held, name = self._held_outside() if moves else "", self._written()
         for flight in self._flights:
             if held and flight.here:
                 self._refuse(flight, Verdict(False, held, kind=HELD))
@@ -331,7 +333,7 @@ class BackgroundMigration:
         it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
         if flight.verdict is None:
             if patience:
-                with self.waiting():
+                with self._waiting():
                     flight.ballot.wait(patience)
             self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
         if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:

@@ -249,7 +249,7 @@ def trained(rank: int, balancer: eplb.Balancer, model: nn.Module, optimizer: tor
     for step in range(steps):
         ids = batch_of(rank, step)
         torch.manual_seed(step)
-        batch = [torch.randn_like(p) for p in balancer._registry.parameters()]  # noqa: F841
+        batch = [torch.randn_like(p) for p in balancer._runtime.registry.parameters()]  # noqa: F841
         model(input_ids=ids, labels=ids).loss.backward()
         gradients = [p.grad.clone() for p in model.parameters()]  # noqa: F841
         optimizer.step()

@@ -97,7 +97,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
-    with at(job, 0, Phase.STAGED, lambda staged: balancer._groups.hang_up(balancer._groups.standing)):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up(balancer._runtime.groups.standing)):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)

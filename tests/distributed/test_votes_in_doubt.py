@@ -29,7 +29,7 @@ SECONDS = 2.0
 def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
     """Inside, the launcher's store hears nothing on this rank, until it was asked in vain a few times. What it was."""
     asked, answers, ask = [], threading.Event(), JobStore._ask
-    store = job.balancer._groups.store
+    store = job.balancer._runtime.groups.store
 
     def asking(self: JobStore, *arguments: Any) -> Any:
         try:
@@ -143,7 +143,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
     migration has ended with it."""
     job.until_sent()
-    job.balancer._groups.hang_up(job.balancer._groups.standing)
+    job.balancer._runtime.groups.hang_up(job.balancer._runtime.groups.standing)
     said, rebalancer = "", job.balancer._rebalancer
     try:
         rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))
@@ -216,14 +216,14 @@ def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
     job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
     job.balancer._plan_with(plan_shuffle)
-    refresh = job.balancer._maps.replicas.refresh
+    refresh = job.balancer._runtime.maps.replicas.refresh
 
     def fail(layers: Any = None) -> None:
         if layers is not None:
             raise OSError("a test says: connection closed by peer")
         refresh()
 
-    job.balancer._maps.replicas.refresh = fail
+    job.balancer._runtime.maps.replicas.refresh = fail
     try:
         job.until(RebalanceCommitted)
     except MigrationBroken as error:

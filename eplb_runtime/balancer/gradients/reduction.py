@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...distributed.process_groups import ProcessGroups
-from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
-from ...replicas.sync import ReplicaSync
 from ...utils.spans import phase
+from ..runtime import Runtime
 from .averaging import Averaging
 from .norm import squares_of_dense, squares_of_experts, sum_over_stages
 
@@ -20,43 +18,36 @@ class Gradients:
     """Gradients on their way to the optimizer: each contribution is reduced once, and all are clipped by one norm.
 
     Args:
-        registry: has the expert parameters.
-        experts: those, home rows by name.
-        replicas: brings copies' gradients home; None: there are no copies.
-        dense_parameters: the rest of the model, by name; more may join.
-        average_dense: whether the rest is averaged here, or by the host.
-
-    Attributes:
-        reduced: called whenever gradients have been reduced.
-        follow: called before, to learn of parameters that have joined.
+        dense_parameters: all parameters outside the experts, by name; more may join.
+        follow: called before each reduction, to learn of parameters that have joined.
+        reduced: called after each reduction of new gradients.
     """
 
     def __init__(
         self,
-        registry: ExpertTensors,
-        experts: Mapping[str, Tensor],
-        replicas: ReplicaSync | None,
+        runtime: Runtime,
         dense_parameters: Mapping[str, Tensor],
-        groups: ProcessGroups,
         *,
-        average_dense: bool,
+        follow: Callable[[], None],
+        reduced: Callable[[], None],
     ) -> None:
-        self._registry = registry
-        self._replicas = replicas
+        groups = runtime.groups
+        self._registry = runtime.registry
+        self._replicas = runtime.maps.replicas
         self._dense_parameters = dense_parameters
         self._groups = groups
-        self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
+        self._follow = follow
+        self._reduced = reduced
+        self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
         self._averaged: list[Averaging] = []
-        if average_dense:
+        if runtime.averages_dense:
             self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and not self._sliced:
-            self._of_experts = Averaging(experts, groups.expert_data, 1, in_rank_order=True, told=True)
+            self._of_experts = Averaging(runtime.parameters, groups.expert_data, 1, in_rank_order=True, told=True)
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True
-        self.reduced: Callable[[], None] = lambda: None
-        self.follow: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """The optimizer has stepped: new gradients come."""
@@ -84,7 +75,7 @@ class Gradients:
 
     def reduce(self) -> None:
         """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
-        self.follow()
+        self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
         if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
@@ -98,7 +89,7 @@ class Gradients:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
         if new:  # else what the loop has done since the last time is still to be told of
-            self.reduced()
+            self._reduced()
 
     @torch.no_grad()
     def clip(

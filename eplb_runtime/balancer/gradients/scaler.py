@@ -6,7 +6,6 @@ skip the step there and take it elsewhere. And gradients that copies kept back m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,9 +23,8 @@ class GradientOwner(Protocol):
     @property
     def gradient_group(self) -> dist.ProcessGroup: ...
 
-    @property
-    def _turn_of(self) -> Callable[[torch.optim.Optimizer], AbstractContextManager[None]]:
-        """Around the step of an optimizer, which may be left out on all ranks."""
+    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Encloses the step of an optimizer, which may be skipped on all ranks."""
 
     def reduce_gradients(self) -> None: ...
 
@@ -62,5 +60,5 @@ class GradScaler(torch.amp.GradScaler):
         of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        with self._balancer._turn_of(optimizer):
+        with self._balancer._optimizer_turn(optimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -101,7 +101,7 @@ class Faults:
     """
 
     def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
-        self.groups = balancer._groups
+        self.groups = balancer._runtime.groups
         self.timeout_seconds = timeout_seconds
         self._rank = rank
         self._exchanger = balancer._rebalancer._engine._exchanger
