@@ -157,7 +157,7 @@ class Balancer:
             epoch=lambda: self._rebalancer.epoch_on_this_rank,
         )
         for layer in runtime.layers:
-            layer.before = self._rebalancer.background.before_layer
+            layer.before = self._rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())
         if runtime.maps.replicas is not None:
@@ -207,11 +207,11 @@ class Balancer:
     def placement(self) -> Placement:
         """The placement that stands now; its ``epoch`` counts commits."""
         self._end_what_broke_off()
-        return self._rebalancer.placement
+        return self._rebalancer.placement()
 
     def _end_what_broke_off(self) -> None:
         """Of forwards: ranks break off in different places, and must not differ in what they have committed."""
-        if self._rebalancer.background.under_way:
+        if self._rebalancer.overlapped.in_flight:
             for forwards in self._forwards:
                 forwards.end_what_broke_off()
 
@@ -724,7 +724,7 @@ class Balancer:
 
         A decision that becomes due meanwhile waits for the first step after.
         """
-        self._rebalancer.background.withdraw()
+        self._rebalancer.overlapped.withdraw()
         self._rebalancer.quiesced += 1
         try:
             yield
@@ -764,7 +764,7 @@ class Balancer:
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
-        self._rebalancer.background.forward_begins()
+        self._rebalancer.overlapped.forward_begins()
         if torch.is_grad_enabled() and self._training:
             with self._one_begins:
                 with self._guard.clocked():
@@ -807,7 +807,7 @@ class Balancer:
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:
         """A forward of the model that holds these layers has ended, or failed."""
-        self._rebalancer.background.forward_ends(layers)
+        self._rebalancer.overlapped.forward_ends(layers)
 
     def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """`OptimizerHooks.optimizer_turn`."""
@@ -817,7 +817,7 @@ class Balancer:
         """An optimizer is about to step: gradients must be what it is to see."""
         self._rebalancer.refuse_if_broken()
         self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
-        self._rebalancer.background.withdraw()
+        self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()

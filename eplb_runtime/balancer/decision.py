@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..distributed.agreement import Agreement
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
+from ..events import LoadMeasured, RebalancePlanned
 from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..migration.difference import apply, difference
@@ -66,6 +67,43 @@ class Decision:
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
+
+    def measured(self, step: int, steps_per_bucket: int) -> LoadMeasured | None:
+        """The event of the load that this decision started from; None: it failed before.
+
+        Args:
+            steps_per_bucket: that a row of the imbalance covers.
+        """
+        if self.imbalance is None:
+            return None
+        buckets = tuple(tuple(bucket) for bucket in self.imbalance.tolist())
+        return LoadMeasured(
+            step,
+            len(buckets) * steps_per_bucket,
+            buckets,
+            self.step_seconds,
+            load=self.load,
+            placements=self.placements,
+        )
+
+    def planned(self, step: int) -> RebalancePlanned:
+        """The event of the plan, as rank 0 sent it."""
+        summary = self.summary or {}
+        by_layer = summary.get("by_layer")
+        return RebalancePlanned(
+            step,
+            epoch=summary["epoch"],
+            moves=summary["moves"],
+            decision=summary["decision"],
+            reason=summary["reason"],
+            imbalance_before=summary["imbalance_before"],
+            imbalance_after=summary["imbalance_after"],
+            plan_seconds=summary["plan_seconds"],
+            imbalance_bound=summary.get("imbalance_bound", 1.0),
+            seconds_saved=summary.get("seconds_saved"),
+            seconds_spent=summary.get("seconds_spent"),
+            by_layer=None if by_layer is None else np.array(by_layer, dtype=np.float64),
+        )
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,15 @@ from ..events import (
 )
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
-from ..migration.engine import MigrationBroken, MigrationEngine, Outcome
-from ..migration.overlapped import HELD, REPLACED, WRITTEN, BackgroundMigration, Brought
+from ..migration.between_steps import BetweenSteps
+from ..migration.driver import Migration, MigrationProgress
+from ..migration.engine import MigrationBroken, MigrationEngine
+from ..migration.overlapped import HELD, Overlapped
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN, BESIDE
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from . import event_constructors
 from .decision import Decision, DecisionMaker, Measurement, staying
 from .guard import Guard
 from .runtime import Runtime
@@ -52,10 +53,6 @@ from .runtime import Runtime
 T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
-
-_REPLACED_TIMES = 2
-"""Migrations in a row that found other tensors than they began with: once is a state that was loaded, twice is an
-optimizer that makes its state anew in each step."""
 
 COMPILED_SOON_SECONDS = 2.0
 """Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
@@ -117,9 +114,8 @@ class Rebalancer:
         self._attempts = 0
         self._standing = Standing()
         self._pending: _Pending | None = None
-        self._committed_beside: set[int] = set()
-        self._pause_beside = 0.0
-        self._replaced = 0
+        self._committed_layers: set[int] = set()
+        self._pause_seconds = 0.0
         self._earlier: list[tuple[int, Placement]] = []
         self._agreement = self._new_agreement()
         self._engine = self._new_engine(transport)
@@ -127,9 +123,9 @@ class Rebalancer:
         self.decisions = DecisionMaker(runtime, guard, self._at_point)
         use_my_device = partial(use_device, runtime.device)
         self._worker = Worker("eplb_runtime", use_my_device)
-        self.background = self._new_background()
-        self._beside = config.overlap
-        self._link_seconds_per_byte = 1.0 / max(runtime.topology.slowest_bandwidth, 1.0)
+        self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
+        self.overlapped = self._new_overlapped()
+        self._migration: Migration = self.overlapped if config.overlap else self._between_steps
         self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
@@ -154,8 +150,8 @@ class Rebalancer:
         groups = self._groups
         return Agreement(groups.control, groups.store, self._at_point, host_timeout(groups.backend).total_seconds())
 
-    def _new_background(self) -> BackgroundMigration:
-        return BackgroundMigration(
+    def _new_overlapped(self) -> Overlapped:
+        return Overlapped(
             self._engine,
             self._agreement,
             self._worker,
@@ -163,6 +159,7 @@ class Rebalancer:
             maps=self._maps,
             is_planner=self._groups.job.is_planner,
             timeout_seconds=self._config.timeout_seconds,
+            link_seconds_per_byte=1.0 / max(self._runtime.topology.slowest_bandwidth, 1.0),
             max_pause_seconds=self._config.migration.max_pause_seconds,
             waiting=self._runtime.watch.waiting,
             held_outside=self._copies_outside,
@@ -176,20 +173,19 @@ class Rebalancer:
             logger.info("compiling the planner in the background; the first rebalance waits for it, training does not")
         return compiled
 
-    @property
     def placement(self) -> Placement:
-        """The one that stands now; its ``epoch`` counts commits. What a migration has brought in a step that is not
-        over yet is in it: then, ask on every rank at the same place."""
-        return self.background.standing() if self.background.under_way else self._placement
+        """The current one; its ``epoch`` counts commits. While a migration is in flight it waits for the other ranks'
+        commits in the running step: ask on every rank at the same place."""
+        return self._migration.current_placement() if self._migration.in_flight else self._placement
 
     @property
     def epoch_on_this_rank(self) -> int:
         """Of the placement, without asking other ranks; -1: it may change at any time."""
-        return -1 if self.background.under_way else self._placement.epoch
+        return -1 if self._migration.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
         """Whether homes of a layer stand elsewhere than at attach, or have since."""
-        stands = np.array_equal(self.placement.homes_LRH[layer], self._initial.homes_LRH[layer])
+        stands = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not stands
 
     def wait_until_compiled(self, seconds: float) -> bool:
@@ -204,6 +200,26 @@ class Rebalancer:
         """
         self.refuse_if_broken()
         before = self._placement
+        is_due = self._count_step()
+        if self._migration.in_flight:
+            self._advance()
+        if self._reconnection.under_way:
+            self._rejoin()
+        if self._reconnection.under_way or self._migration.in_flight:
+            if is_due:
+                self._discard_load()
+        else:
+            if self._pending is None and is_due:
+                self._pending = self._decide(self._config.migration.lag)
+            if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
+                target = self._agree_on_target(self._pending)
+                if target is not None:
+                    self._migrate(target, self._migration)
+        self.overlapped.step_begins()
+        return self._placement is not before
+
+    def _count_step(self) -> bool:
+        """A step is over. Returns whether a decision is due."""
         self.step += 1
         self._attempts = 0
         self._at_point(Phase.STEPPED, self.step)
@@ -211,22 +227,12 @@ class Rebalancer:
         self._counter.advance()
         self._standing.step_seconds = self._clock.step_seconds
         self._standing.steps += 1
-        is_due = self.step % self._config.interval == 0
-        if self.background.under_way:
-            self._go_on_beside()
-        if self._reconnection.under_way:
-            self._find_together()
-        busy = self._reconnection.under_way or self.background.under_way
-        if busy and is_due:
-            self._counter.take()  # load that no decision will see
-            self._earlier.clear()
-        if not busy:
-            if self._pending is None and is_due:
-                self._pending = self._start_decision(self._config.migration.lag)
-            if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
-                self._act_on_pending(self._beside)
-        self.background.step_begins()
-        return self._placement is not before
+        return self.step % self._config.interval == 0
+
+    def _discard_load(self) -> None:
+        """No decision will see it."""
+        self._counter.take()
+        self._earlier.clear()
 
     @property
     def ends_in_decision(self) -> bool:
@@ -256,12 +262,14 @@ class Rebalancer:
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self._refuse_alone("rebalance()")
-        self.end_beside()
-        before = self.placement
+        self.drain()
+        before = self._placement
         if self._pending is None:
-            self._pending = self._start_decision(0)
-        self._act_on_pending(beside=False, patient=False)
-        return self.placement is not before
+            self._pending = self._decide(0)
+        target = self._agree_on_target(self._pending, patient=False)
+        if target is not None:
+            self._migrate(target)
+        return self._placement is not before
 
     def wait_for_decision(self) -> None:
         """One that is on its way is made, or will never be."""
@@ -287,7 +295,7 @@ class Rebalancer:
             self._pause(agreed.cause)
         return agreed
 
-    def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> Outcome:
+    def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
         """Stand at another step, and migrate to a placement or to one that is made then. Collective, between steps."""
         self.step = step
         self._restores += 1
@@ -301,7 +309,7 @@ class Rebalancer:
             PlacementError: rank 0 could not plan.
             RuntimeError: the ranks have lost each other.
         """
-        control, agreement, here = self._groups.control, self._agreement, self.placement
+        control, agreement, here = self._groups.control, self._agreement, self.placement()
         decision = self.run(lambda: self.decisions.place_anew(load, here, control, agreement))
         if decision.connections_broken:
             self._pause(decision.failure)
@@ -316,7 +324,7 @@ class Rebalancer:
             RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
         """
         self._refuse_alone("a comparison of ranks")
-        self.background.withdraw()  # the thread may wait for training, and training is here
+        self.overlapped.withdraw()  # the thread may wait for training, and training is here
         try:
             return self._worker.do(work, self._config.timeout_seconds + A_LITTLE_SECONDS)
         except (RuntimeError, TimeoutError) as error:
@@ -326,7 +334,7 @@ class Rebalancer:
     def forget_pending(self) -> None:
         """A decision on its way is not acted on, a migration beside training goes no further; the worker is done with
         the control group when this returns, or will never be."""
-        self.end_beside()
+        self.drain()
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
             self._pending = None
@@ -341,13 +349,13 @@ class Rebalancer:
         self._engine.close()
         self._agreement.close()
         if self._maps.replicas is not None:
-            self._let_copies_arrive()
-            self._get_ready(self.placement.without_replicas(), range(self.placement.num_layers))()
+            self._wait_for_replicas()
+            self._get_ready(self.placement().without_replicas(), range(self.placement().num_layers))()
         self._events.emit(BalancingEnded(self.step, "closed"))
 
     def leave(self) -> None:
         """End the threads, without a word to the others: this process ends."""
-        self.background.leave()
+        self.overlapped.leave()
         self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
@@ -360,10 +368,10 @@ class Rebalancer:
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _start_decision(self, lag: int) -> _Pending:
+    def _decide(self, lag: int) -> _Pending:
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
-            placement=self.placement,
+            placement=self.placement(),
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
             stall_seconds=self._clock.stall_seconds,
@@ -388,41 +396,34 @@ class Rebalancer:
             logger.debug("experts cannot move: %s", error)
             return 0
 
-    def _act_on_pending(self, beside: bool, *, patient: bool = True) -> None:
-        assert self._pending is not None
-        decision, self._pending = self._outcome_of(self._pending), None
+    def _agree_on_target(self, pending: _Pending, *, patient: bool = True) -> Placement | None:
+        """The placement that all ranks have decided to go to; None: experts stay where they are."""
+        decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
-        if decision.imbalance is not None:
-            self._events.emit(event_constructors.measured(self.step, decision, self._counter.steps_per_bucket))
+        if (measured := decision.measured(self.step, self._counter.steps_per_bucket)) is not None:
+            self._events.emit(measured)
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
-            return
+            return None
         stays = self._why_homes_stay(decision.target, patient and not self._asks_again)
         self._asks_again = False
         if stays.connections_broken:
             self._drop("planned", stays.cause, True)
-            return
+            return None
         if not stays.commit and stays.cause.endswith(AGAIN):
             self._asks_again = True
-            decision = replace(decision, target=None, summary=staying(self.placement, AGAIN))
+            decision = replace(decision, target=None, summary=staying(self.placement(), AGAIN))
         elif not stays.commit:
             why = _held(stays.cause)
             self._guard.report("", why)
-            decision = replace(decision, target=None, summary=staying(self.placement, why))
-        self._events.emit(event_constructors.planned(self.step, decision.summary or {}))
-        if decision.target is None:
-            return
-        if beside:
-            key = self._new_key("migration")
-            self.background.begin(self._placement, decision.target, key, self._link_seconds_per_byte)
-            self._target, self._committed_beside, self._pause_beside = decision.target, set(), 0.0
-        else:
-            self._migrate(decision.target)
+            decision = replace(decision, target=None, summary=staying(self.placement(), why))
+        self._events.emit(decision.planned(self.step))
+        return decision.target
 
     def _why_homes_stay(self, target: Placement | None, patient: bool) -> Verdict:
         """No commit if what a rank knows of its user's tensors keeps homes where they are. Collective if there is a
         target with other homes."""
-        if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement.homes_LRH):
+        if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
             return Verdict(True)
         return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
 
@@ -447,29 +448,62 @@ class Rebalancer:
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
-    def _migrate(self, target: Placement) -> Outcome:
-        before = self.placement
-        key = self._new_key("migration")
-        self._let_copies_arrive()
+    def _migrate(self, target: Placement, migration: Migration | None = None) -> MigrationProgress:
+        """Begin a migration, and go as far with it as its driver goes at once.
+
+        Args:
+            migration: the driver; None: the one for which training waits.
+        """
+        migration = migration or self._between_steps
+        self._target, self._committed_layers, self._pause_seconds = target, set(), 0.0
+        migration.begin(self._placement, target, self._new_key("migration"))
         try:
-            outcome = self._engine.migrate(self.placement, target, key, self._get_ready)
+            progress = migration.advance()
         except MigrationBroken as error:
             self._events.emit(BalancingEnded(self.step, str(error)))
             raise
-        self._clock.exclude(outcome.pause_seconds)
-        if outcome.rounds and outcome.failed_phase is None:
-            self._clock.stalled(outcome.stall_seconds)
-        if self.placement is not before:
-            seconds = outcome.pause_seconds
-            self._events.emit(
-                event_constructors.committed(self.step, self.placement, outcome, seconds, dict(outcome.seconds))
+        self._take_over(progress)
+        return progress
+
+    def _advance(self) -> None:
+        """Go on with the migration in flight. Where no step can overlap with it, training waits for the rest."""
+        hold_back = bool(self.quiesced) or self._reconnection.under_way
+        progress = self._migration.advance(hold_back=hold_back)
+        if progress.only_between_steps:
+            stays = self._why_homes_stay(self._target, False)
+            if not stays.commit:
+                verdict = stays if stays.connections_broken else replace(stays, kind=HELD)
+                progress = replace(progress, verdict=verdict, only_between_steps=False)
+        if progress.verdict.kind == HELD:
+            why = _held(progress.cause)
+            self._guard.report("", why)
+            progress = replace(progress, verdict=replace(progress.verdict, cause=why))
+        self._take_over(progress)
+        if progress.only_between_steps:
+            self._migration = self._between_steps
+            logger.warning(
+                "step %d: %s; experts to which that happens migrate between steps, as without overlap",
+                self.step,
+                progress.cause,
             )
-        if outcome.failed_phase is not None:
-            committed, left = outcome.committed_layers, outcome.left_layers
-            self._drop(outcome.failed_phase.value, outcome.cause, outcome.connections_broken, committed, left)
-        elif outcome.connections_broken:
-            self._pause(outcome.cause)
-        return outcome
+            self._migrate(self._target)
+
+    def _take_over(self, progress: MigrationProgress) -> None:
+        """Follow what a migration has committed, and say what became of the rest."""
+        self._clock.exclude(progress.pause_seconds)
+        self._pause_seconds += progress.pause_seconds
+        if progress.stall_seconds is not None:
+            self._clock.stalled(progress.stall_seconds)
+        if progress.committed_layers:
+            self._follow(progress.placement)
+            self._committed_layers.update(progress.committed_layers)
+            pause, self._pause_seconds = self._pause_seconds, 0.0
+            self._events.emit(progress.committed(self.step, pause))
+        if progress.failed_phase is not None and not progress.only_between_steps:
+            committed, left = tuple(sorted(self._committed_layers)), progress.left_layers
+            self._drop(progress.failed_phase.value, progress.cause, progress.connections_broken, committed, left)
+        elif progress.connections_broken:
+            self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
         """Restoring may set the step back, and a step may see several migrations: without their numbers, an old record
@@ -482,66 +516,28 @@ class Rebalancer:
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:
-            self._stands(placement)
+            self._follow(placement)
             follow()
 
         return take_over
 
-    def _let_copies_arrive(self) -> None:
+    def _wait_for_replicas(self) -> None:
         """Copies are read from homes that are about to be written. On every rank, before anything can fail on one."""
         if self._maps.replicas is not None:
             self._maps.replicas.wait_all()
 
-    def _stands(self, placement: Placement) -> None:
-        """From here on."""
+    def _follow(self, placement: Placement) -> None:
+        """This is the current placement from here on."""
+        if placement is self._placement:
+            return
         self._earlier.append((self._counter.buckets, self._placement))
         self._placement = placement
         self._moved_L |= (placement.homes_LRH != self._initial.homes_LRH).any(axis=(1, 2))
 
-    # -- beside training -------------------------------------------------------------------------------------------
-
-    def _go_on_beside(self) -> None:
-        """A step is over in which a migration was under way."""
-        progress = self.background.at_boundary(hold_back=bool(self.quiesced) or self._reconnection.under_way)
-        self._took_over(progress)
-        failure = progress.failure
-        if failure is None:
-            return
-        self._replaced += failure.kind == REPLACED
-        if failure.kind == WRITTEN or self._replaced >= _REPLACED_TIMES:
-            stays = self._why_homes_stay(self._target, False)
-            if not stays.commit:
-                failure = stays if stays.connections_broken else replace(stays, kind=HELD)
-        if failure.kind == WRITTEN or (failure.kind == REPLACED and self._replaced >= _REPLACED_TIMES):
-            self._beside = False
-            logger.warning(
-                "step %d: %s; experts to which that happens migrate between steps, as without overlap",
-                self.step,
-                failure.cause,
-            )
-            self._migrate(self._target)
-        else:
-            if failure.kind == HELD:
-                failure = replace(failure, cause=_held(failure.cause))
-                self._guard.report("", failure.cause)
-            committed = tuple(sorted(self._committed_beside))
-            self._drop("staged", failure.cause, failure.connections_broken, committed, progress.left_layers)
-
-    def _took_over(self, progress: Brought) -> None:
-        self._clock.exclude(progress.pause_seconds)
-        self._pause_beside += progress.pause_seconds
-        if progress.placement is self._placement:
-            return
-        self._replaced = 0
-        self._committed_beside.update(progress.committed_layers)
-        self._stands(progress.placement)
-        pause, self._pause_beside = self._pause_beside, 0.0
-        self._events.emit(event_constructors.committed(self.step, progress.placement, progress, pause))
-
-    def end_beside(self) -> None:
-        """Nothing travels beside training any more: what is not committed yet is left where it is. On every rank."""
-        if self.background.under_way:
-            self._stands(self.background.cancel())
+    def drain(self) -> None:
+        """End the migration in flight: layers that are not committed yet stay where they are. On every rank."""
+        if self._migration.in_flight:
+            self._follow(self._migration.drain())
 
     def _drop(
         self,
@@ -557,9 +553,9 @@ class Rebalancer:
             f"partly committed, in layers {list(committed)} but not all of {list(left)}" if committed else "dropped",
             phase,
             cause,
-            self.placement.epoch,
+            self.placement().epoch,
         )
-        self._events.emit(RebalanceAborted(self.step, self.placement.epoch, phase, cause, committed, left))
+        self._events.emit(RebalanceAborted(self.step, self.placement().epoch, phase, cause, committed, left))
         if connections_broken:
             self._pause(cause)
 
@@ -570,13 +566,13 @@ class Rebalancer:
         if self._reconnection.under_way:
             return
         self._pending = None
-        self.end_beside()  # it would go on with staging memory of the old connections
+        self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self._standing.digest = bytes.fromhex(self.placement.digest())
+        self._standing.digest = bytes.fromhex(self.placement().digest())
         self._reconnection.begin()
 
-    def _find_together(self) -> None:
+    def _rejoin(self) -> None:
         """At the end of a step while the ranks connect anew: take over what holds from here on, if anything does."""
         if self._reconnection.differing:
             self._engine.broken = self._reconnection.differing
@@ -586,7 +582,7 @@ class Rebalancer:
         if link is None:
             return
         before = self._groups.take_over(link.connections)
-        self._agreement = self.background.agreement = self._new_agreement()
+        self._agreement = self.overlapped.agreement = self._new_agreement()
         self._engine.reconnect(link.transport, self._agreement)
         self._reconnection.dispose(before)
         logger.info("step %d: the ranks are connected again, after %d tries", self.step, self._reconnection.tries)

@@ -59,7 +59,7 @@ class Resuming:
             PlacementError, RuntimeError: as `Balancer.load_state_dict` says.
         """
         problem: PlacementError | None = None
-        target: Placement | NDArray[np.int64] = self._rebalancer.placement
+        target: Placement | NDArray[np.int64] = self._rebalancer.placement()
         step, digest = self._rebalancer.step, UNUSABLE
         try:
             target, step = self._target(state), int(state["step"])
@@ -84,7 +84,7 @@ class Resuming:
 
     def _target(self, state: Mapping[str, Any]) -> Placement | NDArray[np.int64]:
         """The saved placement; where it is for other ranks or slots, the load to make one for, int64 ``[T, L, E]``."""
-        saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement
+        saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement()
         same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
         same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
         if same_model and not same_sizes and self._config.policy != "static":

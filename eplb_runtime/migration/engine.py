@@ -1,7 +1,7 @@
 """Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
 
-The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`; `migrate` runs them in a
-row, `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
+The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `between_steps.py` runs
+them in a row, `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
 rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
 rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
 nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
@@ -14,12 +14,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..distributed.agreement import Agreement, InDoubt
 from ..distributed.ballot import Ballot, State, Verdict
@@ -55,57 +54,20 @@ class MigrationBroken(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a migration.
-
-    Args:
-        placement: the one that stands now, on every rank.
-        moved_experts: that changed their rank, over all ranks.
-        received_bytes: of experts, by this rank.
-        pause_seconds: all of it, without what the device still had to do before.
-        seconds: what this rank spent in each part: ``prepare post transfer verify maps vote commit``.
-        rounds: that were committed.
-        committed_layers, left_layers: which layers changed, and which are not where they should be; a layer of several
-            rounds may be among both.
-        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, of the rounds that were committed; None: of none.
-        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
-    """
-
-    placement: Placement
-    moved_experts: int
-    received_bytes: int
-    pause_seconds: float
-    seconds: dict[str, float]
-    rounds: int
-    committed_layers: tuple[int, ...]
-    left_layers: tuple[int, ...]
-    failed_phase: Phase | None = None
-    cause: str = ""
-    connections_broken: bool = False
-    transfers: NDArray[np.int64] | None = None
-    record_bytes: tuple[int, ...] = ()
-
-    @property
-    def stall_seconds(self) -> float:
-        """What of the pause does not grow with the bytes."""
-        return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
-
-
 @dataclass
-class Migration:
-    """A migration that all ranks have agreed on.
+class PreparedMigration:
+    """A migration for which all ranks have the same schedule.
 
     Args:
-        standing: the placement after the rounds committed so far.
-        committed: how many they are.
-        received_bytes: of experts, in them, by this rank.
+        current: the placement after the rounds committed so far.
+        committed: number of those rounds.
+        received_bytes: of experts, in those rounds, by this rank.
     """
 
     key: str
     schedule: TransferSchedule
     records: Records
-    standing: Placement
+    current: Placement
     committed: int = 0
     received_bytes: int = 0
 
@@ -122,7 +84,7 @@ class Posted:
         take_over: lets everything follow that placement.
     """
 
-    migration: Migration
+    migration: PreparedMigration
     round_: Round
     deadline: float
     exchange: Exchange = field(default_factory=Exchange)
@@ -201,44 +163,19 @@ class MigrationEngine:
         if self.broken:
             raise MigrationBroken(self.broken)
 
-    def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> Outcome:
-        """Take the experts from ``current`` to ``target``; both are the same on every rank.
-
-        Args:
-            key: names this migration's decisions; new for each, equal on every rank.
-            get_ready: called for each round, before its vote.
-
-        Raises:
-            MigrationBroken: now or earlier, this rank failed after an agreement.
-        """
-        self._epoch = current.epoch
-        self._wait_for_device()  # what is queued already is no part of the pause
-        started = time.perf_counter()
+    def begin_timing(self, epoch: int) -> None:
+        """Start ``seconds`` anew, for a migration that begins at this epoch."""
+        self._epoch = epoch
         self._seconds.clear()
-        migration, verdict = self.prepare(current, target, key)
-        if migration is None:
-            left = tuple(layers_that_differ(current, target))
-            return self._outcome(current, (), left, started, verdict, Phase.PREPARED)
-        for round_ in migration.schedule.rounds:
-            self.restart()
-            posted = self.post(migration, round_)
-            self.arrive(posted, get_ready)
-            ballot = Ballot(f"{key}/{round_.number}")
-            with self._all_or_nothing(ballot):
-                verdict = self.vote(posted, ballot)
-                if not verdict.commit:
-                    break
-                for layer in round_.layers:
-                    self.commit(posted, layer)
-                self.finish(posted)
-                assert posted.after is not None
-                migration.standing = posted.after
-        self._wait_for_device()
-        done = migration.schedule.rounds[: migration.committed]
-        left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
-        phase = Phase.STAGED
-        outcome = self._outcome(migration.standing, done, left, started, verdict, phase, migration.received_bytes)
-        return replace(outcome, record_bytes=migration.records.nbytes)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each part since `begin_timing`."""
+        return dict(self._seconds)
+
+    def moved_experts(self, rounds: Sequence[Round]) -> int:
+        """Number of experts that change their rank in these rounds."""
+        return sum(round_.moved(self._home_rows) for round_ in rounds)
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
@@ -248,7 +185,7 @@ class MigrationEngine:
 
     def prepare(
         self, current: Placement, target: Placement, key: str, formats: Formats | None = None
-    ) -> tuple[Migration | None, Verdict]:
+    ) -> tuple[PreparedMigration | None, Verdict]:
         """Rounds that all ranks agree on, and memory for them; or why there are none. Collective.
 
         What can fail on one rank alone fails here, before anybody waits for its bytes.
@@ -280,7 +217,7 @@ class MigrationEngine:
             verdict = self._agreement.same_on_all(digest, "transfer schedule", problem)
         if schedule is None or not verdict.commit:
             return None, verdict
-        return Migration(key, schedule, records, current), verdict
+        return PreparedMigration(key, schedule, records, current), verdict
 
     def at_once_bytes(self, schedule: TransferSchedule) -> int:
         """Bytes that a rank may receive in rounds that are under way together, the same on every rank."""
@@ -290,7 +227,7 @@ class MigrationEngine:
         """Nothing is under way: the memory of what was staged is free."""
         self._exchanger.restart()
 
-    def post(self, migration: Migration, round_: Round) -> Posted:
+    def post(self, migration: PreparedMigration, round_: Round) -> Posted:
         """Begin to exchange the experts of a round; live rows are read until all of it is here.
 
         A rank that cannot says so in `vote`: if it stayed away, the others would wait for it.
@@ -324,7 +261,7 @@ class MigrationEngine:
                         posted.problem = self._exchanger.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
                     with self._timed("maps"):
-                        posted.after = migration.schedule.after(migration.standing, posted.round_)
+                        posted.after = migration.schedule.after(migration.current, posted.round_)
                         posted.take_over = get_ready(posted.after, posted.round_.layers)
             if posted.problem and not posted.timed_out:
                 with _noting_problems(posted):
@@ -413,7 +350,7 @@ class MigrationEngine:
             raise MigrationBroken(self.broken) from error
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
+    def all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
         """A vote and what follows from it. What breaks off inside (Ctrl-C) once this rank has said yes leaves it where
         nobody knows whether the others have committed."""
         try:
@@ -462,31 +399,6 @@ class MigrationEngine:
                 meanwhile()
             time.sleep(_POLL_SECONDS)
 
-    def _outcome(
-        self,
-        standing: Placement,
-        done: Sequence[Round],
-        left: tuple[int, ...],
-        started: float,
-        verdict: Verdict,
-        phase: Phase,
-        received_bytes: int = 0,
-    ) -> Outcome:
-        return Outcome(
-            standing,
-            moved_experts=sum(round_.moved(self._home_rows) for round_ in done),
-            received_bytes=received_bytes,
-            pause_seconds=time.perf_counter() - started,
-            seconds=dict(self._seconds),
-            rounds=len(done),
-            committed_layers=tuple(sorted({layer for round_ in done for layer in round_.layers})),
-            left_layers=left,
-            failed_phase=None if verdict.commit else phase,
-            cause=verdict.cause,
-            connections_broken=verdict.connections_broken,
-            transfers=np.concatenate([round_.transfers for round_ in done]) if done else None,
-        )
-
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:
         began = time.perf_counter()
@@ -498,7 +410,8 @@ class MigrationEngine:
         """A thread of its own would work on GPU 0."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
+        """Return when the device has done all that is queued."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.agreement import Agreement
@@ -33,8 +32,9 @@ from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
-from .pacing import Pace, Starts, next_batch
+from .driver import MigrationProgress
+from .engine import Formats, MigrationEngine, Posted, PreparedMigration, layers_that_differ
+from .pacing import Pace, StartTimes, next_batch
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
@@ -42,6 +42,9 @@ logger = logging.getLogger("eplb_runtime")
 LATE, WRITTEN, REPLACED, HELD = "late", "written", "replaced", "held"
 """Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; one that has other
 tensors by now than when the migration began; and one of experts that the user has copied since then."""
+_REPLACED_TIMES = 2
+"""Migrations in a row that found other tensors than they began with: once is a state that was loaded, twice is an
+optimizer that makes its state anew in each step."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
 _ALMOST_SECONDS = 2e-3
@@ -60,7 +63,7 @@ _WEIGHT = 0.3
 
 
 @dataclass(eq=False)
-class _Flight:
+class InFlightRound:
     """A round on its way, as training knows it.
 
     Args:
@@ -93,35 +96,7 @@ class _Flight:
         return sum(s.record_format.payload_bytes for s in self.posted.exchange.staged) if self.posted is not None else 0
 
 
-@dataclass(frozen=True)
-class Brought:
-    """What has become of a migration by the end of a step.
-
-    Args:
-        placement: the one that stands now.
-        committed_layers: since the last time.
-        moved_experts, received_bytes: in them.
-        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, in them.
-        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
-        pause_seconds: what the training thread has spent on it since the last time.
-        ended: whether nothing is left to do.
-        failure: why the rest of it is dropped; None: it is not.
-        left_layers: that are not where the plan wants them, where it has failed.
-    """
-
-    placement: Placement
-    committed_layers: tuple[int, ...] = ()
-    moved_experts: int = 0
-    received_bytes: int = 0
-    transfers: NDArray[np.int64] | None = None
-    record_bytes: tuple[int, ...] = ()
-    pause_seconds: float = 0.0
-    ended: bool = False
-    failure: Verdict | None = None
-    left_layers: tuple[int, ...] = ()
-
-
-class BackgroundMigration:
+class Overlapped:
     """One rank's part in migrations beside training; one at a time.
 
     Args:
@@ -132,12 +107,13 @@ class BackgroundMigration:
         maps: what follows the placement.
         is_planner: whether this is rank 0, whose clock counts.
         timeout_seconds: for the transfers beside one step, and for each decision.
+        link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
         max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
         waiting: entered while the training thread waits for other ranks.
         held_outside: says who holds copies of experts that do not move along; empty: nobody.
 
     Attributes:
-        under_way: whether a migration is.
+        in_flight: whether a migration was begun and has not ended.
         agreement: as above; another when ranks have connected anew.
         late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
     """
@@ -152,12 +128,13 @@ class BackgroundMigration:
         maps: Maps,
         is_planner: bool,
         timeout_seconds: float,
+        link_seconds_per_byte: float,
         max_pause_seconds: float | None,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         held_outside: Callable[[], str] = lambda: "",
     ) -> None:
         self.agreement = agreement
-        self.under_way = False
+        self.in_flight = False
         self.late_rounds = self.late_bytes = 0
         self._waiting = waiting
         self._held_outside = held_outside
@@ -168,23 +145,25 @@ class BackgroundMigration:
         self._maps = maps
         self._is_planner = is_planner
         self._timeout = timeout_seconds
+        self._link_seconds_per_byte = link_seconds_per_byte
         self._max_pause = max_pause_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._boundary = time.perf_counter()
         self._started: set[int] = set()
-        self._starts = Starts(registry.num_layers)
+        self._starts = StartTimes(registry.num_layers)
         self._seconds_per_byte = 0.0
+        self._times_replaced = 0
         self._forget()
 
     def _forget(self) -> None:
         """Nothing is under way."""
-        self.under_way = False
-        self._migration: Migration | None = None
+        self.in_flight = False
+        self._migration: PreparedMigration | None = None
         self._carried: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
-        self._flights: list[_Flight] = []
+        self._flights: list[InFlightRound] = []
         self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._gate = threading.Event()
         self._batches = 0
@@ -192,32 +171,36 @@ class BackgroundMigration:
 
     # -- what training calls -------------------------------------------------------------------------------------------
 
-    def begin(self, current: Placement, target: Placement, key: str, link_seconds_per_byte: float) -> None:
+    def begin(self, current: Placement, target: Placement, key: str) -> None:
         """A step is over: get a migration ready while training goes on. On every rank.
 
         Args:
             key: names its decisions; new for each, equal on every rank.
-            link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
         """
         self._forget()
-        self.under_way, self._key, self._standing, self._target = True, key, current, target
+        self._is_new = self.in_flight = True
+        self._key, self._current, self._target = key, current, target
         formats = self._engine.formats(layers_that_differ(current, target))
-        pace = self._pace_so_far(link_seconds_per_byte).encode() * self._is_planner
+        pace = self._pace_so_far().encode() * self._is_planner
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
-    def at_boundary(self, hold_back: bool) -> Brought:
-        """A step is over: what it has brought; and what travels beside the next one is posted. On every rank.
+    def advance(self, *, hold_back: bool = False) -> MigrationProgress:
+        """A step is over: return what it has brought, and post what overlaps with the next one. On every rank.
 
         Args:
             hold_back: nothing new may travel.
         """
+        if self._is_new:  # its preparation overlaps with the next step
+            self._is_new = False
+            return MigrationProgress(self._current)
         pause, began = self._pause, time.perf_counter()
         self.withdraw()
         progress = self._settled() if self._flights else self._opened()
-        if not progress.ended and not hold_back:
+        has_ended = not progress.verdict.commit or not self._open
+        if not has_ended and not hold_back:
             self._send_on()
         pause, self._pause = pause + time.perf_counter() - began, 0.0
-        if progress.ended:
+        if has_ended:
             self._finish()
         return replace(progress, pause_seconds=pause)
 
@@ -265,7 +248,7 @@ class BackgroundMigration:
                         self._resolve(flight, 0.0, LATE, "no forward of it came before the end of the step")
                 self._gate.set()
 
-    def standing(self) -> Placement:
+    def current_placement(self) -> Placement:
         """The placement with what has been committed so far, each round an epoch. On every rank, at the same place."""
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
@@ -277,19 +260,19 @@ class BackgroundMigration:
                 assert migration is not None
                 flight.followed = True
                 # A later round of the layer starts from here.
-                migration.standing = self._standing = migration.schedule.after(self._standing, flight.round_)
-        return self._standing
+                migration.current = self._current = migration.schedule.after(self._current, flight.round_)
+        return self._current
 
-    def cancel(self) -> Placement:
+    def drain(self) -> Placement:
         """The rest is dropped, on every rank; the thread is done with it when this returns, or never will be.
 
         Returns:
             The placement that stands.
         """
         self.withdraw()
-        standing = self.standing()
+        current = self.current_placement()
         self._finish()
-        return standing
+        return current
 
     def _finish(self) -> None:
         self.leave()
@@ -309,7 +292,7 @@ class BackgroundMigration:
         if self._gate.is_set():
             return
         # Copies that were made while this is under way have rows as they stand: these must stay there.
-        moves = self._as_sent and not np.array_equal(self._standing.homes_LRH, self._target.homes_LRH)
+        moves = self._as_sent and not np.array_equal(self._current.homes_LRH, self._target.homes_LRH)
         held, name = self._held_outside() if moves else "", self._written()
         for flight in self._flights:
             if held and flight.here:
@@ -328,7 +311,7 @@ class BackgroundMigration:
                 return name
         return ""
 
-    def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
+    def _resolve(self, flight: InFlightRound, patience: float, kind: str, cause: str) -> None:
         """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it, if
         it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
         if flight.verdict is None:
@@ -339,11 +322,11 @@ class BackgroundMigration:
         if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
             self._commit(flight)
 
-    def _refuse(self, flight: _Flight, verdict: Verdict) -> None:
+    def _refuse(self, flight: InFlightRound, verdict: Verdict) -> None:
         """Say no, unless it is known what all ranks do, or this rank has said yes."""
         flight.verdict = flight.ballot.verdict or self._engine.refuse(flight.ballot, verdict)
 
-    def _commit(self, flight: _Flight) -> None:
+    def _commit(self, flight: InFlightRound) -> None:
         replicas = self._maps.replicas
         assert flight.posted is not None
         if replicas is not None:
@@ -358,10 +341,10 @@ class BackgroundMigration:
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Brought:
+    def _opened(self) -> MigrationProgress:
         """Whether the migration is prepared; what it consists of."""
         if self._migration is not None:
-            return Brought(self._standing)
+            return MigrationProgress(self._current)
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
             migration, pace, verdict = self._prepared.result()
         else:
@@ -370,13 +353,13 @@ class BackgroundMigration:
         if migration is None or pace is None:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
-            left = tuple(layers_that_differ(self._standing, self._target))
-            return Brought(self._standing, ended=True, failure=verdict, left_layers=left)
+            left = tuple(layers_that_differ(self._current, self._target))
+            return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
         self._migration, self._pace = migration, pace
         self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
-        return Brought(self._standing, ended=not self._open)
+        return MigrationProgress(self._current)
 
     def _send_on(self) -> None:
         """Post what travels beside the next step."""
@@ -390,7 +373,7 @@ class BackgroundMigration:
         for round_ in batch.rounds:
             ballot, here = Ballot(f"{self._key}/{self._batches}/{round_.number}"), round_.layers[0] in self._held
             patience = self._patience(round_, batch.waited_for)
-            self._flights.append(_Flight(round_, ballot, here, patience, problem))
+            self._flights.append(InFlightRound(round_, ballot, here, patience, problem))
         flights = self._flights
         self._as_sent = [
             (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
@@ -428,9 +411,9 @@ class BackgroundMigration:
                 problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
         return problem
 
-    def _settled(self) -> Brought:
+    def _settled(self) -> MigrationProgress:
         """What has become of the last step's flights, all of which are over."""
-        placement, migration = self.standing(), self._migration
+        placement, migration = self.current_placement(), self._migration
         assert migration is not None
         verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
         done = [flight for flight, verdict in verdicts if verdict.commit]
@@ -453,22 +436,28 @@ class BackgroundMigration:
         if any(verdict.kind == LATE for _, verdict in verdicts):
             self._pace = self._pace.slower()
         self._flights, self._as_sent = [], []
+        self._times_replaced = 0 if done else self._times_replaced
+        self._times_replaced += failed is not None and failed.kind == REPLACED
         home_rows = placement.home_rows()
-        return Brought(
+        return MigrationProgress(
             placement,
+            failed or Verdict(True),
+            None if failed is None else Phase.STAGED,
             committed_layers=tuple(sorted(flight.layer for flight in done)),
             moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
             received_bytes=sum(flight.received_bytes for flight in done),
             transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
             record_bytes=migration.records.nbytes,
-            ended=failed is not None or not self._open,
-            failure=failed,
             left_layers=tuple(sorted(self._open)),
+            only_between_steps=failed is not None and self._is_written_each_step(failed),
         )
 
-    def _pace_so_far(self, link_seconds_per_byte: float) -> Pace:
+    def _is_written_each_step(self, failed: Verdict) -> bool:
+        return failed.kind == WRITTEN or (failed.kind == REPLACED and self._times_replaced >= _REPLACED_TIMES)
+
+    def _pace_so_far(self) -> Pace:
         """What this rank knows of its layers' forwards, and of how fast experts travel."""
-        seconds_per_byte = self._seconds_per_byte or _UNTRIED * link_seconds_per_byte
+        seconds_per_byte = self._seconds_per_byte or _UNTRIED * self._link_seconds_per_byte
         us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
         return Pace(self._starts.microseconds(), max(1, us_per_mib))
 
@@ -476,7 +465,7 @@ class BackgroundMigration:
 
     def _prepare(
         self, current: Placement, target: Placement, formats: Formats, words: Tensor
-    ) -> tuple[Migration | None, Pace | None, Verdict]:
+    ) -> tuple[PreparedMigration | None, Pace | None, Verdict]:
         try:
             migration, verdict = self._engine.prepare(current, target, self._key, formats)
             if migration is not None:
@@ -488,10 +477,14 @@ class BackgroundMigration:
         return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
 
     def _carry(
-        self, migration: Migration, flights: Sequence[_Flight], gate: threading.Event, follow: Callable[[], None]
+        self,
+        migration: PreparedMigration,
+        flights: Sequence[InFlightRound],
+        gate: threading.Event,
+        follow: Callable[[], None],
     ) -> None:
         """Post some ahead, and in their order take in what has come, and vote as soon as training lets."""
-        arrived: list[_Flight] = []
+        arrived: list[InFlightRound] = []
 
         def vote() -> None:
             while arrived and (gate.is_set() or not arrived[0].here):

@@ -24,7 +24,7 @@ _LATER = 1.1
 """From one step to the next a forward is believed to begin at most so many times later."""
 
 
-class Starts:
+class StartTimes:
     """When the forwards of layers begin, after the end of a step: a little less than is usual.
 
     Steps take longer now and then (data, an evaluation, a checkpoint). What counts on that comes too late the next

@@ -282,7 +282,7 @@ def copied_at(rank: int, at: int | None, nth: int = 0) -> tuple[int, dict[str, A
             pull_to_start(kept, model)
         optimizer.step()
         optimizer.zero_grad()
-        nth -= at is None and balancer._rebalancer.background.under_way
+        nth -= at is None and balancer._rebalancer.overlapped.in_flight
         if not kept and (step == at or (at is None and nth < 0)):
             at, kept = step, list(clones(model).values())
     logging.getLogger("eplb_runtime").removeHandler(handler)

@@ -18,7 +18,7 @@ from eplb_runtime.distributed.store import JobStore, StoreError
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationBroken, Phase
-from eplb_runtime.migration.overlapped import BackgroundMigration
+from eplb_runtime.migration.overlapped import Overlapped
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 SECONDS = 2.0
@@ -101,15 +101,15 @@ def lose_one_count() -> None:
 def interrupted(job: Job) -> bool:
     """Ctrl-C on every rank, between the outcome of a round and its commit; the loop catches it, looks at what it has,
     and repeats the step. Whether what it saw was whole."""
-    commit, broke_off = BackgroundMigration._commit, []
+    commit, broke_off = Overlapped._commit, []
 
-    def break_off(self: BackgroundMigration, flight: Any) -> None:
+    def break_off(self: Overlapped, flight: Any) -> None:
         if self is job.background and flight.layer == 1 and not broke_off:
             broke_off.append(True)
             raise KeyboardInterrupt
         commit(self, flight)
 
-    BackgroundMigration._commit = break_off
+    Overlapped._commit = break_off
     before = {}
     while not broke_off:
         before = job.state()
@@ -149,7 +149,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
         rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))
     except RuntimeError as error:
         said = str(error)
-    return said, not job.background.under_way
+    return said, not job.background.in_flight
 
 
 def in_doubt(rank: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.pacing import Pace, Starts, next_batch
+from eplb_runtime.migration.pacing import Pace, StartTimes, next_batch
 from eplb_runtime.migration.schedule import Round
 
 MIB = 1 << 20
@@ -84,7 +84,7 @@ def test_after_some_came_too_late_less_travels_at_once() -> None:
 
 
 def test_a_step_that_took_long_moves_no_deadline_far() -> None:
-    starts = Starts(num_layers=3)
+    starts = StartTimes(num_layers=3)
     for _ in range(4):
         starts.saw(0, 0.010)
         starts.saw(2, 0.030)
