@@ -29,10 +29,9 @@ from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
 from ..utils.checksums import block_hashes
 from ..utils.spans import phase
-from .exchange import Exchange, Exchanger
+from .exchange import Exchange, Exchanger, HashBlocks
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
-from .verifying import HashBlocks
 
 logger = logging.getLogger("eplb_runtime")
 

@@ -6,22 +6,26 @@ Who owns what: until it is committed, staged memory belongs to this room and liv
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, Together, Transport
 from ..moe.experts.record import RecordFormat
 from ..placement import HomeRows
-from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
+from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes
+from ..utils.checksums_numba import fast_host_hashes
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, in_turn, packed_bytes, runs_of
-from .verifying import HashBlocks, checksum_of
+
+HashBlocks = Callable[[Tensor], Tensor]
+"""As `utils.checksums.block_hashes`."""
 
 
 @dataclass(frozen=True)
@@ -287,3 +291,32 @@ class Exchanger:
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._transport.empty(nbytes)
+
+
+def checksum_of(
+    rows: Sequence[Tensor], hashes: Sequence[Tensor | None], hash_blocks: HashBlocks = block_hashes
+) -> bytes:
+    """16 bytes over flat uint8 rows, the same for rows on the CPU and on a GPU.
+
+    Args:
+        hashes: of each row, the hashes of its whole blocks, on the host; None: they are computed here.
+        hash_blocks: what computes them on a GPU.
+    """
+    hasher = xxhash.xxh3_128()
+    for row, known in zip(rows, hashes, strict=True):
+        whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
+        hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
+        hasher.update(row[whole:].cpu().numpy().data)
+    return hasher.digest()
+
+
+def _hashes(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    return fast_host_hashes(blocks) if blocks.device.type == "cpu" else in_chunks(blocks, hash_blocks)
+
+
+def in_chunks(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    """int64 ``[B]``, on the host, of uint8 ``[B * 1024]``: little memory is taken at once."""
+    firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
+    return torch.cat(
+        [torch.empty(0, dtype=torch.int64), *(hash_blocks(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
+    )
