@@ -43,7 +43,7 @@ from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
 from .rebalancer import Rebalancer
-from .restore import Resuming
+from .restore import Restorer
 from .runtime import Runtime
 from .status import DecisionLine, balancer_table
 
@@ -115,8 +115,8 @@ class Balancer:
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
-        self._replaced_was_told = False
-        self._under_way = ""
+        self._replaced_was_reported = False
+        self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
         self._listeners: list[Callable[[], None]] = []
@@ -148,7 +148,7 @@ class Balancer:
         self._rebalancer = Rebalancer(
             runtime, transport, self._guard, self.events, self._held_outside if self._searches_outside else None
         )
-        self._resuming = Resuming(runtime, self._rebalancer)
+        self._restorer = Restorer(runtime, self._rebalancer)
         self._outside = Outside(
             runtime.parameters,
             list(runtime.model_check.models.values()),
@@ -223,7 +223,7 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._refuse_under_way("the end of a training step (optimizer.step())")
+        self._refuse_inside_schedule("the end of a training step (optimizer.step())")
         self._gradients.begin()
         self._in_step = False
         self._runtime.watch.at(f"its own code, or a decision, after {self._runtime.counter.closed_steps + 1} steps")
@@ -232,9 +232,9 @@ class Balancer:
         with phase("step boundary", epoch=self.placement.epoch):
             moved = self._rebalancer.at_boundary()
         if moved:
-            self._moved()
+            self._after_move()
         if self._training or moved:
-            self._refresh_copies()
+            self._refresh_replicas()
         self._guard.experts_are_left()
 
     @torch.compiler.disable
@@ -259,8 +259,8 @@ class Balancer:
             self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
-            self._moved()
-            self._refresh_copies()
+            self._after_move()
+            self._refresh_replicas()
         return moved
 
     @torch.compiler.disable
@@ -288,23 +288,23 @@ class Balancer:
     @contextmanager
     def _uninterrupted(self, what: str) -> Iterator[None]:
         """Inside, micro-batches are between their forward and their backward, for which the placement must stand."""
-        self._under_way = what
+        self._schedule_running = what
         try:
             yield
             self._guard.gradients_are_there()
         finally:
-            self._under_way = ""
+            self._schedule_running = ""
 
-    def _refuse_under_way(self, what: str) -> None:
-        if self._under_way:
+    def _refuse_inside_schedule(self, what: str) -> None:
+        if self._schedule_running:
             raise RuntimeError(
-                f"{what} inside {self._under_way}: micro-batches are between their forward and their backward, for "
-                "which experts must stay where they are; call it after optimizer.step() and before the next step"
+                f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
+                "for which experts must stay where they are; call it after optimizer.step() and before the next step"
             )
 
     def _refuse_inside_a_step(self, what: str) -> None:
         """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
-        self._refuse_under_way(what)
+        self._refuse_inside_schedule(what)
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
         gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
         if self._sliced and replicas is not None:  # FSDP may keep the homes' where nobody sees them
@@ -319,7 +319,7 @@ class Balancer:
         if self._closed:
             raise RuntimeError(f"{what} after close(): experts stay where they are")
 
-    def _moved(self) -> None:
+    def _after_move(self) -> None:
         """Experts have changed places."""
         self._runtime.model_check.moved()
         self._gradients.moved()
@@ -333,7 +333,7 @@ class Balancer:
             yield from arrays_in(getattr(optimizer, "state", None))
             yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def _refresh_copies(self) -> None:
+    def _refresh_replicas(self) -> None:
         if self._runtime.maps.replicas is not None:
             self._runtime.maps.replicas.refresh()
 
@@ -349,7 +349,7 @@ class Balancer:
         if self._runtime.maps.replicas is None or self._closed:
             return
         self._runtime.barrier("weights_changed()")
-        self._refresh_copies()
+        self._refresh_replicas()
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
@@ -685,7 +685,7 @@ class Balancer:
         """Call this when there is nothing more to hear."""
         self._listeners.append(close)
 
-    def _close_together_with(self, close: Callable[[float], None]) -> None:
+    def _close_on_all_ranks_with(self, close: Callable[[float], None]) -> None:
         """Call this in ``close``, as every rank does, with a time of `time.monotonic` as its deadline."""
         self._on_all_ranks.append(close)
 
@@ -739,7 +739,7 @@ class Balancer:
             return state
         # Alone, this rank's sum would meet what the others compare in their steps.
         self._runtime.barrier("balancer.state_dict()")
-        return {**state, "load": self._resuming.measured()}
+        return {**state, "load": self._restorer.measured()}
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -757,9 +757,9 @@ class Balancer:
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
-        self._resuming.go_on_from(state, lambda: self._runtime.barrier("load_state_dict()"))
-        self._moved()
-        self._refresh_copies()
+        self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
+        self._after_move()
+        self._refresh_replicas()
 
     def _before_forward(self) -> None:
         """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
@@ -770,17 +770,17 @@ class Balancer:
                 with self._guard.clocked():
                     self._division.follow()
                     self._runtime.model_check.check(thoroughly=self._guard.is_new)
-                    if not self._replaced_was_told and self._guard.is_new:
-                        self._tell_of_replaced()
+                    if not self._replaced_was_reported and self._guard.is_new:
+                        self._warn_of_replaced()
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
                     self._runtime.maps.replicas.abandon()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 
-    def _tell_of_replaced(self) -> None:
+    def _warn_of_replaced(self) -> None:
         """Once, when attach is over and has let go of them."""
-        self._replaced_was_told = True
+        self._replaced_was_reported = True
         if holder := whole_average(self._runtime.registry.parameters(), self.placement.num_experts):
             logger.warning(
                 "%s is an AveragedModel from before attach, with all experts, and the model has this rank's from now "

@@ -49,11 +49,11 @@ def compile_apart(policy: str) -> None:
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             try:
-                _, said = process.communicate(timeout=MOST_SECONDS)
+                _, message = process.communicate(timeout=MOST_SECONDS)
             finally:
                 process.kill()
         if process.returncode:
-            logger.debug("the compiling process ended with %d: %s", process.returncode, said[-500:])
+            logger.debug("the compiling process ended with %d: %s", process.returncode, message[-500:])
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no compiling process: %s", error)
 

@@ -31,8 +31,8 @@ from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
-from .guard import Found, Guard
-from .guard_samples import Look
+from .guard import Comparison, Guard
+from .guard_samples import Sample
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -131,7 +131,7 @@ class Measurement:
     stall_seconds: float
     home_bytes: int
     token_bytes: int = 0
-    look: Look | None = None
+    sample: Sample | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
     keys_of_earlier: int = 0
@@ -209,8 +209,8 @@ class DecisionMaker:
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
             total = aggregate(measurement.buckets, control).numpy()
-        found = Found() if measurement.look is None else self._guard.found(measurement.look, control)
-        finding = found.finding
+        comparison = Comparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
+        finding = comparison.finding
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:
             declared = summed(measurement.declared, shape, control)
@@ -270,8 +270,8 @@ class DecisionMaker:
             return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
         if summary.get("failure"):
             return replace(made, failure=summary["failure"])
-        if found.stays and target is not None:
-            return replace(made, summary=staying(measurement.placement, found.stays), stays=found.stays)
+        if comparison.stays and target is not None:
+            return replace(made, summary=staying(measurement.placement, comparison.stays), stays=comparison.stays)
         return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
@@ -323,13 +323,13 @@ class DecisionMaker:
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
         """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
         steps = len(measurement.buckets.wait()) * self._steps_per_bucket
-        said = f"no token was counted in the last {steps} steps"
+        text = f"no token was counted in the last {steps} steps"
         if measurement.computed and steps:  # none: rebalance() right after a decision
             finding = finding or (
-                f"{said} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
+                f"{text} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
                 "token is padding; nothing can be balanced"
             )
-        return Decision(failure=said, finding=finding)
+        return Decision(failure=text, finding=finding)
 
     def _plan(self, measurement: Measurement) -> bytes:
         """Rank 0: the plan as bytes, or why there is none."""
@@ -465,17 +465,17 @@ def _failed(why: str) -> bytes:
 
 def staying(placement: Placement, reason: str) -> dict[str, Any]:
     """The summary of a decision for which nobody has planned."""
-    said = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
-    return {**said, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
+    text = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
+    return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
 
 def _imbalance_as_it_was(
     load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
     """Each row's imbalance under the placement that stood while it was counted."""
-    parts: list[NDArray[np.float64]] = []
+    by_placement: list[NDArray[np.float64]] = []
     start = 0
     for end, placement in measurement.placements:
-        parts += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
+        by_placement += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
         start = end
-    return np.stack(parts)
+    return np.stack(by_placement)

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from ..load.aggregate import HostCopy
-from .gradients.rescaled import Kept
+from .gradients.rescaled import GradientSamples
 
 SAMPLES = 16
 """Tensors of each kind that one look compares."""
@@ -50,7 +50,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Look:
+class Sample:
     """What one rank saw: a problem of its own, or pieces of tensors to compare with others.
 
     Args:
@@ -75,7 +75,7 @@ class Look:
     sizes: tuple[int, ...]
     sums: HostCopy | None = None
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    kept: Kept | None = None
+    gradients: GradientSamples | None = None
     stays: str = ""
     lone: Callable[[], str] | None = None
     options: tuple[str, str] = ("", "")
@@ -94,7 +94,7 @@ class Look:
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
         dense, experts = self.sums_of_kinds()
         options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
-        steps = len(self.kept.steps) if self.kept else 0
+        steps = len(self.gradients.steps) if self.gradients else 0
         hashes[-5:] = torch.tensor([*options, _hash(dense), _hash(experts), steps])
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
 
@@ -106,7 +106,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SampleDigest:
     """What `Look.encode` made of one rank's look.
 
     Args:
@@ -126,12 +126,12 @@ class Seen:
     options: Sequence[int]
 
     @staticmethod
-    def decode(row: Tensor) -> Seen:
+    def decode(row: Tensor) -> SampleDigest:
         """The inverse."""
         texts = bytes(row[:_TEXT_BYTES].tolist())
         *hashes, rates, others, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
         problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
-        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
+        return SampleDigest(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
 
 
 def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:

@@ -112,7 +112,7 @@ class Rebalancer:
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
-        self._standing = Standing()
+        self._rank_state = Standing()
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
@@ -126,7 +126,7 @@ class Rebalancer:
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
         self._migration: Migration = self.overlapped if config.overlap else self._between_steps
-        self._reconnection = Reconnection(groups, self._standing, self._carrier, use_my_device, self._at_point)
+        self._reconnection = Reconnection(groups, self._rank_state, self._carrier, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
 
@@ -185,8 +185,8 @@ class Rebalancer:
 
     def has_moved(self, layer: int) -> bool:
         """Whether homes of a layer stand elsewhere than at attach, or have since."""
-        stands = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
-        return bool(self._moved_L[layer]) or not stands
+        is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
+        return bool(self._moved_L[layer]) or not is_initial
 
     def wait_until_compiled(self, seconds: float) -> bool:
         """For runs that cannot begin without: whether this rank is ready to plan and migrate, now or soon."""
@@ -225,8 +225,8 @@ class Rebalancer:
         self._at_point(Phase.STEPPED, self.step)
         self._clock.tick()
         self._counter.advance()
-        self._standing.step_seconds = self._clock.step_seconds
-        self._standing.steps += 1
+        self._rank_state.step_seconds = self._clock.step_seconds
+        self._rank_state.steps += 1
         return self.step % self._config.interval == 0
 
     def _discard_load(self) -> None:
@@ -280,7 +280,7 @@ class Rebalancer:
         """What was counted before is not this job's, or stood under other placements than those known here."""
         self._earlier.clear()
 
-    def compare(self, digest: bytes, what: str, said: str) -> Verdict:
+    def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
         """Whether all ranks were given the same; what is under way is over then. Collective, between steps.
 
         Args:
@@ -290,7 +290,7 @@ class Rebalancer:
         """
         self._refuse_alone(what)
         self.forget_pending()
-        agreed = self._agreement.same_on_all(digest, said)
+        agreed = self._agreement.same_on_all(digest, subject)
         if agreed.connections_broken:
             self._pause(agreed.cause)
         return agreed
@@ -377,7 +377,7 @@ class Rebalancer:
             stall_seconds=self._clock.stall_seconds,
             home_bytes=self._home_bytes(),
             token_bytes=self._counter.token_bytes,
-            look=self._guard.sample(),
+            sample=self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,
@@ -429,7 +429,7 @@ class Rebalancer:
 
     def _copies_outside(self) -> str:
         """Who holds copies of experts that do not move along, as far as this rank knows."""
-        return f"rank {self._groups.job.rank}: {said}" if (said := self._held_by(False, True)) else ""
+        return f"rank {self._groups.job.rank}: {holder}" if (holder := self._held_by(False, True)) else ""
 
     def _held_by(self, patient: bool, copies_only: bool) -> str:
         return self.held_outside(patient, copies_only) if self.held_outside is not None else ""
@@ -569,7 +569,7 @@ class Rebalancer:
         self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect anew; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self._standing.digest = bytes.fromhex(self.placement().digest())
+        self._rank_state.digest = bytes.fromhex(self.placement().digest())
         self._reconnection.begin()
 
     def _rejoin(self) -> None:

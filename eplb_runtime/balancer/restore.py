@@ -26,7 +26,7 @@ UNUSABLE = bytes(16)
 """In the place of a digest: this rank was given nothing that it could use."""
 
 
-class Resuming:
+class Restorer:
     """Saves and restores one job, on one rank.
 
     Args:
@@ -49,7 +49,7 @@ class Resuming:
             lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
         )
 
-    def go_on_from(self, state: Mapping[str, Any], come: Callable[[], None]) -> None:
+    def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:
         """Go to a saved placement, and on from its load. Collective; between steps.
 
         Args:
@@ -70,7 +70,7 @@ class Resuming:
             problem = error
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
-        come()
+        barrier()
         try:
             self._restore(target, step, digest)
         except PlacementError as error:

@@ -29,7 +29,7 @@ from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
 from ..utils.checksums import block_hashes
 from ..utils.spans import phase
-from .exchange import Exchange, Exchanger, HashBlocks
+from .exchange import Exchange, HashBlocks, RoundExecutor
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 
@@ -72,7 +72,7 @@ class PreparedMigration:
 
 
 @dataclass
-class Posted:
+class PostedRound:
     """A round on its way.
 
     Args:
@@ -129,7 +129,7 @@ class MigrationEngine:
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._exchanger = Exchanger(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
+        self._executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
@@ -137,11 +137,11 @@ class MigrationEngine:
 
     def close(self) -> None:
         """Give back what the transport keeps."""
-        self._exchanger.close()
+        self._executor.close()
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Go on with new connections after a failure broke the old ones."""
-        self._exchanger.reconnect(transport)
+        self._executor.reconnect(transport)
         self._agreement = agreement
 
     def rehearse(self, placement: Placement) -> float:
@@ -151,7 +151,7 @@ class MigrationEngine:
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._exchanger.device)
+            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._executor.device)
             self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
             self._agreement.decide(Ballot("rehearsal"), "", False)
             seconds = time.perf_counter() - began
@@ -195,19 +195,19 @@ class MigrationEngine:
         """
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
-            layers, beside = layers_that_differ(current, target), formats is not None
+            layers, overlapped = layers_that_differ(current, target), formats is not None
             found = formats if formats is not None else self.formats(layers)
-            num_layers, device = self._registry.num_layers, self._exchanger.device
+            num_layers, device = self._registry.num_layers, self._executor.device
             records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
                 return None, verdict
             schedule, problem = None, ""
             try:
-                budget = self.bytes_per_step if beside else self._budget
+                budget = self.bytes_per_step if overlapped else self._budget
                 schedule = make_schedule(
-                    current, target, records.nbytes, budget, records.holders, beside, self._home_rows.parts
+                    current, target, records.nbytes, budget, records.holders, overlapped, self._home_rows.parts
                 )
-                self._exchanger.reserve(schedule, records, self.at_once_bytes(schedule) if beside else None)
+                self._executor.reserve(schedule, records, self.at_once_bytes(schedule) if overlapped else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
@@ -224,27 +224,27 @@ class MigrationEngine:
 
     def restart(self) -> None:
         """Nothing is under way: the memory of what was staged is free."""
-        self._exchanger.restart()
+        self._executor.restart()
 
-    def post(self, migration: PreparedMigration, round_: Round) -> Posted:
+    def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
         """Begin to exchange the experts of a round; live rows are read until all of it is here.
 
         A rank that cannot says so in `vote`: if it stayed away, the others would wait for it.
         """
         self.refuse_if_broken()
-        posted = Posted(migration, round_, time.monotonic() + self._timeout)
+        posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
-            self._exchanger.post(round_, migration.records, posted.exchange)
+            self._executor.post(round_, migration.records, posted.exchange)
             self.probe(Phase.POSTED, round_)
         return posted
 
-    def is_here(self, posted: Posted) -> bool:
+    def has_arrived(self, posted: PostedRound) -> bool:
         """Whether `arrive` would not wait for bytes. Never raises: what has failed is noted for the vote."""
         with _noting_problems(posted):
             return bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
-    def arrive(self, posted: Posted, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
+    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for a round, verify it, get ready for its placement. On any thread.
 
         Args:
@@ -257,7 +257,7 @@ class MigrationEngine:
                 with _noting_problems(posted):
                     self._receive(posted, meanwhile)
                     with self._timed("verify"):
-                        posted.problem = self._exchanger.difference(exchange)
+                        posted.problem = self._executor.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
                     with self._timed("maps"):
                         posted.after = migration.schedule.after(migration.current, posted.round_)
@@ -266,7 +266,7 @@ class MigrationEngine:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
-    def vote(self, posted: Posted, ballot: Ballot) -> Verdict:
+    def vote(self, posted: PostedRound, ballot: Ballot) -> Verdict:
         """Whether all ranks commit a round that has arrived. On any thread; collective.
 
         Args:
@@ -294,7 +294,7 @@ class MigrationEngine:
         with self._broken_by_doubt():
             return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
 
-    def commit(self, posted: Posted, layer: int) -> None:
+    def commit(self, posted: PostedRound, layer: int) -> None:
         """Copy what a round brings to a layer into its live slots, in place; only after all ranks agreed.
 
         Raises:
@@ -304,10 +304,10 @@ class MigrationEngine:
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
-                self._exchanger.commit(posted.exchange, layer, record_format)
+                self._executor.commit(posted.exchange, layer, record_format)
                 self._registry.leave_gradients(layer)
 
-    def finish(self, posted: Posted) -> None:
+    def finish(self, posted: PostedRound) -> None:
         """Let everything else follow the placement that stands after a round; all its layers are committed.
 
         Raises:
@@ -370,22 +370,22 @@ class MigrationEngine:
 
     # -- small words ---------------------------------------------------------------------------------------------
 
-    def _receive(self, posted: Posted, meanwhile: Callable[[], None] | None) -> None:
+    def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
         """Experts are hashed as they come."""
-        exchange, exchanger = posted.exchange, self._exchanger
+        exchange, executor = posted.exchange, self._executor
         all_here = False
         while not all_here:
             with self._timed("transfer"):
-                self._until(lambda: bool(exchanger.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
-                arrived = exchanger.arrived(exchange)
+                self._until(lambda: bool(executor.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
+                arrived = executor.arrived(exchange)
             self.probe(Phase.STAGED, arrived)
             with self._timed("verify"):
-                all_here = exchanger.take_in(exchange, arrived)
+                all_here = executor.hash_arrived(exchange, arrived)
         with self._timed("transfer"):
             self._until(exchange.pending.poll, posted, meanwhile)
             exchange.pending.wait(posted.deadline)
 
-    def _until(self, ready: Callable[[], bool], posted: Posted, meanwhile: Callable[[], None] | None) -> None:
+    def _until(self, ready: Callable[[], bool], posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
         """Wait for something that comes.
 
         Raises:
@@ -416,7 +416,7 @@ class MigrationEngine:
 
 
 @contextlib.contextmanager
-def _noting_problems(posted: Posted) -> Iterator[None]:
+def _noting_problems(posted: PostedRound) -> Iterator[None]:
     """What goes wrong inside is no error yet, but this rank's vote against the round."""
     try:
         yield

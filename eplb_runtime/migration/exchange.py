@@ -22,7 +22,7 @@ from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES
 from ..utils.checksums_numba import fast_host_hashes
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
-from .staging import Arena, in_turn, packed_bytes, runs_of
+from .staging import Arena, chains_of, packed_bytes, runs_of
 
 HashBlocks = Callable[[Tensor], Tensor]
 """As `utils.checksums.block_hashes`."""
@@ -35,7 +35,7 @@ class Staged:
     transfer: Transfer
     record_format: RecordFormat
     record: Tensor
-    parts: list[Tensor]
+    messages: list[Tensor]
     """As it travels."""
     last: int
     """The number of its last part among the messages that are received."""
@@ -62,7 +62,7 @@ class Exchange:
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Exchanger:
+class RoundExecutor:
     """Memory and messages for the rounds of one rank.
 
     Args:
@@ -89,7 +89,7 @@ class Exchanger:
         self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
         self._departures = Arena(self._staging, 0)
-        self._aside = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
+        self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
 
     @property
     def device(self) -> torch.device:
@@ -114,24 +114,24 @@ class Exchanger:
             at_once: bytes that come at most in rounds that are under way together; None: one is at a time.
         """
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
-        aside = 0
+        spare = 0
         regions: list[Tensor] = []
         for layer, record_format in records.formats.items():
             runs = runs_of(record_format, self.device)
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
             source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
-            comes = (destination == self._row_rank) & (source != self._row_rank)
-            goes = (source == self._row_rank) & (destination != self._row_rank)
-            np.add.at(arriving, of_layer[comes, 0], record_format.nbytes)
-            np.add.at(leaving, of_layer[goes, 0], packed_bytes(runs))
-            aside = max(aside, *(part.nbytes for part in record_format.fields))
+            is_arriving = (destination == self._row_rank) & (source != self._row_rank)
+            is_leaving = (source == self._row_rank) & (destination != self._row_rank)
+            np.add.at(arriving, of_layer[is_arriving, 0], record_format.nbytes)
+            np.add.at(leaving, of_layer[is_leaving, 0], packed_bytes(runs))
+            spare = max(spare, *(part.nbytes for part in record_format.fields))
             direct = [tensor for _, _, part in runs if part is not None for tensor in part.source.memory]
             regions += [as_bytes(tensor) for tensor in direct if tensor.is_contiguous()]
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
         self._departures.reserve(int(leaving.max(initial=0)))
-        self._aside.reserve(aside)
+        self._spare.reserve(spare)
         self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
 
     def restart(self) -> None:
@@ -167,10 +167,10 @@ class Exchanger:
         left, incoming = exchange.staged[len(exchange.arrived_checksums) :], exchange.incoming
         return list(takewhile(lambda s: incoming is not None and incoming.has(s.last), left))
 
-    def take_in(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
+    def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash what has come; whether that is all."""
         for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.parts, [None] * len(s.parts), self._hash_blocks))
+            exchange.arrived_checksums.append(checksum_of(s.messages, [None] * len(s.messages), self._hash_blocks))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -196,7 +196,7 @@ class Exchanger:
             for t in exchange.within
             if t.layer == layer
         ]
-        for chain in in_turn(within):
+        for chain in chains_of(within):
             self._move_within(record_format, chain)
         for s in exchange.staged:
             if s.transfer.layer == layer:
@@ -219,9 +219,9 @@ class Exchanger:
                 exchange.within.append(transfer)
             elif destination == self._row_rank:
                 record = self._arrivals.take(record_format.nbytes)
-                parts = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
-                receives += [Message(source, part) for part in parts]
-                exchange.staged.append(Staged(transfer, record_format, record, parts, len(receives) - 1))
+                messages = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
+                receives += [Message(source, part) for part in messages]
+                exchange.staged.append(Staged(transfer, record_format, record, messages, len(receives) - 1))
         of_peer = Counter(self._rank_of(s.transfer.source_slot) for s in exchange.staged)
         for peer, experts in of_peer.items():
             sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
@@ -254,11 +254,11 @@ class Exchanger:
         sums = torch.empty(len(experts) * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
 
         def fill() -> None:
-            said = b"".join(
+            checksums = b"".join(
                 checksum_of([m.data for m in expert], [m.hashes for m in expert], self._hash_blocks)
                 for expert in experts
             )
-            sums.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            sums.copy_(torch.frombuffer(bytearray(checksums), dtype=torch.uint8))
 
         if self._transport.hashes:  # it hashes what it reads
             return Message(peer, sums, fill=fill)
@@ -279,11 +279,11 @@ class Exchanger:
         end = chain[0][1]
         ring = chain[-1][0] == end
         for part in record_format.fields:
-            aside = part.in_bytes(self._aside.memory[: part.nbytes])
+            spare = part.in_bytes(self._spare.memory[: part.nbytes])
             if ring:
-                aside.copy_(part.live_row(end))
+                spare.copy_(part.live_row(end))
             for source, to in chain:
-                part.live_row(to).copy_(aside if ring and source == end else part.live_row(source))
+                part.live_row(to).copy_(spare if ring and source == end else part.live_row(source))
 
     def _rank_of(self, slot: int) -> int:
         rank: int = self._home_rows.rank_of(slot)

@@ -33,7 +33,7 @@ from ..replicas.placement_maps import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .driver import MigrationProgress
-from .engine import Formats, MigrationEngine, Posted, PreparedMigration, layers_that_differ
+from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
 from .pacing import Pace, StartTimes, next_batch
 from .schedule import Round
 
@@ -47,13 +47,13 @@ _REPLACED_TIMES = 2
 optimizer that makes its state anew in each step."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
-_ALMOST_SECONDS = 2e-3
+_PATIENCE_SECONDS = 2e-3
 """A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
 _TRIES = 5
 """A layer that is late so often is left where it is."""
 _AHEAD = 2
 """Rounds that are posted before an earlier one is here."""
-_UNTRIED = 4
+_UNMEASURED_FACTOR = 4
 """Experts take so many times as long as bytes alone, until that is measured: they are hashed, packed and unpacked,
 beside a step that wants the processor, too."""
 _MARGIN = 1.5
@@ -82,7 +82,7 @@ class InFlightRound:
     here: bool
     patience: float
     problem: str
-    posted: Posted | None = None
+    posted: PostedRound | None = None
     verdict: Verdict | None = None
     committed: bool = False
     followed: bool = False
@@ -160,7 +160,7 @@ class Overlapped:
         """Nothing is under way."""
         self.in_flight = False
         self._migration: PreparedMigration | None = None
-        self._carried: Future[None] | None = None
+        self._transferring: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
         self._flights: list[InFlightRound] = []
@@ -195,10 +195,10 @@ class Overlapped:
             return MigrationProgress(self._current)
         pause, began = self._pause, time.perf_counter()
         self.withdraw()
-        progress = self._settled() if self._flights else self._opened()
+        progress = self._close_rounds() if self._flights else self._open_rounds()
         has_ended = not progress.verdict.commit or not self._open
         if not has_ended and not hold_back:
-            self._send_on()
+            self._post_next()
         pause, self._pause = pause + time.perf_counter() - began, 0.0
         if has_ended:
             self._finish()
@@ -228,7 +228,7 @@ class Overlapped:
         """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
         if layer not in self._started:
             self._started.add(layer)
-            self._starts.saw(layer, time.perf_counter() - self._boundary)
+            self._starts.observe(layer, time.perf_counter() - self._boundary)
         if self._flights:
             with self._lock, self._paused():  # two batches may run at once
                 self._open_gate()
@@ -276,7 +276,7 @@ class Overlapped:
 
     def _finish(self) -> None:
         self.leave()
-        on_the_thread: Future[Any] = self._carried or self._prepared
+        on_the_thread: Future[Any] = self._transferring or self._prepared
         wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
         self._forget()
 
@@ -341,7 +341,7 @@ class Overlapped:
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 
-    def _opened(self) -> MigrationProgress:
+    def _open_rounds(self) -> MigrationProgress:
         """Whether the migration is prepared; what it consists of."""
         if self._migration is not None:
             return MigrationProgress(self._current)
@@ -361,7 +361,7 @@ class Overlapped:
             self._open.setdefault(round_.layers[0], []).append(round_)
         return MigrationProgress(self._current)
 
-    def _send_on(self) -> None:
+    def _post_next(self) -> None:
         """Post what travels beside the next step."""
         migration = self._migration
         assert migration is not None
@@ -386,13 +386,13 @@ class Overlapped:
         if not self._as_sent:
             gate.set()
         follow = self._after_what_is_queued()
-        self._carried = self._worker.submit(lambda: self._carry(migration, flights, gate, follow))
+        self._transferring = self._worker.submit(lambda: self._transfer_rounds(migration, flights, gate, follow))
 
     def _patience(self, round_: Round, waited_for: bool) -> float:
         """Seconds; negative: as long as anything is waited for."""
         if self._max_pause is not None:
             return self._max_pause
-        return -1.0 if waited_for else _ALMOST_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
+        return -1.0 if waited_for else _PATIENCE_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
 
     def _changed(self, layers: Sequence[int]) -> str:
         """Why the records of these layers are not those that the ranks agreed on; empty: they are."""
@@ -411,7 +411,7 @@ class Overlapped:
                 problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
         return problem
 
-    def _settled(self) -> MigrationProgress:
+    def _close_rounds(self) -> MigrationProgress:
         """What has become of the last step's flights, all of which are over."""
         placement, migration = self.current_placement(), self._migration
         assert migration is not None
@@ -457,7 +457,7 @@ class Overlapped:
 
     def _pace_so_far(self) -> Pace:
         """What this rank knows of its layers' forwards, and of how fast experts travel."""
-        seconds_per_byte = self._seconds_per_byte or _UNTRIED * self._link_seconds_per_byte
+        seconds_per_byte = self._seconds_per_byte or _UNMEASURED_FACTOR * self._link_seconds_per_byte
         us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
         return Pace(self._starts.microseconds(), max(1, us_per_mib))
 
@@ -476,7 +476,7 @@ class Overlapped:
         verdict = self.agreement.record(f"{self._key}/prepared", verdict)
         return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
 
-    def _carry(
+    def _transfer_rounds(
         self,
         migration: PreparedMigration,
         flights: Sequence[InFlightRound],
@@ -501,7 +501,7 @@ class Overlapped:
                 # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
                 # what this one waits for, the others have posted or can post.
                 for later in flights[number : number + 1 + _AHEAD]:
-                    if flight.posted is not None and self._engine.is_here(flight.posted):
+                    if flight.posted is not None and self._engine.has_arrived(flight.posted):
                         break  # its vote comes first: to post another may take as long as the bytes of that one do
                     if later.posted is None:
                         later.posted = self._engine.post(migration, later.round_)
@@ -509,7 +509,7 @@ class Overlapped:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            self._took(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
+            self._measure_speed(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
             if not gate.wait(self._timeout):
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
@@ -523,7 +523,7 @@ class Overlapped:
                 if flight.ballot.verdict is None:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
-    def _took(self, seconds: float, nbytes: int) -> None:
+    def _measure_speed(self, seconds: float, nbytes: int) -> None:
         if nbytes:
             weight = _WEIGHT if self._seconds_per_byte else 1.0
             self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)

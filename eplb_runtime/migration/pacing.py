@@ -20,7 +20,7 @@ from .schedule import Round
 _LONGEST_US = 1 << 40
 _WAITED_FOR_AFTER = 2
 """A layer that was late so often is waited for."""
-_LATER = 1.1
+_LATER_FACTOR = 1.1
 """From one step to the next a forward is believed to begin at most so many times later."""
 
 
@@ -34,9 +34,9 @@ class StartTimes:
     def __init__(self, num_layers: int) -> None:
         self._seconds_L = [0.0] * num_layers
 
-    def saw(self, layer: int, seconds: float) -> None:
+    def observe(self, layer: int, seconds: float) -> None:
         so_far = self._seconds_L[layer]
-        self._seconds_L[layer] = min(seconds, _LATER * so_far) if so_far else seconds
+        self._seconds_L[layer] = min(seconds, _LATER_FACTOR * so_far) if so_far else seconds
 
     def microseconds(self) -> tuple[int, ...]:
         """Of all layers; those of other stages as if they ran after one another like the ones here."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..placement import EMPTY, HomeRows, Placement
 from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
-_WAYS = (
+_METHODS = (
     (cut_into_permutations, False, 1.02),
     (cut_into_permutations, True, 1.05),
     (cut_into_short_cycles, True, 1.0),
@@ -105,26 +105,26 @@ class TransferSchedule:
     def num_rounds(self) -> int:
         return int(self.last_round.max(initial=-1)) + 1
 
-    def after(self, standing: Placement, round_: Round) -> Placement:
+    def after(self, placement: Placement, round_: Round) -> Placement:
         """The placement that stands after a round, one epoch further: an epoch names one placement.
 
         Args:
             standing: the one before it.
         """
-        map_LP, home_LE = standing.physical_to_logical.copy(), standing.require_homes().copy()
+        map_LP, home_LE = placement.physical_to_logical.copy(), placement.require_homes().copy()
         layer, expert, _, slot = round_.transfers.T
         map_LP[layer, slot] = expert
         home_LE[layer, expert] = slot
         if self.current.replica_slots:
-            self._clear_copies_beside_homes(map_LP, layer, expert, slot)
+            self._clear_replicas_of_homes(map_LP, layer, expert, slot)
             finished = list(round_.finished)
             map_LP[finished] = self.target.physical_to_logical[finished]
-        epoch = standing.epoch + 1
+        epoch = placement.epoch + 1
         if round_.number == self.num_rounds - 1:
             epoch = max(epoch, self.target.epoch)
-        return standing.stepped(map_LP, home_LE, epoch)
+        return placement.stepped(map_LP, home_LE, epoch)
 
-    def _clear_copies_beside_homes(self, map_LP: NDArray[np.int32], layer: Ints, expert: Ints, slot: Ints) -> None:
+    def _clear_replicas_of_homes(self, map_LP: NDArray[np.int32], layer: Ints, expert: Ints, slot: Ints) -> None:
         """A replica slot does not keep a copy of an expert that has come home to its rank."""
         placement = self.current
         first = slot // placement.slots_per_rank * placement.slots_per_rank + placement.homes_per_rank
@@ -182,7 +182,7 @@ def make_schedule(
 
     changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     best = float("inf")
-    for cut, longest_first, enough in _WAYS:
+    for cut, longest_first, enough in _METHODS:
         cycle_M = cut(first_L, source_M, destination_M, holders_of_layer)
         rank_M = source_M + group_L[layer_M] * holders_of_layer
         pack = partial(

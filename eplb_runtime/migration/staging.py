@@ -78,7 +78,7 @@ def packed_bytes(runs: Sequence[Run]) -> int:
     return sum(end - first for first, end, field in runs if field is None)
 
 
-def in_turn(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Moves ``(from, to)`` between slots of one rank, as chains in which nothing is overwritten before it is read.
 
     Args:

@@ -172,7 +172,7 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
                 job.step()
         job.until(RebalanceCommitted)
         heard["paused"] = len(job.balancer.events.of_type(BalancingPaused))
-        carrier = job.engine._exchanger._transport
+        carrier = job.engine._executor._transport
         with at(job, 0, Phase.STAGED, lambda staged, carrier=carrier: carrier.close()):
             heard["closed"] = bool(job.until(BalancingPaused).cause)
         job.until(BalancingResumed, most=2000)

@@ -42,14 +42,14 @@ class Averaging:
         divisor: int,
         *,
         in_rank_order: bool = False,
-        told: bool = False,
+        hooked_by_caller: bool = False,
     ) -> None:
         self._parameters = parameters
         self._group = group
         self._divisor = divisor
         self._in_rank_order = in_rank_order
         self._any_may_bring_it = group.size() == divisor
-        self._told = told
+        self._hooked_by_caller = hooked_by_caller
         self._watched: set[Tensor] = set()
         self._joined = 0
         self._arrived: set[Tensor] = set()
@@ -105,15 +105,15 @@ class Averaging:
         here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
         everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
-        gradients = []
-        for parameter, mine, most in zip(parameters, here, self._kinds_by_rank(everywhere.tolist()), strict=True):
-            if most == NEW:
+        kinds, gradients = self._kinds_by_rank(everywhere.tolist()), []
+        for parameter, own_kind, highest in zip(parameters, here, kinds, strict=True):
+            if highest == NEW:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                elif mine == ALIKE:
+                elif own_kind == ALIKE:
                     self._leave_to_the_first(parameter)
                 gradients.append(parameter.grad)
-            if most != NONE:
+            if highest != NONE:
                 self._alike.add(parameter)
         self._average(gradients)
         self._arrived.clear()
@@ -147,16 +147,16 @@ class Averaging:
         left, gradient = self._reduced.get(parameter), parameter.grad
         return left is not None and gradient is not None and left() is not gradient
 
-    def _kinds_by_rank(self, most: list[int]) -> list[int]:
+    def _kinds_by_rank(self, highest: list[int]) -> list[int]:
         """Tell gradients in place of reduced ones that are alike on all ranks still from new ones. Collective if there
         are any.
 
         Raises:
             RuntimeError: they are not alike, and to sum them might sum what is summed already.
         """
-        replaced = [number for number, one in enumerate(most) if one == REPLACED]
+        replaced = [number for number, one in enumerate(highest) if one == REPLACED]
         if not replaced:
-            return most
+            return highest
         named = list(self._parameters.items())
         gradients = [named[number][1].grad for number in replaced]
         device = named[0][1].device
@@ -165,7 +165,7 @@ class Averaging:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         for number, high, low in zip(replaced, *both.tolist(), strict=True):
             if high == -low:
-                most[number] = ALIKE
+                highest[number] = ALIKE
                 continue
             if not self._any_may_bring_it:
                 raise RuntimeError(
@@ -173,8 +173,8 @@ class Averaging:
                     "that differ from rank to rank: nobody can tell what of them is summed already; put gradients "
                     "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
                 )
-            most[number] = NEW
-        return most
+            highest[number] = NEW
+        return highest
 
     def _leave_to_the_first(self, parameter: Tensor) -> None:
         """Let one rank alone bring what all have alike."""
@@ -201,7 +201,7 @@ class Averaging:
         self._watched.add(parameter)
         if parameter.grad is not None:
             self._arrived.add(parameter)
-        if self._told:
+        if self._hooked_by_caller:
             return
         # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
         parameter.register_hook(partial(self._hook, parameter))
@@ -235,9 +235,9 @@ def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         return flat_N
     part = -(-flat_N.numel() // ranks)
     padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
-    parts_RN = torch.empty_like(padded)
-    dist.all_to_all_single(parts_RN, padded, group=group)
-    first, *others = parts_RN.view(ranks, part)
+    shards_RN = torch.empty_like(padded)
+    dist.all_to_all_single(shards_RN, padded, group=group)
+    first, *others = shards_RN.view(ranks, part)
     for other in others:
         first.add_(other)
     return gather_rows(first, group).view(-1)[: flat_N.numel()]

@@ -44,7 +44,9 @@ class Gradients:
             self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and not self._sliced:
-            self._of_experts = Averaging(runtime.parameters, groups.expert_data, 1, in_rank_order=True, told=True)
+            self._of_experts = Averaging(
+                runtime.parameters, groups.expert_data, 1, in_rank_order=True, hooked_by_caller=True
+            )
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True

@@ -51,7 +51,7 @@ fewer may by chance, as the few rows of an embedding that a batch has used."""
 
 
 @dataclass(frozen=True)
-class Watching:
+class WatchedTensor:
     """One tensor in some steps.
 
     Args:
@@ -66,7 +66,7 @@ class Watching:
 
 
 @dataclass(frozen=True)
-class Kept:
+class GradientSamples:
     """What was kept in some steps.
 
     Args:
@@ -78,7 +78,7 @@ class Kept:
 
     elements: HostCopy = field(repr=False)
     steps: tuple[int, ...]
-    watched: tuple[Watching | None, ...]
+    watched: tuple[WatchedTensor | None, ...]
     has_halves: bool
 
     @property
@@ -88,7 +88,7 @@ class Kept:
 
     def factors(self) -> NDArray[np.float64]:
         """``[3, T, WATCHED]``, by what each tensor was multiplied between two looks at it; NaN: nobody can tell."""
-        kept_T4N = self.elements.wait().numpy().astype(np.float64)
+        elements_T6N = self.elements.wait().numpy().astype(np.float64)
         found = np.full((len(WHEN), len(self.steps), WATCHED), np.nan)
         first, uniform = 0, _UNIFORM_HALF if self.has_halves else _UNIFORM
         for number, one in enumerate(self.watched):
@@ -97,7 +97,7 @@ class Kept:
             here = slice(first, first + one.elements)
             first += one.elements
             for window, (before, after) in enumerate(((ARRIVED, COMPLETE), (REDUCED, STEPPED), (LEFT, FOUND))):
-                before_TN, after_TN = kept_T4N[:, before, here], kept_T4N[:, after, here]
+                before_TN, after_TN = elements_T6N[:, before, here], elements_T6N[:, after, here]
                 found[window, :, number] = _factors(before_TN, after_TN, one.rows, uniform)
         return found
 
@@ -109,25 +109,25 @@ def _factors(
     with np.errstate(all="ignore"):
         size_TN = np.where(np.isfinite(before_TN) & np.isfinite(after_TN), np.abs(before_TN), 0.0)
         # A rank may drop its batch by zeros: that is no scaling of what others have.
-        tells_TN = (size_TN > _SMALLEST * size_TN.max(axis=1, keepdims=True)) & (after_TN != 0)
+        is_usable_TN = (size_TN > _SMALLEST * size_TN.max(axis=1, keepdims=True)) & (after_TN != 0)
         ratio_TN = after_TN / before_TN
-        low_T = np.where(tells_TN, ratio_TN, np.inf).min(axis=1)
-        high_T = np.where(tells_TN, ratio_TN, -np.inf).max(axis=1)
-        found_T = np.where(tells_TN, ratio_TN, 0.0).sum(axis=1) / tells_TN.sum(axis=1)
+        low_T = np.where(is_usable_TN, ratio_TN, np.inf).min(axis=1)
+        high_T = np.where(is_usable_TN, ratio_TN, -np.inf).max(axis=1)
+        found_T = np.where(is_usable_TN, ratio_TN, 0.0).sum(axis=1) / is_usable_TN.sum(axis=1)
         uniform_T = high_T - low_T <= tolerance * np.maximum(np.abs(low_T), np.abs(high_T))
-        uniform_T &= tells_TN.sum(axis=1) >= _LEAST
+        uniform_T &= is_usable_TN.sum(axis=1) >= _LEAST
     if rows is None:
         # Clipped by value: where gradients are equal, all have changed the largest element alike.
         largest_T = np.take_along_axis(ratio_TN, size_TN.argmax(axis=1)[:, None], axis=1)[:, 0]
-        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (tells_TN.sum(axis=1) >= _LEAST_CLIPPED)
+        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (is_usable_TN.sum(axis=1) >= _LEAST_CLIPPED)
         return np.where(uniform_T, found_T, np.where(clipped_T, largest_T, np.nan))
     # An expert may be scaled by itself, wherever it stands.
     row_N = np.asarray(rows)
-    several_T = np.where(tells_TN, row_N, -1).max(axis=1) > np.where(tells_TN, row_N, row_N.max()).min(axis=1)
+    several_T = np.where(is_usable_TN, row_N, -1).max(axis=1) > np.where(is_usable_TN, row_N, row_N.max()).min(axis=1)
     return np.where(uniform_T & several_T, found_T, np.nan)
 
 
-class Samples:
+class GradientSampler:
     """Keeps a few elements of some gradients. No host sync; between two decisions no memory is taken.
 
     Args:
@@ -148,7 +148,7 @@ class Samples:
         self._dense, self._experts = dense, experts
         self._average_dense = average_dense
         self._most = max(4, min(steps, _MOST_STEPS))
-        self._turn = 0
+        self._selection = 0
         self._pass = -1
         self._has_arrived = False
         self._arrivals: list[weakref.ref[Tensor] | None] = []
@@ -156,11 +156,11 @@ class Samples:
         self._has_left = False
         self._row = 0
         self._numbers: dict[int, int] = {}
-        self._watched: tuple[Watching | None, ...] = ()
+        self._watched: tuple[WatchedTensor | None, ...] = ()
         self._widths: list[int] = []
         self._elements = torch.empty(0, device=device)
         self._begin()
-        watched: tuple[Watching | None, ...] = self._watched if average_dense else self._watched[DENSE:]
+        watched: tuple[WatchedTensor | None, ...] = self._watched if average_dense else self._watched[DENSE:]
         arriving = [one.parameter for one in watched if one is not None and not is_sliced(one.parameter)]
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in arriving]
 
@@ -215,23 +215,23 @@ class Samples:
         if self._numbers.pop(self._row, None) is not None:
             self._elements[self._row].fill_(torch.nan)
 
-    def now(self, number: int) -> Kept:
+    def now(self, number: int) -> GradientSamples:
         """Of the running step."""
-        return self._kept(self._elements[self._row : self._row + 1], (number,))
+        return self._samples_of(self._elements[self._row : self._row + 1], (number,))
 
-    def take(self) -> Kept:
+    def take(self) -> GradientSamples:
         """Of all steps since the last time; other tensors are watched from now on."""
         rows = sorted(self._numbers, key=lambda row: self._numbers[row])
         numbers = tuple(self._numbers[row] for row in rows)
         wrapped = rows != list(range(len(rows)))
-        kept = self._kept(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
-        self._turn += 1
+        kept = self._samples_of(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
+        self._selection += 1
         self._begin()
         return kept
 
-    def _kept(self, elements: Tensor, numbers: tuple[int, ...]) -> Kept:
+    def _samples_of(self, elements: Tensor, numbers: tuple[int, ...]) -> GradientSamples:
         widths = [one.parameter.element_size() for one in self._watched if one is not None]
-        return Kept(HostCopy(elements), numbers, self._watched, min(widths, default=4) < 4)
+        return GradientSamples(HostCopy(elements), numbers, self._watched, min(widths, default=4) < 4)
 
     def _begin(self) -> None:
         self._row, self._numbers = 0, {}
@@ -242,7 +242,7 @@ class Samples:
         self._watched = watched
         self._elements.fill_(torch.nan)
 
-    def _chosen(self, tensors: Mapping[str, Tensor], most: int, least_rows: int | None) -> list[Watching | None]:
+    def _chosen(self, tensors: Mapping[str, Tensor], most: int, least_rows: int | None) -> list[WatchedTensor | None]:
         """The next few in turn."""
         fit = [
             (name, p)
@@ -250,13 +250,13 @@ class Samples:
             if p.requires_grad and p.numel() and (not is_sliced(p) if least_rows is None else len(local(p)) > 1)
         ]
         stride = max(1, -(-len(fit) // most))
-        chosen: list[Watching | None] = []
-        for name, parameter in fit[self._turn % stride :: stride][:most]:
+        chosen: list[WatchedTensor | None] = []
+        for name, parameter in fit[self._selection % stride :: stride][:most]:
             here = local(parameter)
             elements, per_row = min(here.numel(), _ELEMENTS), here[0].numel() if here.ndim else 1
             places = [place * (here.numel() // elements) for place in range(elements)]
             rows = None if least_rows is None else tuple(place // per_row for place in places)
-            chosen.append(Watching(name, parameter, elements, rows))
+            chosen.append(WatchedTensor(name, parameter, elements, rows))
         return [*chosen, *[None] * (most - len(chosen))]
 
     @torch.compiler.disable

@@ -228,7 +228,7 @@ class _Attaching:
             self.transport,
             self._hook_optimizers,
         )
-        self.balancer._close_together_with(self.dispatcher.close)
+        self.balancer._close_on_all_ranks_with(self.dispatcher.close)
 
     def hook(self) -> None:
         """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""

@@ -28,7 +28,7 @@ class _Engine:
         staged: list[Any] = []
         return SimpleNamespace(number=round_.number, problem="", exchange=SimpleNamespace(staged=staged))
 
-    def is_here(self, posted: Any) -> bool:
+    def has_arrived(self, posted: Any) -> bool:
         return ("post", posted.number + 1) in self.did
 
     def arrive(self, posted: Any, get_ready: Any, meanwhile: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> N
     flights = [InFlightRound(round_, Ballot(str(round_.number)), True, 0.0, "") for round_ in rounds]
     gate = threading.Event()
     gate.set()
-    background._carry(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
+    background._transfer_rounds(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
     assert all(flight.ballot.verdict == Verdict(True) for flight in flights)
     order = engine.did
     for number in range(2):
