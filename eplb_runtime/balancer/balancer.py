@@ -605,22 +605,12 @@ class Balancer:
             self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     @property
-    def device(self) -> torch.device:
-        """Where this rank's experts are."""
-        return self._runtime.device
-
-    @property
-    def host_dispatches(self) -> bool:
-        """Whether the framework carries tokens itself, keeps each expert in tensors of its own, and saves them."""
-        return self._runtime.host_dispatches
-
-    @property
     def _host_steps(self) -> bool:
         """Whether gradients are where only the framework's own optimizer knows."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
     @property
-    def gradient_group(self) -> dist.ProcessGroup:
+    def _gradient_group(self) -> dist.ProcessGroup:
         """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
         return self._runtime.groups.everyone
 
@@ -644,7 +634,7 @@ class Balancer:
         Raises:
             RuntimeError: as `at_once` says.
         """
-        if self.host_dispatches:
+        if self._runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
         if self.config.shared_between_layers:
             raise RuntimeError(

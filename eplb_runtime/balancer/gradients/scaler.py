@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from ..runtime import Runtime
+
 
 class GradientOwner(Protocol):
     """What scaling asks of a balancer."""
 
     @property
-    def device(self) -> torch.device: ...
+    def _runtime(self) -> Runtime: ...
 
     @property
-    def gradient_group(self) -> dist.ProcessGroup: ...
+    def _gradient_group(self) -> dist.ProcessGroup: ...
 
     def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Encloses the step of an optimizer, which may be skipped on all ranks."""
@@ -38,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, balancer: GradientOwner, **options: Any) -> None:
-        super().__init__(balancer.device.type, **options)
+        super().__init__(balancer._runtime.device.type, **options)
         self._balancer = balancer
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,9 +51,9 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         # As torch's ShardedGradScaler does it for FSDP, whose flag has a shape that fused optimizers cannot take.
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = self._balancer.device
+        device = self._balancer._runtime.device
         anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer.gradient_group)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer._gradient_group)
         for key in found or [device]:
             found[key] = anywhere.to(key)
 
