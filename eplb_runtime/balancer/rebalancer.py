@@ -1,8 +1,8 @@
-"""From a measured load to a placement that all ranks stand on: decided in the background, migrated between steps.
+"""Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
-One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), ``lag``
-steps later every rank acts on it. What can fail is dropped, reported as an event and a warning, and training goes on
-with the old placement.
+One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
+steps later every rank acts on the decision. A failure drops the rebalance, with an event and a warning, and training
+goes on with the old placement.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ T = TypeVar("T")
 logger = logging.getLogger("eplb_runtime")
 
 COMPILED_SOON_SECONDS = 2.0
-"""Attach waits so long for compiled code: it is read from the disk in less, and compiled in a minute."""
+"""Attach waits this long for compiled code: reading it from disk takes less, compiling it takes a minute."""
 A_LITTLE_SECONDS = 1.0
-""""A timeout plus a little": what is waited for after the timeout, because it may be almost done."""
+"""Extra wait after a timeout for work that may be almost done."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision on its way, and the step at whose end every rank acts on it; ``key`` names its record."""
+    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record."""
 
     due_step: int
     key: str
@@ -70,19 +70,19 @@ class _Pending:
 
 
 class Rebalancer:
-    """The placement of one job, on one rank, and how it changes.
+    """The placement of one job, on one rank, and its changes.
 
     Args:
-        transport: carries experts, warmed up.
-        guard: looks, with each decision, at what the runtime assumes.
-        held_outside: says who holds rows of experts that do not move along, with two flags: that it may be asked again,
-            and that only copies are asked for. None: nobody is asked.
+        transport: moves experts; warmed up.
+        guard: checks the runtime's assumptions with each decision.
+        held_outside: names the holder of rows of experts that do not move along. Its flags: it may be asked again, and
+            only copies are asked for. None: nobody is asked.
 
     Attributes:
         step: optimizer steps since attach (or as restored).
-        quiesced: while positive, nothing migrates.
-        declared: the load to come, for the next decision; None: it is foretold.
-        decisions: the background half.
+        quiesced: nothing migrates while it is positive.
+        declared: declared load for the next decision; None: it is forecast.
+        decisions: makes the decisions, on the worker thread.
         held_outside: as given.
     """
 
@@ -174,26 +174,26 @@ class Rebalancer:
         return compiled
 
     def placement(self) -> Placement:
-        """The current one; its ``epoch`` counts commits. While a migration is in flight it waits for the other ranks'
-        commits in the running step: ask on every rank at the same place."""
+        """Return the current placement; its ``epoch`` counts commits. While a migration is in flight this waits for the
+        other ranks' commits of the running step: call it on every rank at the same place."""
         return self._migration.current_placement() if self._migration.in_flight else self._placement
 
     @property
     def epoch_on_this_rank(self) -> int:
-        """Of the placement, without asking other ranks; -1: it may change at any time."""
+        """Epoch of the placement, without asking other ranks; -1: it may change at any time."""
         return -1 if self._migration.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Whether homes of a layer stand elsewhere than at attach, or have since."""
+        """Whether homes of a layer have moved since attach, even if they are back."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
     def wait_until_compiled(self, seconds: float) -> bool:
-        """For runs that cannot begin without: whether this rank is ready to plan and migrate, now or soon."""
+        """Wait until planner code is compiled on this rank; returns whether it is."""
         return bool(wait([self._compiled], seconds).done)
 
     def at_boundary(self) -> bool:
-        """A training step is over, on every rank: decide or migrate if it is time. Returns whether experts moved.
+        """Close a training step, on every rank: decide or migrate if it is time. Returns whether experts moved.
 
         Raises:
             MigrationBroken: now or earlier, this rank failed after all had agreed to commit.
@@ -219,7 +219,7 @@ class Rebalancer:
         return self._placement is not before
 
     def _count_step(self) -> bool:
-        """A step is over. Returns whether a decision is due."""
+        """Count the step that is over. Returns whether a decision is due."""
         self.step += 1
         self._attempts = 0
         self._at_point(Phase.STEPPED, self.step)
@@ -230,7 +230,7 @@ class Rebalancer:
         return self.step % self._config.interval == 0
 
     def _discard_load(self) -> None:
-        """No decision will see it."""
+        """Drop the load counted since the last decision."""
         self._counter.take()
         self._earlier.clear()
 
@@ -241,21 +241,21 @@ class Rebalancer:
 
     @property
     def progress(self) -> Progress:
-        """How far training is; on any thread."""
+        """Progress of training; on any thread."""
         return self._clock.progress(self.step)
 
     def refuse_if_broken(self) -> None:
-        """Raises `MigrationBroken` once this rank has failed after an agreement: nobody knows what its experts are."""
+        """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
         self._engine.refuse_if_broken()
 
     def now(self) -> bool:
-        """Decide on what was measured so far and act on it at once; a decision under way is carried out instead.
+        """Decide on the load measured so far and act on it at once; a decision in flight is carried out instead.
 
         Returns:
             Whether experts moved.
 
         Raises:
-            RuntimeError: migrations are held back by ``quiesce``, or the ranks have lost each other.
+            RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other.
             MigrationBroken: as `at_boundary`.
         """
         self.refuse_if_broken()
@@ -272,21 +272,21 @@ class Rebalancer:
         return self._placement is not before
 
     def wait_for_decision(self) -> None:
-        """One that is on its way is made, or will never be."""
+        """Wait until the decision in flight is made, or never will be."""
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds)
 
     def load_begins_here(self) -> None:
-        """What was counted before is not this job's, or stood under other placements than those known here."""
+        """Forget the placements of buckets counted so far: they are another job's, or under unknown placements."""
         self._earlier.clear()
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Whether all ranks were given the same; what is under way is over then. Collective, between steps.
+        """Whether all ranks were given the same; ends what is in flight. Collective, between steps.
 
         Args:
             digest: 16 bytes; zeros: this rank has none.
-            what: the call that needs it; refused while the ranks connect anew.
-            said: what is compared, in words.
+            what: name of the call that needs it; refused while the ranks connect anew.
+            subject: name of what is compared.
         """
         self._refuse_alone(what)
         self.forget_pending()
@@ -296,14 +296,14 @@ class Rebalancer:
         return agreed
 
     def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
-        """Stand at another step, and migrate to a placement or to one that is made then. Collective, between steps."""
+        """Set the step, and migrate to a placement, or to one that is made then. Collective, between steps."""
         self.step = step
         self._restores += 1
         self._attempts = 0
         return self._migrate(target if isinstance(target, Placement) else target())
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, Mapping[str, Any]]:
-        """A placement of these sizes for a load as if nothing stood, and what rank 0 says of it. Collective.
+        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's summary. Collective.
 
         Raises:
             PlacementError: rank 0 could not plan.
@@ -318,7 +318,7 @@ class Rebalancer:
         return decision.target, decision.summary or {}
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do something on the control group, when the decision under way has left it, and wait for it.
+        """Do work on the control group once the decision in flight has left it, and wait for the result.
 
         Raises:
             RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
@@ -332,15 +332,15 @@ class Rebalancer:
             raise RuntimeError(str(error)) from error
 
     def forget_pending(self) -> None:
-        """A decision on its way is not acted on, a migration beside training goes no further; the worker is done with
-        the control group when this returns, or will never be."""
+        """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
+        never will."""
         self.drain()
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
             self._pending = None
 
     def close(self) -> None:
-        """End it; copies are not used any more, since nobody refreshes them."""
+        """Stop balancing. Replicas are not used any more, since nobody refreshes them."""
         self.forget_pending()
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
@@ -354,7 +354,7 @@ class Rebalancer:
         self._events.emit(BalancingEnded(self.step, "closed"))
 
     def leave(self) -> None:
-        """End the threads, without a word to the others: this process ends."""
+        """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
         self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
         self._reconnection.close(A_LITTLE_SECONDS)
@@ -363,7 +363,7 @@ class Rebalancer:
         self.decisions.close()
 
     def _at_point(self, phase: Phase, subject: Any) -> None:
-        """The engine's probe hears of points outside of it, too."""
+        """Call the engine's probe, at points outside the engine too."""
         self._engine.probe(phase, subject)
 
     # -- deciding --------------------------------------------------------------------------------------------------
@@ -389,7 +389,8 @@ class Rebalancer:
         return _Pending(self.step + lag, key, self._worker.submit(decide))
 
     def _home_bytes(self) -> int:
-        """0: an optimizer keeps what cannot move, and experts stay where they are."""
+        """Bytes of the largest home expert; 0: an optimizer has state that cannot move, so experts stay where they
+        are."""
         try:
             return self._registry.largest_home_bytes()
         except OptimizerStateError as error:
@@ -397,7 +398,7 @@ class Rebalancer:
             return 0
 
     def _agree_on_target(self, pending: _Pending, *, patient: bool = True) -> Placement | None:
-        """The placement that all ranks have decided to go to; None: experts stay where they are."""
+        """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
         if (measured := decision.measured(self.step, self._counter.steps_per_bucket)) is not None:
@@ -421,22 +422,22 @@ class Rebalancer:
         return decision.target
 
     def _why_homes_stay(self, target: Placement | None, patient: bool) -> Verdict:
-        """No commit if what a rank knows of its user's tensors keeps homes where they are. Collective if there is a
-        target with other homes."""
+        """Veto a target with other homes if tensors of the user's on any rank would not move along. Collective if the
+        target has other homes."""
         if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
             return Verdict(True)
         return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
 
     def _copies_outside(self) -> str:
-        """Who holds copies of experts that do not move along, as far as this rank knows."""
+        """The holder of copies of experts that do not move along, as far as this rank knows; empty: none."""
         return f"rank {self._groups.job.rank}: {holder}" if (holder := self._held_by(False, True)) else ""
 
     def _held_by(self, patient: bool, copies_only: bool) -> str:
         return self.held_outside(patient, copies_only) if self.held_outside is not None else ""
 
     def _outcome_of(self, pending: _Pending) -> Decision:
-        """What was decided, soon. A rank that has waited in vain records that, so that nobody acts on it any more; if
-        the others have agreed by then, its own thread is almost there."""
+        """Wait for a decision, but not for long. A rank whose wait times out records that, so no rank acts on the
+        decision any more; if the others have agreed by then, this rank's own thread is almost done."""
         seconds = self._config.timeout_seconds
         if wait([pending.decision], seconds).done:
             return pending.decision.result()
@@ -449,10 +450,10 @@ class Rebalancer:
     # -- migrating -------------------------------------------------------------------------------------------------
 
     def _migrate(self, target: Placement, migration: Migration | None = None) -> MigrationProgress:
-        """Begin a migration, and go as far with it as its driver goes at once.
+        """Begin a migration, and advance it once.
 
         Args:
-            migration: the driver; None: the one for which training waits.
+            migration: the driver; None: training waits for the migration.
         """
         migration = migration or self._between_steps
         self._target, self._committed_layers, self._pause_seconds = target, set(), 0.0
@@ -466,7 +467,7 @@ class Rebalancer:
         return progress
 
     def _advance(self) -> None:
-        """Go on with the migration in flight. Where no step can overlap with it, training waits for the rest."""
+        """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it."""
         hold_back = bool(self.quiesced) or self._reconnection.under_way
         progress = self._migration.advance(hold_back=hold_back)
         if progress.only_between_steps:
@@ -489,7 +490,7 @@ class Rebalancer:
             self._migrate(self._target)
 
     def _take_over(self, progress: MigrationProgress) -> None:
-        """Follow what a migration has committed, and say what became of the rest."""
+        """Follow the commits of a migration, and report what became of the rest."""
         self._clock.exclude(progress.pause_seconds)
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
@@ -506,13 +507,15 @@ class Rebalancer:
             self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
-        """Restoring may set the step back, and a step may see several migrations: without their numbers, an old record
-        would be taken for the new one's. The last number starts anew with each step, so ranks cannot drift apart."""
+        """Make a key that names one decision's records. Restoring may set the step back, and a step may see several
+        migrations, so both are numbered. The last number starts anew with each step, so that ranks cannot drift
+        apart."""
         self._attempts += 1
         return f"{what}/restored/{self._restores}/step/{self.step}/{self._attempts}"
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Before a vote: make ready what follows a placement. What is returned takes it over, before anybody routes."""
+        """Prepare everything that follows a placement, before a vote. The returned function takes the placement over,
+        before any token is routed."""
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:
@@ -522,12 +525,13 @@ class Rebalancer:
         return take_over
 
     def _wait_for_replicas(self) -> None:
-        """Copies are read from homes that are about to be written. On every rank, before anything can fail on one."""
+        """Wait for replicas in flight, which are read from homes that are about to be written. On every rank, before
+        anything can fail on one."""
         if self._maps.replicas is not None:
             self._maps.replicas.wait_all()
 
     def _follow(self, placement: Placement) -> None:
-        """This is the current placement from here on."""
+        """Make this the current placement."""
         if placement is self._placement:
             return
         self._earlier.append((self._counter.buckets, self._placement))
@@ -535,7 +539,7 @@ class Rebalancer:
         self._moved_L |= (placement.homes_LRH != self._initial.homes_LRH).any(axis=(1, 2))
 
     def drain(self) -> None:
-        """End the migration in flight: layers that are not committed yet stay where they are. On every rank."""
+        """End the migration in flight: layers without a commit stay where they are. On every rank."""
         if self._migration.in_flight:
             self._follow(self._migration.drain())
 
@@ -562,7 +566,7 @@ class Rebalancer:
     # -- finding together ------------------------------------------------------------------------------------------
 
     def _pause(self, cause: str) -> None:
-        """This rank has lost the others, or may have: no decisions until all have found together."""
+        """Connect the ranks anew, since this rank may have lost the others. No decisions until all are connected."""
         if self._reconnection.under_way:
             return
         self._pending = None
@@ -573,7 +577,7 @@ class Rebalancer:
         self._reconnection.begin()
 
     def _rejoin(self) -> None:
-        """At the end of a step while the ranks connect anew: take over what holds from here on, if anything does."""
+        """Take over new connections at the end of a step, if all ranks have them."""
         if self._reconnection.differing:
             self._engine.broken = self._reconnection.differing
             self._events.emit(BalancingEnded(self.step, self._engine.broken))
@@ -595,7 +599,7 @@ class Rebalancer:
             )
 
     def _carrier(self, connections: Connections, seconds: float) -> Transport:
-        """Of experts, on new connections, made in so many seconds."""
+        """Make a transport of experts on new connections, within so many seconds."""
         device, backend = self._runtime.device, self._groups.backend
         transport = new_transport(self._config, connections.migration, backend, device, seconds)
         try:
@@ -608,7 +612,7 @@ class Rebalancer:
 
 
 def _held(who: str) -> str:
-    """Why experts stay where they are, in the words of a finding."""
+    """Explain, as a finding, why experts stay where they are."""
     if BESIDE in who:
         return (
             f"{who}: where that goes row by row (a mean teacher), it would mix different experts once homes of one "
@@ -626,11 +630,11 @@ def _held(who: str) -> str:
 def new_transport(
     config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device, seconds: float
 ) -> Transport:
-    """The carrier of experts that the config names, not yet warmed up; its messages have so many seconds."""
+    """Make the configured transport of experts, without warming it up. Its messages time out after ``seconds``."""
     return TRANSPORTS[config.migration.transport](migration, backend, device, seconds)
 
 
 def use_device(device: torch.device) -> None:
-    """For a thread of ours: a new one would work on GPU 0."""
+    """Select the device on a thread of ours: a new thread would use GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,10 +1,10 @@
-"""Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
+"""The phases of a migration on one rank: stage, verify, vote, commit.
 
-The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `between_steps.py` runs
-them in a row, `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
-rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
-rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
-nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
+`prepare` comes first, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `between_steps.py` runs the
+phases in a row; `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
+rows belong to training and are only read. What was posted is valid until the next optimizer step. In ``commit`` live
+rows belong to the engine, at the same place of a step on every rank. Every wait has a deadline. After an agreement
+nothing may fail; if something does, the engine is broken on this rank, and every call says so.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ logger = logging.getLogger("eplb_runtime")
 _POLL_SECONDS = 0.0003
 
 Formats = tuple[Mapping[int, RecordFormat], str]
-"""Records by layer, or why there are none."""
+"""Record formats by layer, and why there are none."""
 
 
 GetReady = Callable[[Placement, Sequence[int]], Callable[[], None]]
-"""Called before a vote with the placement that will stand after it, and the layers that differ: makes ready what
-follows a placement, all memory included. What it returns is called after the commit and cannot fail."""
+"""Prepares, memory included, everything that follows a placement: called before a vote with the placement after it
+and the layers that differ. The returned function is called after the commit and cannot fail."""
 
 
 class MigrationBroken(RuntimeError):
-    """This rank failed after all ranks had agreed to commit: where its experts stand is not known.
+    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown.
 
-    Training cannot go on from here; go back to a checkpoint.
+    Training cannot go on; go back to a checkpoint.
     """
 
 
@@ -58,7 +58,7 @@ class PreparedMigration:
     """A migration for which all ranks have the same schedule.
 
     Args:
-        current: the placement after the rounds committed so far.
+        current: placement after the rounds committed so far.
         committed: number of those rounds.
         received_bytes: of experts, in those rounds, by this rank.
     """
@@ -73,14 +73,14 @@ class PreparedMigration:
 
 @dataclass
 class PostedRound:
-    """A round on its way.
+    """A round in flight.
 
     Args:
         deadline: of its transfers, a time of `time.monotonic`.
-        problem: why this rank cannot commit it; empty: it can.
+        problem: reason for which this rank cannot commit it; empty: it can.
         timed_out: whether the problem broke the groups' connections.
-        after: the placement that stands after it.
-        take_over: lets everything follow that placement.
+        after: placement after the round.
+        take_over: makes everything follow that placement.
     """
 
     migration: PreparedMigration
@@ -94,21 +94,21 @@ class PostedRound:
 
 
 class MigrationEngine:
-    """Takes one rank through migrations; all ranks of the job call it at the same step.
+    """Carries out the phases of migrations on one rank; all ranks of the job call it at the same step.
 
     Args:
-        registry: the live tensors; with pipelines, of the layers that this rank holds.
-        transport: carries the bytes, among the ranks of the EP group.
+        registry: the live tensors; with pipelines, of the layers of this rank.
+        transport: moves the bytes among the ranks of the EP group.
         agreement: compares and votes over all ranks of the job.
-        home_rows: who has the row of each home.
-        row_rank: this rank among those.
-        staging_bytes: bytes of received experts held at once; never less than one expert.
+        home_rows: maps each home to the rank and row that hold it.
+        row_rank: this rank's number among the ranks that hold rows.
+        staging_bytes: bytes of received experts staged at once; at least one expert.
         timeout_seconds: for the transfers of one round.
-        hash_blocks: what hashes experts on a GPU, as `utils.checksums.block_hashes`.
+        hash_blocks: hashes experts on a GPU, as `utils.checksums.block_hashes`.
 
     Attributes:
-        broken: why this rank cannot go on; empty: it can.
-        bytes_per_step: what a rank may receive beside one step; at most ``staging_bytes``.
+        broken: reason for which this rank cannot go on; empty: it can.
+        bytes_per_step: bytes that a rank may receive during one overlapped step; at most ``staging_bytes``.
     """
 
     def __init__(
@@ -136,18 +136,17 @@ class MigrationEngine:
         self.probe: Probe = unobserved
 
     def close(self) -> None:
-        """Give back what the transport keeps."""
+        """Release the transport's memory and connections."""
         self._executor.close()
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
-        """Go on with new connections after a failure broke the old ones."""
+        """Use new connections after a failure broke the old ones."""
         self._executor.reconnect(transport)
         self._agreement = agreement
 
     def rehearse(self, placement: Placement) -> float:
-        """Seconds that a migration takes if nothing moves: ranks compare their experts and schedules, and vote.
-        Collective; never raises.
-        """
+        """Measure the seconds of a migration in which nothing moves: ranks compare experts and schedules, and vote.
+        Collective; never raises."""
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
@@ -158,12 +157,12 @@ class MigrationEngine:
         return seconds
 
     def refuse_if_broken(self) -> None:
-        """Raises `MigrationBroken` once this rank has failed after an agreement: training must not go on."""
+        """Raise `MigrationBroken` once this rank has failed after an agreement."""
         if self.broken:
             raise MigrationBroken(self.broken)
 
     def begin_timing(self, epoch: int) -> None:
-        """Start ``seconds`` anew, for a migration that begins at this epoch."""
+        """Restart ``seconds`` for a migration that begins at this epoch."""
         self._epoch = epoch
         self._seconds.clear()
 
@@ -179,19 +178,22 @@ class MigrationEngine:
     # -- the phases, in order ------------------------------------------------------------------------------------
 
     def formats(self, layers: Sequence[int]) -> Formats:
-        """The records of these layers as they are now; nothing may train meanwhile."""
+        """Formats of the records of these layers now. Nothing may train meanwhile."""
         return formats_of(self._registry, layers)
 
     def prepare(
         self, current: Placement, target: Placement, key: str, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
-        """Rounds that all ranks agree on, and memory for them; or why there are none. Collective.
+        """Agree on rounds with all ranks, and reserve their memory. Collective.
 
-        What can fail on one rank alone fails here, before anybody waits for its bytes.
+        Failures of a single rank happen here, before any rank waits for its bytes.
 
         Args:
-            formats: of the layers that differ, where training goes on meanwhile: then each round is of one layer, and
-                as many may be under way together as `at_once_bytes` allows.
+            formats: of the layers that differ, for an overlapped migration: each round then has one layer, and rounds
+                of up to `at_once_bytes` may be in flight together.
+
+        Returns:
+            None in place of the migration if there is none, with the verdict that says why.
         """
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
@@ -219,17 +221,17 @@ class MigrationEngine:
         return PreparedMigration(key, schedule, records, current), verdict
 
     def at_once_bytes(self, schedule: TransferSchedule) -> int:
-        """Bytes that a rank may receive in rounds that are under way together, the same on every rank."""
+        """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
     def restart(self) -> None:
-        """Nothing is under way: the memory of what was staged is free."""
+        """Free the memory of staged experts; no round is in flight."""
         self._executor.restart()
 
     def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
-        """Begin to exchange the experts of a round; live rows are read until all of it is here.
+        """Begin to exchange the experts of a round; live rows are read until it has arrived.
 
-        A rank that cannot says so in `vote`: if it stayed away, the others would wait for it.
+        A rank that fails says so in `vote`: the others would wait for it if it stayed away.
         """
         self.refuse_if_broken()
         posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
@@ -239,16 +241,16 @@ class MigrationEngine:
         return posted
 
     def has_arrived(self, posted: PostedRound) -> bool:
-        """Whether `arrive` would not wait for bytes. Never raises: what has failed is noted for the vote."""
+        """Whether `arrive` would return without waiting for bytes. Never raises: a failure is noted for the vote."""
         with _noting_problems(posted):
             return bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
     def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a round, verify it, get ready for its placement. On any thread.
+        """Wait for a round, verify it, and prepare its placement. On any thread.
 
         Args:
-            meanwhile: called every now and then while it waits.
+            meanwhile: called now and then during the wait.
         """
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
@@ -267,13 +269,13 @@ class MigrationEngine:
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
     def vote(self, posted: PostedRound, ballot: Ballot) -> Verdict:
-        """Whether all ranks commit a round that has arrived. On any thread; collective.
+        """Vote on a round that has arrived. On any thread; collective.
 
         Args:
             ballot: of this round.
 
         Raises:
-            MigrationBroken: this rank has said yes, and cannot learn what became of it.
+            MigrationBroken: this rank has said yes, and cannot learn the result.
         """
         self.refuse_if_broken()
         with self._timed("vote"), self._on_device(), self._broken_by_doubt():
@@ -283,7 +285,7 @@ class MigrationEngine:
         return verdict
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """What all ranks do with a round that this rank is against, if it may still say so. On any thread.
+        """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread.
 
         Args:
             votes: whether a thread of this rank takes part in the vote, for which others wait.
@@ -295,7 +297,7 @@ class MigrationEngine:
             return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
 
     def commit(self, posted: PostedRound, layer: int) -> None:
-        """Copy what a round brings to a layer into its live slots, in place; only after all ranks agreed.
+        """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed.
 
         Raises:
             MigrationBroken: it failed.
@@ -308,7 +310,7 @@ class MigrationEngine:
                 self._registry.leave_gradients(layer)
 
     def finish(self, posted: PostedRound) -> None:
-        """Let everything else follow the placement that stands after a round; all its layers are committed.
+        """Make everything else follow the placement after a round; all its layers are committed.
 
         Raises:
             MigrationBroken: it failed.
@@ -325,13 +327,14 @@ class MigrationEngine:
     def unfailing(
         self, what: str = "experts on this rank are not where the other ranks believe them to be"
     ) -> Iterator[None]:
-        """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good.
+        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from the others for
+        good.
 
         Args:
-            what: is wrong then.
+            what: consequence of a failure.
 
         Raises:
-            MigrationBroken: it failed. What is no `Exception`, as KeyboardInterrupt, goes on as it is.
+            MigrationBroken: it failed. KeyboardInterrupt and its like are raised as they are.
         """
         self.refuse_if_broken()
         try:
@@ -350,8 +353,8 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
-        """A vote and what follows from it. What breaks off inside (Ctrl-C) once this rank has said yes leaves it where
-        nobody knows whether the others have committed."""
+        """Enclose a vote and its consequences. After an interruption (Ctrl-C) past this rank's yes, nobody knows
+        whether the others have committed: the engine is broken then."""
         try:
             yield
         except BaseException:
@@ -371,7 +374,7 @@ class MigrationEngine:
     # -- small words ---------------------------------------------------------------------------------------------
 
     def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Experts are hashed as they come."""
+        """Receive a round, hashing experts as they arrive."""
         exchange, executor = posted.exchange, self._executor
         all_here = False
         while not all_here:
@@ -386,7 +389,7 @@ class MigrationEngine:
             exchange.pending.wait(posted.deadline)
 
     def _until(self, ready: Callable[[], bool], posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Wait for something that comes.
+        """Wait until ``ready``.
 
         Raises:
             TransportError: not before the deadline.
@@ -406,18 +409,18 @@ class MigrationEngine:
         self._seconds[part] += time.perf_counter() - began
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """A thread of its own would work on GPU 0."""
+        """Select the device: a thread of its own would use GPU 0."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def wait_for_device(self) -> None:
-        """Return when the device has done all that is queued."""
+        """Wait until the device has done all queued work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 @contextlib.contextmanager
 def _noting_problems(posted: PostedRound) -> Iterator[None]:
-    """What goes wrong inside is no error yet, but this rank's vote against the round."""
+    """Turn errors inside into this rank's vote against the round."""
     try:
         yield
     except TransportError as error:
@@ -427,12 +430,13 @@ def _noting_problems(posted: PostedRound) -> Iterator[None]:
 
 
 def layers_that_differ(current: Placement, target: Placement) -> list[int]:
-    """Where the two have other experts in some slot."""
+    """Layers in which some slot has different experts."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers
 
 
 def _largest_layer_bytes(registry: ExpertTensors) -> int:
-    """Parameters of one layer's homes with room for two more tensors of their size (Adam's), on this rank."""
+    """Bytes of the parameters of one layer's homes on this rank, three times: room for two more tensors of their size
+    (Adam's)."""
     sizes = [sum(p.numel() * p.element_size() for p in registry.parameters(layer)) for layer in registry.layers]
     return 3 * max(sizes, default=0)

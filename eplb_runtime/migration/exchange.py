@@ -1,6 +1,6 @@
-"""One rank's part in a round: what it sends and stages, whether what came is what left, the copies that commit it.
+"""One rank's part in a round: sending and staging experts, comparing checksums, copying at the commit.
 
-Who owns what: until it is committed, staged memory belongs to this room and live rows are only read.
+Until the commit staged memory belongs to this file, and live rows are only read.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from .schedule import Round, Transfer, TransferSchedule
 from .staging import Arena, chains_of, packed_bytes, runs_of
 
 HashBlocks = Callable[[Tensor], Tensor]
-"""As `utils.checksums.block_hashes`."""
+"""Hashes blocks of bytes, as `utils.checksums.block_hashes`."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A record that comes from another rank and waits for the commit."""
+    """A record from another rank, staged until the commit."""
 
     transfer: Transfer
     record_format: RecordFormat
     record: Tensor
     messages: list[Tensor]
-    """As it travels."""
+    """Pieces of the record, one for each message."""
     last: int
-    """The number of its last part among the messages that are received."""
+    """Number of its last message among the received ones."""
 
 
 @dataclass
 class Exchange:
-    """A round on its way, on this rank.
+    """A round in flight, on this rank.
 
     Args:
-        staged: what comes from other ranks, in the order of the schedule.
+        staged: records from other ranks, in the order of the schedule.
         within: transfers between slots of this rank.
-        pending: the bytes on their way.
-        incoming: of them, those that are received.
-        arrived_checksums: of experts that are here, in the same order as ``staged``.
-        sent_checksums: what each rank says its experts left with, once it is here.
+        pending: all messages in flight.
+        incoming: the received ones of them.
+        arrived_checksums: of experts that have arrived, in the order of ``staged``.
+        sent_checksums: checksums that each rank computed before it sent its experts.
     """
 
     staged: list[Staged] = field(default_factory=list)
@@ -66,12 +66,12 @@ class RoundExecutor:
     """Memory and messages for the rounds of one rank.
 
     Args:
-        transport: carries the bytes.
-        home_rows: who has the row of each home.
-        row_rank: this rank among those.
-        device: where the live rows are.
-        nbytes: of staged experts, for a start; a migration that needs more reserves it.
-        hash_blocks: what hashes experts on a GPU.
+        transport: moves the bytes.
+        home_rows: maps each home to the rank and row that hold it.
+        row_rank: this rank's number among the ranks that hold rows.
+        device: of the live rows.
+        nbytes: initial size of the staging memory; a migration that needs more reserves it.
+        hash_blocks: hashes experts on a GPU.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RoundExecutor:
 
     @property
     def device(self) -> torch.device:
-        """Where messages are."""
+        """Device of the messages."""
         return self._transport.device
 
     def reconnect(self, transport: Transport) -> None:
@@ -103,15 +103,15 @@ class RoundExecutor:
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def close(self) -> None:
-        """Give back what the transport keeps, and let go of its group. Nothing is sent any more."""
+        """Release the transport and its group. Nothing is sent any more."""
         self._transport.close()
         del self._transport
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
-        """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside.
+        """Reserve memory for the largest round: arriving records, packed ones that leave, one spare row.
 
         Args:
-            at_once: bytes that come at most in rounds that are under way together; None: one is at a time.
+            at_once: largest number of bytes that arrive in rounds in flight together; None: one round is in flight.
         """
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
         spare = 0
@@ -135,7 +135,7 @@ class RoundExecutor:
         self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
 
     def restart(self) -> None:
-        """What was staged is of no use any more: its memory is free."""
+        """Free the staged memory for the next round."""
         self._arrivals.restart()
         self._departures.restart()
 
@@ -163,18 +163,18 @@ class RoundExecutor:
             exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
-        """What has come by now, in order, and is not taken in yet."""
+        """Records that have arrived and are not hashed yet, in order."""
         left, incoming = exchange.staged[len(exchange.arrived_checksums) :], exchange.incoming
         return list(takewhile(lambda s: incoming is not None and incoming.has(s.last), left))
 
     def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
-        """Hash what has come; whether that is all."""
+        """Hash arrived records; returns whether all are."""
         for s in arrived:
             exchange.arrived_checksums.append(checksum_of(s.messages, [None] * len(s.messages), self._hash_blocks))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
-        """The first expert that did not arrive as it left, in words; empty: all did."""
+        """Name the first expert whose checksum changed on the way; empty: none."""
         position: dict[int, int] = defaultdict(int)
         sent = {peer: bytes(sums.cpu().numpy()) for peer, sums in exchange.sent_checksums.items()}
         for s, arrived in zip(exchange.staged, exchange.arrived_checksums, strict=True):
@@ -190,7 +190,7 @@ class RoundExecutor:
 
     @torch.no_grad()
     def commit(self, exchange: Exchange, layer: int, record_format: RecordFormat) -> None:
-        """Copy what has come to a layer into its live slots, in place. Allocates nothing."""
+        """Copy a layer's staged records into its live slots, in place. Allocates nothing."""
         within = [
             (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
             for t in exchange.within
@@ -203,7 +203,7 @@ class RoundExecutor:
                 record_format.unpack(s.record, self._home_rows.row_of(s.transfer.destination_slot))
 
     def _own(self, round_: Round, records: Records) -> Iterator[tuple[Transfer, RecordFormat]]:
-        """The transfers that concern this rank, with the records they carry."""
+        """Transfers that concern this rank, with their record formats."""
         concerned = (self._home_rows.rank_of(round_.transfers[:, 2:]) == self._row_rank).any(axis=1)
         for row in round_.transfers[concerned].tolist():
             transfer = Transfer(*row)
@@ -211,7 +211,7 @@ class RoundExecutor:
                 yield transfer, records.formats[transfer.layer]
 
     def _expect(self, own: Sequence[tuple[Transfer, RecordFormat]], exchange: Exchange) -> list[Message]:
-        """Messages that bring experts here, and which moves are within the rank."""
+        """Messages of the experts that arrive here. Notes the moves within the rank."""
         receives: list[Message] = []
         for transfer, record_format in own:
             source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
@@ -230,7 +230,7 @@ class RoundExecutor:
         return receives
 
     def _departing(self, transfer: Transfer, record_format: RecordFormat, destination: int) -> list[Message]:
-        """Messages that carry one expert away."""
+        """Messages of one expert that leaves."""
         row = self._home_rows.row_of(transfer.source_slot)
         messages = []
         for first, end, direct in runs_of(record_format, self.device):
@@ -247,7 +247,7 @@ class RoundExecutor:
         return messages
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
-        """For each peer, what its experts left with."""
+        """For each peer, the checksums of the experts sent to it."""
         return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
 
     def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
@@ -275,7 +275,7 @@ class RoundExecutor:
         return pending
 
     def _move_within(self, record_format: RecordFormat, chain: Sequence[tuple[int, int]]) -> None:
-        """Carry out moves of one rank front to back; in a ring the first row is put aside until the last move."""
+        """Carry out moves of one rank front to back; in a ring the first row is in spare memory until the last move."""
         end = chain[0][1]
         ring = chain[-1][0] == end
         for part in record_format.fields:
@@ -315,7 +315,7 @@ def _hashes(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
 
 
 def in_chunks(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
-    """int64 ``[B]``, on the host, of uint8 ``[B * 1024]``: little memory is taken at once."""
+    """Hash uint8 ``[B * 1024]`` to int64 ``[B]`` on the host, in chunks, so that little memory is taken at once."""
     firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
     return torch.cat(
         [torch.empty(0, dtype=torch.int64), *(hash_blocks(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]

@@ -1,12 +1,11 @@
-"""A migration that goes on while the model trains: experts travel beside a step, each layer is committed before its
-forward.
+"""Overlaps a migration with training: experts travel during a step, and each layer is committed before its forward.
 
-At the end of a step rounds of single layers are posted, as many as will be there in time (`migration.pacing`), and a
-thread of ours carries them while the next step computes. Between an optimizer's step and the next forward nobody should
-write what is sent; if somebody does, it is seen before the ranks vote. A layer is committed where its forward begins,
-before anything is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
-decision's record, where the first word stands: so no rank goes by what it sees alone, and the layer is sent anew after
-the next step.
+At the end of a step rounds of single layers are posted, as many as will arrive in time (`migration.pacing`), and a
+thread transfers them while the next step computes. Nobody should write these experts between an optimizer's step and
+the next forward; a write is noticed before the ranks vote. A layer is committed where its forward begins, before any
+token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
+decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
+again after the next step.
 """
 
 from __future__ import annotations
@@ -40,41 +39,41 @@ from .schedule import Round
 logger = logging.getLogger("eplb_runtime")
 
 LATE, WRITTEN, REPLACED, HELD = "late", "written", "replaced", "held"
-"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; one that has other
-tensors by now than when the migration began; and one of experts that the user has copied since then."""
+"""Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes its experts between steps. REPLACED: its
+tensors are not those with which the migration began. HELD: the user has copied its experts since then."""
 _REPLACED_TIMES = 2
-"""Migrations in a row that found other tensors than they began with: once is a state that was loaded, twice is an
-optimizer that makes its state anew in each step."""
+"""Migrations in a row that found replaced tensors: once is a state that was loaded, twice is an optimizer that makes
+its state anew in each step."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
 _PATIENCE_SECONDS = 2e-3
-"""A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
+"""A layer's forward waits this long, plus 10 % of the transfer time, before its experts count as late."""
 _TRIES = 5
-"""A layer that is late so often is left where it is."""
+"""A layer that is late this often stays where it is."""
 _AHEAD = 2
-"""Rounds that are posted before an earlier one is here."""
+"""Rounds that are posted before an earlier one has arrived."""
 _UNMEASURED_FACTOR = 4
-"""Experts take so many times as long as bytes alone, until that is measured: they are hashed, packed and unpacked,
-beside a step that wants the processor, too."""
+"""Assumed transfer time as a multiple of the link's, until it is measured: experts are also hashed, packed and
+unpacked, and the step uses the processor too."""
 _MARGIN = 1.5
-"""What comes too late is sent twice, and what is not sent goes with the next step: better a little less at a time."""
+"""Safety factor of transfer times: a late round is sent twice, and one that is not sent goes with the next step."""
 _WEIGHT = 0.3
-"""Of a new measurement of how fast experts travel."""
+"""Weight of a new measurement of the transfer time."""
 
 
 @dataclass(eq=False)
 class InFlightRound:
-    """A round on its way, as training knows it.
+    """A round in flight, as training knows it.
 
     Args:
-        ballot: this rank's part in the decision on it; the thread that carries the round votes.
+        ballot: this rank's part in the decision; the thread that transfers the round votes.
         here: whether this rank holds the layer.
-        patience: seconds that the layer's forward waits for it.
-        problem: why this rank votes against it; empty: it does not.
-        posted: what the engine knows of it, once it is sent.
-        verdict: what all ranks do, once training has asked.
-        committed: whether this rank has done so, where the layer is here.
-        followed: whether the placement that stands tells of it.
+        patience: seconds that the layer's forward waits for the round.
+        problem: reason for which this rank votes against it; empty: there is none.
+        posted: the engine's part, once it is sent.
+        verdict: of all ranks, once training has asked.
+        committed: whether this rank has committed it, if the layer is here.
+        followed: whether the current placement includes it.
     """
 
     round_: Round
@@ -97,25 +96,25 @@ class InFlightRound:
 
 
 class Overlapped:
-    """One rank's part in migrations beside training; one at a time.
+    """The driver (`driver.Migration`) of migrations that overlap with training; one at a time, on one rank.
 
     Args:
-        engine: of this rank, which does nothing else meanwhile.
-        agreement: of the ranks as they are connected now.
-        worker: carries it; whatever else uses the control group does so in its turn.
-        registry: what moves.
-        maps: what follows the placement.
+        engine: of this rank; this driver is its only user during a migration.
+        agreement: of the ranks on their current connections.
+        worker: transfers the experts; all else that uses the control group takes its turn on it.
+        registry: the tensors that move.
+        maps: everything that follows the placement.
         is_planner: whether this is rank 0, whose clock counts.
-        timeout_seconds: for the transfers beside one step, and for each decision.
-        link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
-        max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
+        timeout_seconds: for the transfers of one step, and for each decision.
+        link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
+        max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
         waiting: entered while the training thread waits for other ranks.
-        held_outside: says who holds copies of experts that do not move along; empty: nobody.
+        held_outside: names the holder of copies of experts that do not move along; empty: nobody.
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
-        agreement: as above; another when ranks have connected anew.
-        late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
+        agreement: as above; replaced when ranks have connected anew.
+        late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Overlapped:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is under way."""
+        """Set the state of a driver without a migration."""
         self.in_flight = False
         self._migration: PreparedMigration | None = None
         self._transferring: Future[None] | None = None
@@ -172,10 +171,10 @@ class Overlapped:
     # -- what training calls -------------------------------------------------------------------------------------------
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
-        """A step is over: get a migration ready while training goes on. On every rank.
+        """Prepare a migration while training goes on; called at the end of a step, on every rank.
 
         Args:
-            key: names its decisions; new for each, equal on every rank.
+            key: names its decisions; new for each migration, equal on every rank.
         """
         self._forget()
         self._is_new = self.in_flight = True
@@ -185,10 +184,10 @@ class Overlapped:
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """A step is over: return what it has brought, and post what overlaps with the next one. On every rank.
+        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank.
 
         Args:
-            hold_back: nothing new may travel.
+            hold_back: nothing new may be sent.
         """
         if self._is_new:  # its preparation overlaps with the next step
             self._is_new = False
@@ -205,19 +204,19 @@ class Overlapped:
         return replace(progress, pause_seconds=pause)
 
     def step_begins(self) -> None:
-        """What comes until the next step's end belongs to that step."""
+        """Start the clock of a step."""
         self._started.clear()
         self._boundary = time.perf_counter()
 
     def forward_begins(self) -> None:
-        """A forward of the model begins: what is sent stays as it is from here on, and ranks may vote."""
+        """Let ranks vote, since a forward of the model begins: nobody writes experts from here on."""
         if self._flights and not self._gate.is_set():
             with self._lock, self._paused():
                 self._open_gate()
 
     def forward_ends(self, layers: Collection[int]) -> None:
-        """A forward of a model with these layers has ended, which has left some of them out, or has failed: from here
-        on anybody may write experts, so what is not committed yet is late. On every rank that holds them."""
+        """Count as late what is not committed when a forward has ended, or failed: from here on anybody may write
+        experts. On every rank that holds these layers."""
         if self._flights and self._gate.is_set():
             with self._lock, self._paused():
                 for flight in self._flights:
@@ -225,7 +224,8 @@ class Overlapped:
                         self._resolve(flight, 0.0, LATE, "a forward ended without it")
 
     def before_layer(self, layer: int) -> None:
-        """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
+        """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
+        layer."""
         if layer not in self._started:
             self._started.add(layer)
             self._starts.observe(layer, time.perf_counter() - self._boundary)
@@ -239,8 +239,8 @@ class Overlapped:
                         self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
 
     def withdraw(self) -> None:
-        """Experts are about to be written, or to stay where they are: in this step nothing more is committed. On every
-        rank, at the same place."""
+        """Commit nothing more in this step: experts are about to be written, or to stay. On every rank, at the same
+        place."""
         if self._flights:
             with self._lock, self._paused():
                 for flight in self._flights:
@@ -249,7 +249,7 @@ class Overlapped:
                 self._gate.set()
 
     def current_placement(self) -> Placement:
-        """The placement with what has been committed so far, each round an epoch. On every rank, at the same place."""
+        """The placement with all commits so far, each round an epoch. On every rank, at the same place."""
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
                 patience = self._timeout + _A_LITTLE_SECONDS
@@ -264,10 +264,10 @@ class Overlapped:
         return self._current
 
     def drain(self) -> Placement:
-        """The rest is dropped, on every rank; the thread is done with it when this returns, or never will be.
+        """Drop the rest on every rank. The thread is done with it when this returns, or never will be.
 
         Returns:
-            The placement that stands.
+            The current placement.
         """
         self.withdraw()
         current = self.current_placement()
@@ -281,14 +281,14 @@ class Overlapped:
         self._forget()
 
     def leave(self) -> None:
-        """The thread waits for training no longer."""
+        """Stop the thread's wait for training."""
         self._gate.set()
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _open_gate(self) -> None:
-        """Nobody has written or replaced what is sent, up to here; from here on the forward runs, which writes no
-        experts."""
+        """Let ranks vote, after a check that nobody has written or replaced the experts in flight. The forward that
+        begins writes no experts."""
         if self._gate.is_set():
             return
         # Copies that were made while this is under way have rows as they stand: these must stay there.
@@ -305,15 +305,15 @@ class Overlapped:
         self._gate.set()
 
     def _written(self) -> str:
-        """The first of the tensors on their way that somebody has written since they were sent; empty: none."""
+        """Name of the first tensor in flight that was written since it was sent; empty: none."""
         for name, tensor, version, sample in self._as_sent:
             if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
                 return name
         return ""
 
     def _resolve(self, flight: InFlightRound, patience: float, kind: str, cause: str) -> None:
-        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it, if
-        it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
+        """Get the verdict of all ranks on a round, and act on it. Without one in time, this rank refuses the round if
+        it still may. After an interruption (Ctrl-C) in here the next call completes it."""
         if flight.verdict is None:
             if patience:
                 with self._waiting():
@@ -323,7 +323,7 @@ class Overlapped:
             self._commit(flight)
 
     def _refuse(self, flight: InFlightRound, verdict: Verdict) -> None:
-        """Say no, unless it is known what all ranks do, or this rank has said yes."""
+        """Vote against a round, unless its verdict is known or this rank has said yes."""
         flight.verdict = flight.ballot.verdict or self._engine.refuse(flight.ballot, verdict)
 
     def _commit(self, flight: InFlightRound) -> None:
@@ -342,7 +342,7 @@ class Overlapped:
     # -- from step to step ---------------------------------------------------------------------------------------------
 
     def _open_rounds(self) -> MigrationProgress:
-        """Whether the migration is prepared; what it consists of."""
+        """Open the rounds of the migration once it is prepared."""
         if self._migration is not None:
             return MigrationProgress(self._current)
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
@@ -362,7 +362,7 @@ class Overlapped:
         return MigrationProgress(self._current)
 
     def _post_next(self) -> None:
-        """Post what travels beside the next step."""
+        """Post the rounds that overlap with the next step."""
         migration = self._migration
         assert migration is not None
         at_once_bytes = self._engine.at_once_bytes(migration.schedule)
@@ -389,13 +389,13 @@ class Overlapped:
         self._transferring = self._worker.submit(lambda: self._transfer_rounds(migration, flights, gate, follow))
 
     def _patience(self, round_: Round, waited_for: bool) -> float:
-        """Seconds; negative: as long as anything is waited for."""
+        """Seconds that a forward waits for a round; negative: as long as anything is waited for."""
         if self._max_pause is not None:
             return self._max_pause
         return -1.0 if waited_for else _PATIENCE_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
 
     def _changed(self, layers: Sequence[int]) -> str:
-        """Why the records of these layers are not those that the ranks agreed on; empty: they are."""
+        """Reason for which the records of these layers are not those that the ranks agreed on; empty: they are."""
         assert self._migration is not None
         now, problem = self._engine.formats(layers)
         for layer, found in now.items():
@@ -412,7 +412,7 @@ class Overlapped:
         return problem
 
     def _close_rounds(self) -> MigrationProgress:
-        """What has become of the last step's flights, all of which are over."""
+        """Close the rounds of the last step, and report what became of them."""
         placement, migration = self.current_placement(), self._migration
         assert migration is not None
         verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
@@ -456,7 +456,7 @@ class Overlapped:
         return failed.kind == WRITTEN or (failed.kind == REPLACED and self._times_replaced >= _REPLACED_TIMES)
 
     def _pace_so_far(self) -> Pace:
-        """What this rank knows of its layers' forwards, and of how fast experts travel."""
+        """This rank's measurements of its layers' forwards and of the speed of transfers."""
         seconds_per_byte = self._seconds_per_byte or _UNMEASURED_FACTOR * self._link_seconds_per_byte
         us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
         return Pace(self._starts.microseconds(), max(1, us_per_mib))
@@ -483,7 +483,7 @@ class Overlapped:
         gate: threading.Event,
         follow: Callable[[], None],
     ) -> None:
-        """Post some ahead, and in their order take in what has come, and vote as soon as training lets."""
+        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
         arrived: list[InFlightRound] = []
 
         def vote() -> None:
@@ -529,7 +529,7 @@ class Overlapped:
             self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)
 
     def _after_what_is_queued(self) -> Callable[[], None]:
-        """On a device, what makes the thread's work follow what training has queued up to here."""
+        """Return a function that orders the thread's work on a device after everything queued so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -544,7 +544,7 @@ class Overlapped:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """What runs inside holds training up."""
+        """Count the time inside as a pause of training."""
         began = time.perf_counter()
         try:
             yield
@@ -553,6 +553,6 @@ class Overlapped:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some elements from all over it, as bytes: a write through ``.data`` leaves no version."""
+    """Some elements of a tensor as bytes: they show a write through ``.data``, which leaves no version."""
     flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)
