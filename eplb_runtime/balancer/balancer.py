@@ -1,7 +1,6 @@
-"""The runtime that each rank has, as its user sees it: measures, rebalances at the step boundary, reduces gradients.
+"""The balancer as its user sees it: it measures, rebalances at the step boundary, and reduces gradients.
 
-How a placement changes stands in `rebalancer.py`, what is saved in `restore.py`; here are the calls that a training
-loop makes.
+`rebalancer.py` changes the placement, `restore.py` saves it; these are the calls that a training loop makes.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ logger = logging.getLogger("eplb_runtime")
 
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
-    """At the process's end, where nobody has called ``close``: a thread that came back from a wait into an interpreter
-    that is gone would end the process by a signal."""
+    """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
+    into a finalized interpreter would end the process by a signal."""
     balancer = of()
     if balancer is not None and not balancer._closed and not balancer._in_a_child:
         balancer._closed = True
@@ -92,7 +91,7 @@ class Balancer:
     Attributes:
         config: its settings.
         topology: ranks, nodes and measured bandwidths.
-        events: what happened (`eplb_runtime.events`).
+        events: history of the run (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
     """
 
@@ -175,7 +174,7 @@ class Balancer:
         return self._outside.found(patient=patient, copies_only=copies_only)
 
     def _lone_steps(self) -> LoneSteps | None:
-        """None: experts of this job never move, or the framework steps them."""
+        """Steps of single experts; None: experts of this job never move, or the framework steps them."""
         if not self._searches_outside or self.config.policy == "static":
             return None
         registry, interval = self._runtime.registry, self.config.interval
@@ -184,7 +183,7 @@ class Balancer:
         )
 
     def _begin(self) -> None:
-        """Every rank has a balancer now. Collective."""
+        """Begin once every rank has a balancer. Collective."""
         if self._runtime.maps.replicas is not None:
             self._runtime.maps.replicas.refresh()
         if self._training:
@@ -193,7 +192,7 @@ class Balancer:
         atexit.register(_end_threads, weakref.ref(self))
 
     def __str__(self) -> str:
-        """What is balanced and how it goes, as a table of 80 columns."""
+        """The model and the state of its balancing, as a table of 80 columns."""
         return balancer_table(self.config, self.topology, self.placement, self._rebalancer.step, self.events)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,12 +204,13 @@ class Balancer:
 
     @property
     def placement(self) -> Placement:
-        """The placement that stands now; its ``epoch`` counts commits."""
+        """The current placement; its ``epoch`` counts commits. During an overlapped migration it waits for other ranks'
+        commits of the running step: ask on every rank at the same place."""
         self._end_what_broke_off()
         return self._rebalancer.placement()
 
     def _end_what_broke_off(self) -> None:
-        """Of forwards: ranks break off in different places, and must not differ in what they have committed."""
+        """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
         if self._rebalancer.overlapped.in_flight:
             for forwards in self._forwards:
                 forwards.end_what_broke_off()
@@ -265,12 +265,12 @@ class Balancer:
 
     @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
-        """Say what load will come, where it is known (replayed routing, a curriculum): the next decision plans for it
+        """Declare the coming load, where it is known (replayed routing, a curriculum). The next decision plans for it
         instead of a forecast, and only that one; `rebalance()` decides at once.
 
-        What ranks declare is added up: each its own tokens, one rank those of all, or all ranks the same - only the
-        proportions matter. Ranks that say nothing add nothing. Not collective, but all that is to count must be
-        declared before the same step. A second call before the decision replaces the first.
+        Declarations of ranks are added up: each its own tokens, one rank those of all, or all ranks the same. Only the
+        proportions matter. Ranks without a declaration add nothing. Not collective, but all declarations that are to
+        count must be made before the same step. A second call before the decision replaces the first.
 
         Args:
             load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
@@ -287,7 +287,8 @@ class Balancer:
 
     @contextmanager
     def _uninterrupted(self, what: str) -> Iterator[None]:
-        """Inside, micro-batches are between their forward and their backward, for which the placement must stand."""
+        """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
+        change."""
         self._schedule_running = what
         try:
             yield
@@ -303,7 +304,7 @@ class Balancer:
             )
 
     def _refuse_inside_a_step(self, what: str) -> None:
-        """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
+        """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
         self._refuse_inside_schedule(what)
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
         gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
@@ -320,14 +321,14 @@ class Balancer:
             raise RuntimeError(f"{what} after close(): experts stay where they are")
 
     def _after_move(self) -> None:
-        """Experts have changed places."""
+        """Follow a change of the placement."""
         self._runtime.model_check.moved()
         self._gradients.moved()
         for layer, mark in self._marks:
             mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
 
     def _known_tensors(self) -> Iterator[Tensor]:
-        """What moves with experts besides parameters and gradients, and what optimizers keep."""
+        """Tensors that move with experts besides parameters and gradients, and the optimizers' tensors."""
         yield from (tensor for _, tensor in self._extra_tensors.values())
         for optimizer in self._optimizers:
             yield from arrays_in(getattr(optimizer, "state", None))
@@ -339,12 +340,13 @@ class Balancer:
 
     @torch.compiler.disable
     def weights_changed(self) -> None:
-        """Expert weights were written in place, between steps (clamped, swapped with an average for an evaluation, a
-        plain ``load_state_dict``): copies follow. `eplb_runtime.checkpoint` calls it itself; without replica slots
-        there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is refused.
+        """Refresh replicas after expert weights were written in place between steps (clamped, swapped with an average
+        for an evaluation, a plain ``load_state_dict``). `eplb_runtime.checkpoint` calls it itself; without replica
+        slots there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is
+        refused.
 
         Raises:
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not call it.
         """
         if self._runtime.maps.replicas is None or self._closed:
             return
@@ -404,10 +406,10 @@ class Balancer:
             self._guard.begin()
 
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """An optimizer is about to be hooked.
+        """Note an optimizer that is about to be hooked.
 
         Args:
-            outside: what it steps besides the model, by what to call it.
+            outside: its parameters outside the model, by a name for messages.
         """
         self._optimizers.append(optimizer)
         self._runtime.registry.stepped_by(optimizer)
@@ -418,7 +420,7 @@ class Balancer:
                 layer.counts_in_evaluation = False
 
     def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """An optimizer was let go.
+        """Forget an optimizer that was let go.
 
         Args:
             outside: as for `_trained_by`.
@@ -431,7 +433,7 @@ class Balancer:
             self._dense.pop(name, None)
 
     def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """These are a part of the model, too, that is the same on every rank; by what to call them."""
+        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
         self._dense.update(parameters)
         self._runtime.model_check.know(list(parameters.values()))
 
@@ -522,7 +524,7 @@ class Balancer:
 
     @torch.no_grad()
     def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
-        """Home rows ``first:last`` of one EP rank, on the rank that wants them. Collective over all EP groups.
+        """Send home rows ``first:last`` of one EP rank to one rank. Collective over all EP groups.
 
         Args:
             rows: as for ``gather_experts``.
@@ -530,28 +532,28 @@ class Balancer:
             destination: rank of the job; the rows come from its own EP group.
 
         Returns:
-            ``[last - first, ...]`` on the destination (the live memory where that is the source), elsewhere None.
+            ``[last - first, ...]`` on the destination (the live memory if that is the source), elsewhere None.
         """
         return on_one_rank(rows, first, last, source, destination, self._runtime.groups)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def logical_expert_ids(self, layer: int) -> list[int]:
-        """The logical expert of each row of this rank's expert parameters, now: for what a loop does to some experts
-        (a learning rate, a frozen one), asked for anew after each step, since experts move. Not collective."""
+        """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
+        learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
         rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
         return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
+        """Move a tensor with the experts of a parameter: an EMA copy, a mask, or other state of each expert.
 
-        It is moved in place, bit for bit, and saved in checkpoints; not copied to replica slots, not trained.
+        It is moved in place, bit for bit, and saved in checkpoints. It is neither copied to replica slots nor trained.
         Collective in effect: the same names on every rank, in the same order.
 
         Args:
             parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
             name: new for this parameter.
-            tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
+            tensor: ``[E/R, ...]``, rows in the parameter's current order, on the parameter's device.
 
         Raises:
             RegistryError: no such parameter, the name is taken, wrong rows or device, it needs gradients or cannot be
@@ -606,16 +608,16 @@ class Balancer:
 
     @property
     def _host_steps(self) -> bool:
-        """Whether gradients are where only the framework's own optimizer knows."""
+        """Whether only the framework's own optimizer knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
     @property
     def _gradient_group(self) -> dist.ProcessGroup:
-        """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
+        """All ranks of the job, with the device's backend: for decisions on every rank's gradients."""
         return self._runtime.groups.everyone
 
     def _home_experts(self, layer: int) -> list[int]:
-        """The logical expert of each home row of this rank."""
+        """Logical expert of each home row of this rank."""
         return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
 
     def _logical_of_rows(self) -> Tensor:
@@ -625,7 +627,7 @@ class Balancer:
         return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
 
     def _background_group(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
+        """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
         return self._runtime.groups.background()
 
     def _open_second_lane(self) -> Lanes:
@@ -660,23 +662,23 @@ class Balancer:
     # -- for other rooms ------------------------------------------------------------------------------------------
 
     def _plan_with(self, planner: Callable[..., Plan]) -> None:
-        """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
+        """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
     def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
-        """Let another hear the load that decisions start from."""
+        """Call a function with the load of each decision."""
         self._rebalancer.decisions.on_load = write
 
     def _progress(self) -> Progress:
-        """How far training is; on any thread."""
+        """Progress of training; on any thread."""
         return self._rebalancer.progress
 
     def _close_with(self, close: Callable[[], None]) -> None:
-        """Call this when there is nothing more to hear."""
+        """Call a function when there are no more events."""
         self._listeners.append(close)
 
     def _close_on_all_ranks_with(self, close: Callable[[float], None]) -> None:
-        """Call this in ``close``, as every rank does, with a time of `time.monotonic` as its deadline."""
+        """Call a function in ``close``, on every rank, with a deadline (a time of `time.monotonic`)."""
         self._on_all_ranks.append(close)
 
     def _close_listeners(self) -> None:
@@ -685,7 +687,7 @@ class Balancer:
 
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
-        """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
+        """Inside, every token goes to its expert's home and not to a replica. On every rank alike."""
         splitter = self._runtime.maps.splitter
         if splitter is None:
             yield
@@ -697,12 +699,12 @@ class Balancer:
             splitter.at_home = False
 
     def _wait_until_compiled(self, seconds: float = 300.0) -> None:
-        """For runs that are over before a planner is compiled; without it training goes on and rebalances later."""
+        """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
         self._rebalancer.wait_until_compiled(seconds)
 
     @property
     def _counted(self) -> Tensor:
-        """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
+        """int64 ``[L, E]``: choices of this rank's router in the running step."""
         return self._runtime.counter.counts
 
     # -- life cycle ----------------------------------------------------------------------------------------------
@@ -710,7 +712,8 @@ class Balancer:
     @torch.compiler.disable
     @contextmanager
     def quiesce(self) -> Iterator[None]:
-        """No migration while inside (weight reload, asynchronous save); enter and leave at the same step on all ranks.
+        """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
+        ranks.
 
         A decision that becomes due meanwhile waits for the first step after.
         """
@@ -752,7 +755,7 @@ class Balancer:
         self._refresh_replicas()
 
     def _before_forward(self) -> None:
-        """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
+        """Begin new gradients with a forward in training, even if the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
         self._rebalancer.overlapped.forward_begins()
         if torch.is_grad_enabled() and self._training:
@@ -769,7 +772,7 @@ class Balancer:
                 self._guard.before_forward()
 
     def _warn_of_replaced(self) -> None:
-        """Once, when attach is over and has let go of them."""
+        """Warn once, when attach is over, of holders of parameters that it replaced."""
         self._replaced_was_reported = True
         if holder := whole_average(self._runtime.registry.parameters(), self.placement.num_experts):
             logger.warning(
@@ -796,7 +799,7 @@ class Balancer:
 
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:
-        """A forward of the model that holds these layers has ended, or failed."""
+        """Note that a forward of the model with these layers has ended, or failed."""
         self._rebalancer.overlapped.forward_ends(layers)
 
     def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -804,7 +807,7 @@ class Balancer:
         return self._optimizer_hooks.optimizer_turn(optimizer)
 
     def _before_optimizer(self) -> None:
-        """An optimizer is about to step: gradients must be what it is to see."""
+        """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
         self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
         self._rebalancer.overlapped.withdraw()
@@ -814,19 +817,18 @@ class Balancer:
 
     @property
     def _in_a_child(self) -> bool:
-        """Whether this is a process that was forked from the rank: the connections are the parent's, and no thread of
-        ours is here."""
+        """Whether this process was forked from the rank: the connections are the parent's, and it has no thread of
+        ours."""
         return os.getpid() != self._process
 
     def _end_with(self, handle: Removable) -> None:
-        """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
+        """Remove this hook at ``close``. Hooks of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 
     @torch.compiler.disable
     def close(self) -> None:
-        """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
-        more, since nobody refreshes them. In a process that was forked from a rank it does nothing.
-        """
+        """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
+        more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
         if self._closed or self._in_a_child:
             return
         self._closed = True

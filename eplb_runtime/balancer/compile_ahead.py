@@ -1,7 +1,7 @@
-"""Compile what decisions and migrations need, where that makes nobody wait.
+"""Compiles the code of decisions and migrations without making anybody wait.
 
-Compiled code is kept on the disk (numba's cache). What is not there yet is compiled by a process of its own: a compiler
-in this one would hold the interpreter, and with it the training thread, for seconds at a time.
+Compiled code is stored on disk (numba's cache). Missing code is compiled by a process of its own: a compiler in this
+process would hold the interpreter, and with it the training thread, for seconds at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..utils.jit import cache_folder, remove_older
 logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
-"""Of the other process; after it this one compiles for itself."""
+"""Timeout of the other process; after it this one compiles for itself."""
 
 
 def compile_here(policy: str) -> None:
-    """Compile in this process, or read from the disk what has been compiled before.
+    """Compile in this process, or read compiled code from disk.
 
     Args:
-        policy: of a rank that plans; empty: this one does not.
+        policy: of a rank that plans; empty: this rank does not.
     """
     compile_schedules()
     compile_copies()
@@ -42,7 +42,7 @@ def compile_here(policy: str) -> None:
 
 
 def compile_apart(policy: str) -> None:
-    """See that another process has compiled all this on this machine; arguments as `compile_here`. Never raises."""
+    """Compile in another process on this machine; arguments as `compile_here`. Never raises."""
     command = [sys.executable, "-m", __name__, policy]
     if not compiles() or _mark(policy).exists():
         return
@@ -64,17 +64,17 @@ def compiles() -> bool:
 
 
 def is_compiled(policy: str) -> bool:
-    """Whether all that decisions need has been compiled on this machine, for these very sources."""
+    """Whether all code of decisions was compiled on this machine, for these very sources."""
     return compiles() and _mark(policy).exists()
 
 
 def _mark(policy: str) -> Path:
-    """A file beside numba's own: all has been compiled here, for this policy."""
+    """File next to numba's own that marks all code as compiled for this policy."""
     return cache_folder() / f"{policy or 'no policy'}.compiled"
 
 
 def main(policy: str) -> None:
-    """What the other process does: one of them at a time compiles, the others find it done."""
+    """Run in the other process: one of them at a time compiles, the others find it done."""
     mark = _mark(policy)
     with open(mark.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,5 +1,6 @@
-"""One decision, made off the critical path by a worker thread of every rank: sum the load, plan on rank 0, hand the
-plan to all, compare. Rank 0 alone plans; the others take its bytes (design rule 2).
+"""Makes one decision on a worker thread of every rank: sum the load, plan on rank 0, broadcast the plan, agree.
+
+Rank 0 alone plans; the others take its bytes (design rule 2).
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from .runtime import Runtime
 logger = logging.getLogger("eplb_runtime")
 
 SOURCE_MEMORY = 0.5
-"""How much what came from where before a decision's own steps still counts, by each decision since."""
+"""Weight that older counts of token sources keep at each later decision."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks were told. ``target`` is None when nothing is to move or the decision failed.
+    """A decision, the same on all ranks. ``target`` is None when nothing is to move or the decision failed.
 
     Args:
-        failure: why there is no plan; empty when there is one.
-        connections_broken: a collective failed on the way: the ranks have to find together again.
-        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
-        load: int64 ``[T, L, E]``, what was measured, over all ranks.
-        placements: that rows of it stood under, each with the row that it ends before.
+        failure: reason for which there is no plan; empty: there is one.
+        connections_broken: a collective failed: the ranks have to connect anew.
+        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of its time.
+        load: int64 ``[T, L, E]``, measured over all ranks.
+        placements: placements of its rows, each with the row that it ends before.
         step_seconds: of a training step.
-        finding: what the guard found; empty: nothing.
-        stays: why a plan is not carried out; empty: it is, or there is none.
-        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
+        finding: of the guard; empty: none.
+        stays: reason for which a plan is not carried out; empty: it is, or there is none.
+        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
     target: Placement | None = None
@@ -72,7 +73,7 @@ class Decision:
         """The event of the load that this decision started from; None: it failed before.
 
         Args:
-            steps_per_bucket: that a row of the imbalance covers.
+            steps_per_bucket: number of steps that a row of the imbalance covers.
         """
         if self.imbalance is None:
             return None
@@ -108,20 +109,20 @@ class Decision:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a decision starts from.
+    """Input of a decision.
 
     Args:
         buckets: this rank's load since the last decision.
-        placement: the one that stands.
-        earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
+        placement: the current one.
+        earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
         step_seconds: measured, smoothed.
-        stall_seconds: what a rebalance costs besides its transfers.
-        look: what the guard compares over ranks; None: it is off.
+        stall_seconds: cost of a rebalance besides its transfers.
+        sample: of the guard, to compare over ranks; None: it is off.
         computed: whether MoE layers ran since the last decision.
-        declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
-        home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
-        token_bytes: what a (token, choice) pair sends in a step.
-        keys_of_earlier: how many `JobStore.passing` keys are of what came before this decision.
+        declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
+        home_bytes: of the largest expert here with its state.
+        token_bytes: that a (token, choice) pair sends in a step.
+        keys_of_earlier: number of `JobStore.passing` keys from before this decision.
     """
 
     buckets: HostCopy
@@ -143,12 +144,13 @@ class Measurement:
 
 
 class DecisionMaker:
-    """Makes decisions for one rank, in the balancer's worker thread.
+    """Makes decisions for one rank, on the balancer's worker thread.
 
     Attributes:
-        history: the load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them
-            can save it, though only the planner plans from it.
-        on_load: hears what all ranks counted since the last decision, ``[T, L, E]``, and training steps of a row.
+        history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
+            save it, though only the planner plans from it.
+        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, and the training steps of a
+            row.
     """
 
     def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
@@ -174,7 +176,7 @@ class DecisionMaker:
         self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
 
     def compile(self) -> None:
-        """What this rank needs for decisions and migrations; until then nothing is planned."""
+        """Compile the code of decisions and migrations on this rank; until then nothing is planned."""
         try:
             policy = self._config.policy if self._is_planner else ""
             compile_apart(policy)
@@ -185,16 +187,16 @@ class DecisionMaker:
             self._compiled = True
 
     def close(self) -> None:
-        """No more plans; one that never returns is left to itself."""
+        """Make no more plans; a planner that never returns is abandoned."""
         self._planning.close(0.0)
 
     def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
-        """Collective over the control group; never raises.
+        """Make a decision. Collective over the control group; never raises.
 
         Args:
-            key: names this decision; new for each. A rank that cannot wait for it any longer records that.
-            control: that stood when the decision began; another may stand before it ends.
-            agreement: on the same.
+            key: names this decision; new for each. A rank whose wait times out records that under it.
+            control: group of when the decision began; it may be replaced before the decision ends.
+            agreement: on the same group.
         """
         try:
             return self._decide(measurement, key, control, agreement)
@@ -275,8 +277,8 @@ class DecisionMaker:
         return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
-        """float64 ``[N, L, E]``, tokens since the last decision by the node that they came from; None: there is one
-        node. Collective, ahead of the sum over ranks, which takes the place of this rank's counts."""
+        """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective,
+        ahead of the sum over ranks, which overwrites this rank's counts."""
         topology = self._topology
         if topology.num_nodes == 1:
             return None
@@ -287,19 +289,19 @@ class DecisionMaker:
         return counted_NLE.numpy().astype(np.float64)
 
     def compiling(self, control: dist.ProcessGroup) -> bool:
-        """Whether any rank is still being compiled. Collective."""
+        """Whether any rank is still compiling. Collective."""
         return bool(_highest(control, 0 if self._compiled else 1)[0])
 
     def place_anew(
         self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
     ) -> Decision:
-        """A placement of the sizes of ``current``, made for a load as if nothing stood yet. Collective.
+        """Plan a placement of the sizes of ``current`` for a load, from scratch. Collective.
 
         Args:
             load: int64 ``[T, L, E]``, equal on every rank.
 
         Raises:
-            RuntimeError: a rank did not come within the group's timeout.
+            RuntimeError: a rank did not arrive within the group's timeout.
         """
 
         def ask() -> bytes:
@@ -321,7 +323,7 @@ class DecisionMaker:
         return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
 
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
-        """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
+        """The decision without any token counted, and a finding that says why. Equal on every rank."""
         steps = len(measurement.buckets.wait()) * self._steps_per_bucket
         text = f"no token was counted in the last {steps} steps"
         if measurement.computed and steps:  # none: rebalance() right after a decision
@@ -332,13 +334,13 @@ class DecisionMaker:
         return Decision(failure=text, finding=finding)
 
     def _plan(self, measurement: Measurement) -> bytes:
-        """Rank 0: the plan as bytes, or why there is none."""
+        """On rank 0: the plan as bytes, or the reason for which there is none."""
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
         return self._in_time(lambda: self._make_plan(load, measurement))
 
     def _in_time(self, work: Callable[[], bytes]) -> bytes:
-        """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
+        """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them."""
         if self._overdue is not None and not self._overdue.done():
             return _failed("the planner is still busy with an earlier plan")
         seconds = self._config.timeout_seconds / 2
@@ -387,7 +389,8 @@ class DecisionMaker:
         )
 
     def _crossing_seconds(self, token_bytes: int) -> float:
-        """For the cost: of the layers of one stage, on average; the ranks of the others carry theirs meanwhile."""
+        """Crossing seconds for the cost: of the layers of one stage, on average; other stages' ranks transfer theirs
+        meanwhile."""
         if not self.history or self._topology.num_nodes == 1:
             return 0.0
         per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
@@ -412,7 +415,7 @@ class DecisionMaker:
         return buffer
 
     def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
-        """The plan as this rank understands it, and the digest to compare (zeros: the bytes contradict themselves)."""
+        """Decode the plan, with the digest to compare (zeros: the bytes contradict themselves)."""
         try:
             fields = json.loads(message)
             if fields.get("failure"):
@@ -430,7 +433,7 @@ class DecisionMaker:
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
-    """Over all ranks, whose stages differ."""
+    """Maxima over all ranks, whose stages differ."""
     values = torch.tensor(here)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control)
     return [int(value) for value in values]
@@ -464,7 +467,7 @@ def _failed(why: str) -> bytes:
 
 
 def staying(placement: Placement, reason: str) -> dict[str, Any]:
-    """The summary of a decision for which nobody has planned."""
+    """The summary of a decision without a plan."""
     text = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
     return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
@@ -472,7 +475,7 @@ def staying(placement: Placement, reason: str) -> dict[str, Any]:
 def _imbalance_as_it_was(
     load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """Each row's imbalance under the placement that stood while it was counted."""
+    """Imbalance of each row under the placement of its time."""
     by_placement: list[NDArray[np.float64]] = []
     start = 0
     for end, placement in measurement.placements:

@@ -1,10 +1,10 @@
-"""Checks, in a running job, what the runtime assumes of it: mistakes that would spoil training without a word.
+"""Checks the runtime's assumptions in a running job, and finds mistakes that would spoil training in silence.
 
-Looked at are assumptions, not names: ranks that share a tensor have the same bits in it, ranks with different experts
-have different ones, what the optimizer steps is what the model computes with, and tokens are counted while the model
-computes. In the first steps everything is looked at, with exchanges of their own; later what was seen goes along with
-each decision: all bits of what ranks share, a sample of the rest, and by what gradients were changed in each step since
-the last. All ranks come to the same finding before any of them raises.
+It checks facts, not names: ranks that share a tensor have the same bits in it; ranks with different experts have
+different ones; the optimizer steps the parameters that the model computes with; tokens are counted while the model
+computes. The first steps are sampled completely, with exchanges of their own. Later samples go along with each
+decision: all bits of shared tensors, a part of the rest, and the factors by which gradients were changed in each step.
+All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, opt
 logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
-"""Steps after attach in which everything is looked at, and ``guard="auto"`` raises."""
+"""Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 _SAMPLE_ELEMENTS = 1024
-"""Of a tensor, from a place that moves on from look to look."""
+"""Elements sampled of a tensor, at a place that moves on with each sample."""
 _POLL_SECONDS = 0.02
 
 
@@ -46,11 +46,11 @@ class GuardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison has come to; the same on every rank.
+    """Result of comparing samples; the same on every rank.
 
     Args:
-        finding: what is wrong; empty: nothing.
-        stays: why experts must stay where they are; empty: they may move.
+        finding: a mistake; empty: none.
+        stays: reason for which experts must stay where they are; empty: they may move.
     """
 
     finding: str = ""
@@ -58,19 +58,20 @@ class Comparison:
 
 
 class Guard:
-    """One rank's guard.
+    """The guard of one rank.
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        steps: between two decisions, at most.
-        lone: steps single experts alone; None: nothing will ever move.
-        run: does work on the control group, one thing at a time and in the same order on every rank.
+        steps: largest number of steps between two decisions.
+        lone: steps single experts alone; None: experts never move.
+        run: does work on the control group, one task at a time and in the same order on every rank.
         number: of the last step that is over.
-        on_finding: hears each finding once.
+        on_finding: called with each finding once.
 
     Attributes:
         lone: as given.
-        seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
+        seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
+            those steps.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Guard:
         self._on_finding = on_finding
 
     def begin(self) -> None:
-        """Training begins: there is an optimizer now. Collective."""
+        """Begin with a new or another optimizer. Collective."""
         self._steps = 0
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
@@ -123,12 +124,12 @@ class Guard:
 
     @property
     def is_new(self) -> bool:
-        """Whether these are the first steps, in which everything is looked at."""
+        """Whether these are the first steps, which are sampled completely."""
         return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
-        """What runs inside is a cost of looking; the first steps do not count."""
+        """Count the time inside as a cost of sampling; the first steps do not count."""
         counts, began = not self.is_new, time.perf_counter()
         try:
             yield
@@ -137,8 +138,8 @@ class Guard:
                 self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
-        """In the first steps, ahead of the first forward of each: nobody else has written expert weights. They are
-        compared ahead of the reduction: a rank may be in another forward, which the layers find out."""
+        """Sample expert weights ahead of the first forward of each of the first steps: nobody else has written them.
+        They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
         if self._gradient_sampler is not None:
             with self.clocked():
                 self._gradient_sampler.forward_begins()
@@ -156,37 +157,37 @@ class Guard:
             self._gradient_sampler = GradientSampler(dense, experts, average, self._steps_between, self._device)
 
     def gradients_are_there(self) -> None:
-        """A schedule of micro-batches is through, which may have made gradients by itself."""
+        """Sample gradients again after a schedule of micro-batches, which may have scaled them."""
         if self._gradient_sampler is not None:
             self._gradient_sampler.again()
 
     def before_averaging(self) -> None:
-        """Gradients are about to be reduced: nobody has changed them by another measure on each rank."""
+        """Sample gradients ahead of their reduction: no rank has changed them by a factor of its own."""
         if self._gradient_sampler is not None:
             with self.clocked():
                 self._gradient_sampler.before_reduction()
 
     def gradients_are_reduced(self) -> None:
-        """They are what the optimizer is to see."""
+        """Sample gradients after their reduction."""
         if self._gradient_sampler is not None:
             with self.clocked():
                 self._gradient_sampler.reduced()
 
     def optimizer_has_stepped(self) -> None:
-        """Gradients are still what it has seen."""
+        """Sample gradients after the optimizer's step."""
         if self._gradient_sampler is not None:
             with self.clocked():
                 self._gradient_sampler.stepped()
 
     def before_reduction(self) -> None:
-        """In the first steps, ahead of the first collective that a rank without a step would never come to."""
+        """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
             nothing = Sample("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
             sample, self._sample_before_forward = self._sample_before_forward or nothing, None
             self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
-        """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
+        """In the first steps, compare reduced gradients over ranks."""
         if self.is_new:
             sample = self._take_sample("gradients")
             self._raise_or_warn(self._compare_job(sample, "the end of the reduction of gradients"))
@@ -196,11 +197,11 @@ class Guard:
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some decision of all ranks has left out an optimizer in this step: it will have written nothing."""
+        """Note that all ranks have skipped an optimizer in this step: it will have written nothing."""
         self._passed_over.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def after_step(self) -> None:
-        """A training step is over, counts not yet closed."""
+        """Compare weights after a training step, before its counts are closed."""
         if self.is_new:
             problem = self._uncounted() or self._not_stepped()
             self._raise_or_warn(self._compare_job(self._take_sample("weights", problem=problem), "the end of a step"))
@@ -214,26 +215,26 @@ class Guard:
                 self._gradient_sampler.step_is_over(self._number() + 1)
 
     def experts_are_left(self) -> None:
-        """After a step, where they stand now: until the next forward nobody changes them by a rank's own measure."""
+        """Sample experts after a step: until the next forward no rank changes them by a factor of its own."""
         if self._gradient_sampler is not None:
             with self.clocked():
                 self._gradient_sampler.left()
 
     def sample(self) -> Sample | None:
-        """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
+        """Take the sample that a decision compares while training goes on; None: the guard is off."""
         if self._mode == "off" or not self._watched.optimizers:
             return None
         with self.clocked():
             return self._take_sample("weights", decides=True)
 
     def computed(self) -> bool:
-        """Whether MoE layers ran since the last time that this was asked."""
+        """Whether MoE layers ran since the last call."""
         with self.clocked():
             before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
         return self._calls_at_decision > before
 
     def report(self, finding: str, stays: str = "") -> None:
-        """Raise or warn as the mode says; only say why experts stay where they are."""
+        """Raise or warn as the mode says; a reason why experts stay is only logged."""
         if stays and stays not in self._reported:
             self._reported.add(stays)
             self._on_finding(stays)
@@ -241,7 +242,7 @@ class Guard:
         self._raise_or_warn(finding)
 
     def end(self) -> None:
-        """Nothing is looked at any more; the thread that meets the other ranks is gone."""
+        """Stop sampling; the thread that talks to the other ranks is gone."""
         self._mode = "off"
         if self._gradient_sampler is not None:
             self._gradient_sampler.end()
@@ -250,7 +251,7 @@ class Guard:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _take_sample(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Sample:
-        """Pieces of gradients and experts; of other weights, and of experts that other ranks have, all bits."""
+        """Sample pieces of gradients and experts, and all bits of weights that other ranks share."""
         self._sample_number += 1
         names, pieces = [], []
         for kind in (self._watched.dense if what == "gradients" else {}, self._watched.experts):
@@ -271,15 +272,15 @@ class Guard:
         )
 
     def _left_behind(self) -> str:
-        """Name what optimizers keep for experts and would not move."""
+        """Name expert state that an optimizer has and that would not move."""
         return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
 
     def _lone(self) -> Callable[[], str] | None:
-        """Judges what single experts came to since the last decision."""
+        """Return a function that judges the steps of single experts since the last decision."""
         return None if self.lone is None else partial(self.lone.judge, self.lone.take())
 
     def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Of what other ranks have, too."""
+        """Sum the bits of tensors that other ranks share."""
         job, watched = self._groups.job, self._watched
         dense = _unsharded(watched.dense) if len(job.data_ranks) > 1 else {}
         experts = _unsharded(watched.experts) if len(job.edp_ranks) > 1 else {}
@@ -287,7 +288,7 @@ class Guard:
         return HostCopy(sums), (tuple(dense), tuple(experts))
 
     def _row_hooks(self) -> str:
-        """Hooks of others on gradients of experts, which may go by row: nobody can tell."""
+        """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""
         for name, parameter in self._watched.experts.items():
             if foreign_hooks(parameter):
                 return (
@@ -298,12 +299,12 @@ class Guard:
         return ""
 
     def _chosen(self, names: list[str]) -> list[str]:
-        """The next few in turn."""
+        """The next few names in rotation."""
         start = self._sample_number * SAMPLES % len(names) if len(names) > SAMPLES else 0
         return [*names[start:], *names[:start]][:SAMPLES]
 
     def _piece(self, tensor: Tensor | None) -> Tensor:
-        """Some bytes of a tensor that is whole on this rank; of others none."""
+        """Some bytes of a tensor that is whole on this rank; none of others."""
         if tensor is None or isinstance(tensor, DTensor) or not tensor.numel():
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
@@ -311,7 +312,7 @@ class Guard:
         return flat[first : first + _SAMPLE_ELEMENTS].view(torch.uint8)
 
     def _misplaced(self) -> str:
-        """What the optimizers hold is what the model computes with, once."""
+        """Check that the optimizers hold each expert parameter of the model once."""
         if not self._watched.optimizers:
             return ""
         held: dict[int, int] = {}
@@ -329,7 +330,8 @@ class Guard:
         return ""
 
     def _uncounted(self) -> str:
-        """A rank may have no token in a step, or padding alone; what it does not count for its mode is a mistake."""
+        """Check that tokens count. A rank may have no token in a step, or padding alone; not counting because of the
+        model's mode is a mistake."""
         before, self._uncounted_before = self._uncounted_before, self._watched.uncounted()
         if self._uncounted_before > before and not self._watched.counts():
             return (
@@ -339,7 +341,7 @@ class Guard:
         return ""
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
-        """Some parameters with gradients, that an optimizer is about to write."""
+        """Some parameters with gradients that an optimizer is about to write."""
         both = {**self._watched.experts, **self._watched.dense}
         chosen = self._chosen(list(self._watched.experts)) + self._chosen(list(self._watched.dense))
         held = {
@@ -351,13 +353,13 @@ class Guard:
         return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
 
     def _state_of(self, parameter: Tensor) -> object:
-        """Return what changes where an optimizer does anything for it: its state, and how often that was written."""
+        """Identity and versions of an optimizer's state of a parameter: they change if the optimizer does anything."""
         states = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers]
         values = [value for state in states if isinstance(state, dict) for value in state.values()]
         return [(id(one), _writes_of(one)) if isinstance(one, Tensor) else repr(one) for one in values]
 
     def _not_stepped(self) -> str:
-        """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
+        """Check that each parameter the optimizer lists was changed by its step."""
         before, self._snapshots = self._snapshots, []
         now = {name: parameter for name, parameter in self._stepped() if id(parameter) not in self._passed_over}
         for name, version, piece, state in before:
@@ -382,7 +384,8 @@ class Guard:
     # -- meeting and comparing ----------------------------------------------------------------------------------------
 
     def _compare_job(self, sample: Sample, where: str) -> str:
-        """Compare over the job, in the thread that has the control group to itself; who does not come is named."""
+        """Compare over the job, on the thread that has the control group to itself. A rank that does not arrive is
+        named."""
         self._comparisons += 1
         name, store = f"guard/{self._comparisons}", self._groups.store
         began = time.monotonic()
@@ -403,7 +406,7 @@ class Guard:
             )
 
     def _missing(self, name: str, deadline: float) -> list[int]:
-        """Ranks that do not come to a meeting by then; one that hung up may still come."""
+        """Ranks that do not arrive by the deadline; one that hung up may still arrive."""
         missing = list(self._groups.job.ranks)
         with contextlib.suppress(RuntimeError):
             while missing := [rank for rank in missing if not self._groups.store.look(f"{name}/{rank}")]:
@@ -432,13 +435,13 @@ class Guard:
     def _exchange(
         self, sample: Sample, group: dist.ProcessGroup, *, on_device: bool = False
     ) -> dict[int, SampleDigest]:
-        """What each rank saw."""
+        """Samples of all ranks."""
         mine = sample.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
         return dict(zip(dist.get_process_group_ranks(group), map(SampleDigest.decode, rows), strict=True))
 
     def _other_options(self, seen: Mapping[int, SampleDigest]) -> str:
-        """Optimizers of ranks with the same parameters that have other numbers; the same on every rank."""
+        """Find ranks with the same parameters whose optimizers have different options; the same on every rank."""
         for together in self._groups.job.data_sets:
             here = [rank for rank in together if rank in seen]
             for kind, what in enumerate(("learning rates", "options")):
@@ -453,7 +456,7 @@ class Guard:
         return ""
 
     def _rescaled(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
-        """Gradients, or experts, that ranks changed by other factors; the same on every rank."""
+        """Find gradients or experts that ranks changed by different factors; the same on every rank."""
         job, steps = self._groups.job, {one.steps for one in seen.values()}
         samples, data_set_here = sample.gradients, job.data_sets.index(job.data_ranks)
         if self._rescaled_was_reported or samples is None or steps != {len(samples.steps)} or steps == {0}:
@@ -502,7 +505,7 @@ class Guard:
         return self._rescaled_by
 
     def _deviation(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
-        """Weights that ranks share and that differ anywhere; the same on every rank."""
+        """Find shared weights that differ between ranks in any bit; the same on every rank."""
         job = self._groups.job
         over_edp = "something has written them on some ranks alone, or their averaging over these ranks was disturbed"
         for kind, (sets, hint) in enumerate(((job.data_sets, self._dense_hint()), (job.edp_sets, over_edp))):
@@ -518,7 +521,8 @@ class Guard:
     def _first_deviating(
         self, sample: Sample, kind: int, here: Sequence[int], group: dist.ProcessGroup
     ) -> tuple[str, list[int]]:
-        """The first tensor of which these ranks have other bits, and those that differ from the first. Collective."""
+        """Name the first tensor whose bits differ between these ranks, and the ranks that differ from the first.
+        Collective."""
         mine, ranks = sample.sums_of_kinds()[kind], dist.get_process_group_ranks(group)
         longest = torch.tensor([len(mine)])
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
@@ -531,7 +535,7 @@ class Guard:
         return self._name(sample.summed[kind], position, here), deviating
 
     def _differing(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Ranks that share a tensor and do not have the same in it."""
+        """Find a sampled piece of a shared tensor that differs between ranks."""
         job = self._groups.job
         over_edp = "their averaging over the ranks that hold the same experts was disturbed"
         for first, names, sets, hint in (
@@ -549,7 +553,7 @@ class Guard:
         return ""
 
     def _name(self, names: Sequence[str], position: int, together: Sequence[int]) -> str:
-        """Of a tensor that these ranks have; ranks of other stages don't know it."""
+        """Name of a tensor that these ranks have; ranks of other stages do not know it."""
         known = self._groups.job.rank in together and position < len(names)
         return names[position] if known else "a parameter"
 
@@ -567,7 +571,7 @@ class Guard:
         )
 
     def _alike(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Ranks with different experts that have the same in them: somebody has broadcast or averaged over them."""
+        """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
         if not self._distinct:
             return ""
         for together in self._groups.job.ep_sets:
@@ -596,10 +600,10 @@ class Guard:
 
 
 def _writes_of(tensor: Tensor) -> int:
-    """How often it was written; one that was made in inference mode does not say."""
+    """Number of in-place writes; 0 for a tensor made in inference mode, which has no version."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _unsharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are not sharded over ranks."""
+    """Tensors that are not sharded over ranks."""
     return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}

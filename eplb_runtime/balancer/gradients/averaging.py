@@ -1,8 +1,8 @@
-"""Sums of gradients over ranks, a few large messages at a time, and of each contribution once.
+"""Sums gradients over ranks, each contribution once, in a few large messages.
 
-The sum over ranks is linear. What they have alike from an earlier sum, one of them alone brings to the next; where sums
-are divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding
-to them, and never zero them.
+The sum over ranks is linear. One rank alone brings what all have from an earlier sum to the next one; where sums are
+divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding to
+them, and never zero them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...distributed.ranks import gather_rows
 from ..guard_samples import bit_sums
 
 BUCKET_BYTES = 32 << 20
-"""Gradients of one dtype travel together up to this size."""
+"""Size up to which gradients of one dtype travel together."""
 NONE, ALIKE, REPLACED, NEW = range(4)
-"""What a rank has of a parameter's gradient: nothing, what all ranks have, a tensor of the loop's in its place, or
-something that the others have not."""
+"""Kinds of a parameter's gradient on a rank: none, the same as on all ranks, a tensor of the loop's in its place, or
+one with contributions that the other ranks do not have."""
 
 
 class Averaging:
@@ -31,8 +31,8 @@ class Averaging:
     Args:
         parameters: by name; the same, in the same order, on every rank of the group. More may join.
         divisor: of the sums.
-        in_rank_order: sum each element in the order of the ranks, wherever it stands; for rows that change places.
-        told: the caller calls `arrives`; else hooks do.
+        in_rank_order: sum each element in the order of the ranks, wherever it is; for rows that move.
+        hooked_by_caller: the caller calls `arrives`; else hooks do.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Averaging:
 
     @property
     def has_replaced(self) -> bool:
-        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
+        """Whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
         return any(map(self._is_replaced, self._alike))
 
     def arrives(self, parameter: Tensor) -> None:
-        """A backward pass is about to add to this gradient."""
+        """Note that a backward pass is about to add to this gradient."""
         self._arrived.add(parameter)
         if parameter in self._alike:
             self._alike.discard(parameter)
@@ -79,16 +79,16 @@ class Averaging:
             self._captured.add(parameter)  # replays bring gradients that nobody hears of
 
     def step_is_over(self) -> None:
-        """The optimizers have used the gradients. What is left of them may stay, be added to or be used again."""
+        """Note that the optimizers have used the gradients, which may stay, be added to or be used again."""
         if not self._any_may_bring_it:
             gradients = [(parameter, parameter.grad) for parameter in self._alike]
             self._left = {p: (weakref.ref(g), g._version) for p, g in gradients if g is not None}
 
     @torch.no_grad()
     def reduce(self, *, first: bool) -> None:
-        """Sum what is new, in place. Collective over the group.
+        """Sum new gradients in place. Collective over the group.
 
-        A parameter without a gradient on some ranks takes part with zeros; one without a gradient on every rank stays
+        A parameter without a gradient on some ranks takes part with zeros. One without a gradient on every rank stays
         so.
 
         Args:
@@ -148,11 +148,10 @@ class Averaging:
         return left is not None and gradient is not None and left() is not gradient
 
     def _kinds_by_rank(self, highest: list[int]) -> list[int]:
-        """Tell gradients in place of reduced ones that are alike on all ranks still from new ones. Collective if there
-        are any.
+        """Distinguish replaced gradients that are still equal on all ranks from new ones. Collective if there are any.
 
         Raises:
-            RuntimeError: they are not alike, and to sum them might sum what is summed already.
+            RuntimeError: they are not equal, and a sum of them might add contributions twice.
         """
         replaced = [number for number, one in enumerate(highest) if one == REPLACED]
         if not replaced:
@@ -177,7 +176,7 @@ class Averaging:
         return highest
 
     def _leave_to_the_first(self, parameter: Tensor) -> None:
-        """Let one rank alone bring what all have alike."""
+        """Let one rank alone bring a gradient that all have alike."""
         gradient = parameter.grad
         if gradient is None or self._any_may_bring_it:
             return
@@ -188,7 +187,7 @@ class Averaging:
                 gradient.mul_(self._divisor)
 
     def _join(self) -> None:
-        """Watch parameters that were given since the last time, or are trained since."""
+        """Watch parameters that have joined since the last call, or are trained since."""
         if self._joined == len(self._parameters):
             return
         self._joined = len(self._parameters)

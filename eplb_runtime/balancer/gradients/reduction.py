@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts are spread over ranks: reduced once a step, and clipped by one norm over all."""
+"""Reduces the gradients of a model with spread experts once a step, and clips them by one norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norm import squares_of_dense, squares_of_experts, sum_over_stages
 
 
 class Gradients:
-    """Gradients on their way to the optimizer: each contribution is reduced once, and all are clipped by one norm.
+    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
 
     Args:
         dense_parameters: all parameters outside the experts, by name; more may join.
@@ -52,23 +52,23 @@ class Gradients:
         self._new = True
 
     def begin(self) -> None:
-        """The optimizer has stepped: new gradients come."""
+        """Begin new gradients after an optimizer's step."""
         self._first = True
         self.moved()
 
     def moved(self) -> None:
-        """Between steps, experts have moved, and gradients with them."""
+        """Note that experts have moved between steps, with their gradients."""
         for averaging in self._averaged:
             averaging.step_is_over()
 
     def forward_begins(self) -> None:
-        """New gradients may come, of slices where no hook sees them."""
+        """Expect new gradients, of slices where no hook sees them."""
         self._new = self._new or self._sliced
         if self._sliced and self._registry.has_left_behind:
             self._registry.forget_zeroed()
 
     def arrives(self, parameter: Tensor) -> None:
-        """A backward pass, or a copy, is about to add to the gradient of an expert parameter."""
+        """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter."""
         self._new = True
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind(parameter)
@@ -76,7 +76,7 @@ class Gradients:
             self._of_experts.arrives(parameter)
 
     def reduce(self) -> None:
-        """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
+        """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
         self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
@@ -147,12 +147,12 @@ class Gradients:
     def square_of_experts(
         self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Tensor:
-        """The squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on
-        every rank and wherever experts stand. Collective.
+        """Squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on every
+        rank and for every placement. Collective.
 
         Args:
             logical_of_rows_LH, num_experts: as of `clip`.
-            gradient_of: what the host would take as the gradient of an expert parameter.
+            gradient_of: the host's gradient of an expert parameter.
         """
         squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)

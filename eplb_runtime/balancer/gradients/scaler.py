@@ -1,7 +1,8 @@
 """Loss scaling for float16: a step is skipped on every rank or on none.
 
 Each rank looks at the gradients of its own experts, so an overflow may show on one rank alone. Torch's GradScaler would
-skip the step there and take it elsewhere. And gradients that copies kept back must come home before they are unscaled.
+skip the step on that rank and take it elsewhere. Gradients that replicas hold back are reduced before they are
+unscaled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..runtime import Runtime
 
 
 class GradientOwner(Protocol):
-    """What scaling asks of a balancer."""
+    """A balancer, as far as scaling needs it."""
 
     @property
     def _runtime(self) -> Runtime: ...
@@ -58,8 +59,8 @@ class GradScaler(torch.amp.GradScaler):
             found[key] = anywhere.to(key)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Fused optimizers, which would unscale by themselves, are told what the ranks agreed on. Where one
-        of several optimizers has an overflow, the others step."""
+        """Step as torch's does. Fused optimizers, which would unscale by themselves, get the result that the ranks
+        agreed on. If one of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         with self._balancer._optimizer_turn(optimizer):
