@@ -46,7 +46,7 @@ class Job:
             }
         )
         self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
-        self.background = self.balancer._rebalancer.background
+        self.background = self.balancer._rebalancer.overlapped
         self.engine = self.balancer._rebalancer._engine
         if overlap:
             self.balancer._plan_with(plan_shuffle)

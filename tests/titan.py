@@ -91,5 +91,5 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 def without_state(run: Run) -> Run:
     """The control: weights move, and Adam's state stays behind."""
-    run.balancer._registry._optimizers.clear()
+    run.balancer._runtime.registry._optimizers.clear()
     return run

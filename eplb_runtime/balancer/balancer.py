@@ -1,7 +1,6 @@
-"""The runtime that each rank has, as its user sees it: measures, rebalances at the step boundary, reduces gradients.
+"""The balancer as its user sees it: it measures, rebalances at the step boundary, and reduces gradients.
 
-How a placement changes stands in `rebalancer.py`, what is saved in `restore.py`; here are the calls that a training
-loop makes.
+`rebalancer.py` changes the placement, `restore.py` saves it; these are the calls that a training loop makes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..distributed.ranks import Job
+from ..distributed.transports.base import Transport
 from ..events import EventLog, GuardFinding
 from ..load.clock import Progress
 from ..load.counter import in_recompute
@@ -36,7 +35,6 @@ from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import is_sliced
-from ..moe.layer import HostDispatchedLayer
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
@@ -44,30 +42,43 @@ from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
 from .rebalancer import Rebalancer
-from .restore import Resuming
-from .runtime import Parts, watched
+from .restore import Restorer
+from .runtime import Runtime
 from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
-    """At the process's end, where nobody has called ``close``: a thread that came back from a wait into an interpreter
-    that is gone would end the process by a signal."""
+    """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
+    into a finalized interpreter would end the process by a signal."""
     balancer = of()
     if balancer is not None and not balancer._closed and not balancer._in_a_child:
         balancer._closed = True
-        balancer._watch.close()
+        balancer._runtime.watch.close()
         balancer._rebalancer.leave()
         balancer._close_listeners()
-        balancer._groups.store.close()
+        balancer._runtime.groups.store.close()
 
 
 class Removable(Protocol):
-    """As torch's handles of hooks."""
+    """A handle of a hook, as torch's."""
 
     def remove(self) -> None:
-        """Take back what was done."""
+        """Remove the hook."""
+
+
+class OptimizerHooks(Protocol):
+    """The hooked optimizers of one attached model."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """`Balancer.adopt`."""
+
+    def optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
+
+    def follow(self) -> None:
+        """Take over parameters that ``add_param_group`` has added since."""
 
 
 T = TypeVar("T")
@@ -80,108 +91,108 @@ class Balancer:
     Attributes:
         config: its settings.
         topology: ranks, nodes and measured bandwidths.
-        events: what happened (`eplb_runtime.events`).
+        events: history of the run (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
-        self.topology = parts.topology
-        self.layer_of_parameter = dict(parts.layer_of_parameter)
-        self._groups = parts.groups
-        self._registry = parts.registry
-        self._counter = parts.counter
-        self._maps = parts.maps
+    def __init__(
+        self, runtime: Runtime, transport: Transport, hook_optimizers: Callable[[Balancer], OptimizerHooks]
+    ) -> None:
+        config, groups = runtime.config, runtime.groups
+        self.config = config
+        self.topology = runtime.topology
+        self.layer_of_parameter = dict(runtime.layer_of_parameter)
+        self.events = EventLog()
+        self._runtime = runtime
         self._forwards: list[Any] = []
-        self._layers = parts.layers
-        self._lanes = parts.lanes
-        self._watch = parts.watch
-        self._structure = parts.structure
-        self._come = parts.come
         self._optimizers: list[Any] = []
-        self._dense = dict(parts.dense_parameters)
+        self._dense = dict(runtime.dense_parameters)
         self._training = False
-        self._device = parts.device
-        self._sliced = any(is_sliced(parameter) for parameter in parts.registry.parameters())
+        self._sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
         self._marks: list[tuple[int, Tensor]] = []
-        self._adopt: Callable[[torch.optim.Optimizer, torch.optim.Optimizer | None], None]
-        self._turn_of: Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
         self._closed = False
         self._process = os.getpid()
         self._in_step = False
-        self._replaced_was_told = False
-        self._under_way = ""
+        self._replaced_was_reported = False
+        self._schedule_running = ""
         self._one_begins = Lock()
         self._hooks: list[Removable] = []
         self._listeners: list[Callable[[], None]] = []
         self._on_all_ranks: list[Callable[[float], None]] = []
         self._shown: Any = None
+        self._guard = Guard(
+            config.guard,
+            groups,
+            runtime.watched(self._dense, self._optimizers),
+            runtime.device,
+            config.interval + config.migration.lag + 2,
+            lone=self._lone_steps(),
+            run=lambda work: self._rebalancer.run(work),
+            number=lambda: self._rebalancer.step,
+            on_finding=lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding)),
+        )
         self._gradients = Gradients(
-            parts.registry,
-            parts.parameters,
-            parts.maps.replicas,
+            runtime,
             self._dense,
-            parts.groups,
-            average_dense=parts.config.dense_gradients == "allreduce",
+            follow=lambda: self._optimizer_hooks.follow(),
+            reduced=self._guard.gradients_are_reduced,
         )
         self._division = Division(
-            parts.parameters,
-            parts.divisors.at_parameters,
-            parts.config.replica_slots > 0,
+            runtime.parameters,
+            runtime.divisors.at_parameters,
+            config.replica_slots > 0,
             self._gradients.arrives,
         )
-        self._guard = Guard(
-            parts.config.guard,
-            parts.groups,
-            watched(parts, self._dense, self._optimizers),
-            parts.device,
-            parts.config.interval + parts.config.migration.lag + 2,
+        self._rebalancer = Rebalancer(
+            runtime, transport, self._guard, self.events, self._held_outside if self._searches_outside else None
         )
-        self._gradients.reduced = self._guard.gradients_are_reduced
-        self._rebalancer = Rebalancer(parts, self._guard)
-        self._resuming = Resuming(parts.config, parts.groups, self._rebalancer, parts.counter)
+        self._restorer = Restorer(runtime, self._rebalancer)
         self._outside = Outside(
-            parts.parameters,
-            list(parts.structure.models.values()),
+            runtime.parameters,
+            list(runtime.model_check.models.values()),
             self._known_tensors,
             is_trained=lambda: self._training,
             epoch=lambda: self._rebalancer.epoch_on_this_rank,
         )
-        if parts.config.guard != "off" and parts.groups.job.ep_size > 1 and not self.host_dispatches:
-            self._rebalancer.held_outside = lambda patient, copies_only: self._outside.found(
-                patient=patient, copies_only=copies_only
-            )
-            if parts.config.policy != "static":
-                registry, rebalancer, interval = parts.registry, self._rebalancer, parts.config.interval
-                self._guard.lone = LoneSteps(
-                    parts.parameters, registry.moves_by_itself, lambda: is_due(rebalancer.step, interval)
-                )
-        self._guard.run = self._rebalancer.run
-        self._guard.number = lambda: self._rebalancer.step
-        background = self._rebalancer.background
-        background.waiting = parts.watch.waiting
-        for layer in parts.layers:
-            layer.before = background.before_layer
-        self._guard.on_finding = lambda finding: self.events.emit(GuardFinding(self._rebalancer.step, finding))
-        self.events: EventLog = self._rebalancer.events
-        if parts.groups.job.is_planner:
+        for layer in runtime.layers:
+            layer.before = self._rebalancer.overlapped.before_layer
+        if runtime.job.is_planner:
             self.events.subscribe(DecisionLine())
-        if parts.maps.replicas is not None:
-            parts.maps.replicas.adds = self._gradients.arrives
-            parts.maps.replicas.follow(parts.placement)
+        if runtime.maps.replicas is not None:
+            runtime.maps.replicas.adds = self._gradients.arrives
+            runtime.maps.replicas.follow(runtime.placement)
+        self._optimizer_hooks = hook_optimizers(self)
+
+    @property
+    def _searches_outside(self) -> bool:
+        """Whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
+        runtime = self._runtime
+        return self.config.guard != "off" and runtime.job.ep_size > 1 and not runtime.host_dispatches
+
+    def _held_outside(self, patient: bool, copies_only: bool) -> str:
+        return self._outside.found(patient=patient, copies_only=copies_only)
+
+    def _lone_steps(self) -> LoneSteps | None:
+        """Steps of single experts; None: experts of this job never move, or the framework steps them."""
+        if not self._searches_outside or self.config.policy == "static":
+            return None
+        registry, interval = self._runtime.registry, self.config.interval
+        return LoneSteps(
+            self._runtime.parameters, registry.moves_by_itself, lambda: is_due(self._rebalancer.step, interval)
+        )
 
     def _begin(self) -> None:
-        """Every rank has a balancer now. Collective."""
-        if self._maps.replicas is not None:
-            self._maps.replicas.refresh()
+        """Begin once every rank has a balancer. Collective."""
+        if self._runtime.maps.replicas is not None:
+            self._runtime.maps.replicas.refresh()
         if self._training:
             self._guard.begin()
-        self._watch.start()
+        self._runtime.watch.start()
         atexit.register(_end_threads, weakref.ref(self))
 
     def __str__(self) -> str:
-        """What is balanced and how it goes, as a table of 80 columns."""
+        """The model and the state of its balancing, as a table of 80 columns."""
         return balancer_table(self.config, self.topology, self.placement, self._rebalancer.step, self.events)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,13 +204,14 @@ class Balancer:
 
     @property
     def placement(self) -> Placement:
-        """The placement that stands now; its ``epoch`` counts commits."""
+        """The current placement; its ``epoch`` counts commits. During an overlapped migration it waits for other ranks'
+        commits of the running step: ask on every rank at the same place."""
         self._end_what_broke_off()
-        return self._rebalancer.placement
+        return self._rebalancer.placement()
 
     def _end_what_broke_off(self) -> None:
-        """Of forwards: ranks break off in different places, and must not differ in what they have committed."""
-        if self._rebalancer.background.under_way:
+        """End broken-off forwards: ranks break off in different places, and must not differ in their commits."""
+        if self._rebalancer.overlapped.in_flight:
             for forwards in self._forwards:
                 forwards.end_what_broke_off()
 
@@ -211,18 +223,18 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self._refuse_under_way("the end of a training step (optimizer.step())")
+        self._refuse_inside_schedule("the end of a training step (optimizer.step())")
         self._gradients.begin()
         self._in_step = False
-        self._watch.at(f"its own code, or a decision, after {self._counter.closed_steps + 1} steps")
+        self._runtime.watch.at(f"its own code, or a decision, after {self._runtime.counter.closed_steps + 1} steps")
         with phase("guard"):
             self._guard.after_step()
         with phase("step boundary", epoch=self.placement.epoch):
             moved = self._rebalancer.at_boundary()
         if moved:
-            self._moved()
+            self._after_move()
         if self._training or moved:
-            self._refresh_copies()
+            self._refresh_replicas()
         self._guard.experts_are_left()
 
     @torch.compiler.disable
@@ -241,23 +253,24 @@ class Balancer:
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
         self._rebalancer.refuse_if_broken()
-        self._come("rebalance()")  # alone, this rank's decision would meet what the others compare in their steps
+        # Alone, this rank's decision would meet what the others compare in their steps.
+        self._runtime.barrier("rebalance()")
         if not self._training:
-            self._counter.advance()  # without an optimizer nobody else closes what was counted
+            self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
         moved = self._rebalancer.now()
         if moved:
-            self._moved()
-            self._refresh_copies()
+            self._after_move()
+            self._refresh_replicas()
         return moved
 
     @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
-        """Say what load will come, where it is known (replayed routing, a curriculum): the next decision plans for it
+        """Declare the coming load, where it is known (replayed routing, a curriculum). The next decision plans for it
         instead of a forecast, and only that one; `rebalance()` decides at once.
 
-        What ranks declare is added up: each its own tokens, one rank those of all, or all ranks the same - only the
-        proportions matter. Ranks that say nothing add nothing. Not collective, but all that is to count must be
-        declared before the same step. A second call before the decision replaces the first.
+        Declarations of ranks are added up: each its own tokens, one rank those of all, or all ranks the same. Only the
+        proportions matter. Ranks without a declaration add nothing. Not collective, but all declarations that are to
+        count must be made before the same step. A second call before the decision replaces the first.
 
         Args:
             load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
@@ -274,27 +287,29 @@ class Balancer:
 
     @contextmanager
     def _uninterrupted(self, what: str) -> Iterator[None]:
-        """Inside, micro-batches are between their forward and their backward, for which the placement must stand."""
-        self._under_way = what
+        """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
+        change."""
+        self._schedule_running = what
         try:
             yield
             self._guard.gradients_are_there()
         finally:
-            self._under_way = ""
+            self._schedule_running = ""
 
-    def _refuse_under_way(self, what: str) -> None:
-        if self._under_way:
+    def _refuse_inside_schedule(self, what: str) -> None:
+        if self._schedule_running:
             raise RuntimeError(
-                f"{what} inside {self._under_way}: micro-batches are between their forward and their backward, for "
-                "which experts must stay where they are; call it after optimizer.step() and before the next step"
+                f"{what} inside {self._schedule_running}: micro-batches are between their forward and their backward, "
+                "for which experts must stay where they are; call it after optimizer.step() and before the next step"
             )
 
     def _refuse_inside_a_step(self, what: str) -> None:
-        """Gradients belong to the experts that stand: nothing may move before the optimizer has used them."""
-        self._refuse_under_way(what)
-        gradients = self._host_steps or any(parameter.grad is not None for parameter in self._registry.parameters())
-        if self._sliced and self._maps.replicas is not None:  # FSDP may keep the homes' where nobody sees them
-            gradients = gradients or self._maps.replicas.holds_gradients()
+        """Refuse a call that moves experts while these have gradients that the optimizer has not used."""
+        self._refuse_inside_schedule(what)
+        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
+        gradients = self._host_steps or any(parameter.grad is not None for parameter in registry.parameters())
+        if self._sliced and replicas is not None:  # FSDP may keep the homes' where nobody sees them
+            gradients = gradients or replicas.holds_gradients()
         if self._in_step and gradients:
             raise RuntimeError(
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
@@ -305,37 +320,38 @@ class Balancer:
         if self._closed:
             raise RuntimeError(f"{what} after close(): experts stay where they are")
 
-    def _moved(self) -> None:
-        """Experts have changed places."""
-        self._structure.moved()
+    def _after_move(self) -> None:
+        """Follow a change of the placement."""
+        self._runtime.model_check.moved()
         self._gradients.moved()
         for layer, mark in self._marks:
-            mark.copy_(torch.tensor([self._job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
 
     def _known_tensors(self) -> Iterator[Tensor]:
-        """What moves with experts besides parameters and gradients, and what optimizers keep."""
+        """Tensors that move with experts besides parameters and gradients, and the optimizers' tensors."""
         yield from (tensor for _, tensor in self._extra_tensors.values())
         for optimizer in self._optimizers:
             yield from arrays_in(getattr(optimizer, "state", None))
             yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def _refresh_copies(self) -> None:
-        if self._maps.replicas is not None:
-            self._maps.replicas.refresh()
+    def _refresh_replicas(self) -> None:
+        if self._runtime.maps.replicas is not None:
+            self._runtime.maps.replicas.refresh()
 
     @torch.compiler.disable
     def weights_changed(self) -> None:
-        """Expert weights were written in place, between steps (clamped, swapped with an average for an evaluation, a
-        plain ``load_state_dict``): copies follow. `eplb_runtime.checkpoint` calls it itself; without replica slots
-        there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is refused.
+        """Refresh replicas after expert weights were written in place between steps (clamped, swapped with an average
+        for an evaluation, a plain ``load_state_dict``). `eplb_runtime.checkpoint` calls it itself; without replica
+        slots there is nothing to do. Collective, also for a rank that wrote nothing; without it the next forward is
+        refused.
 
         Raises:
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not call it.
         """
-        if self._maps.replicas is None or self._closed:
+        if self._runtime.maps.replicas is None or self._closed:
             return
-        self._come("weights_changed()")
-        self._refresh_copies()
+        self._runtime.barrier("weights_changed()")
+        self._refresh_replicas()
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Run two batches at once, so that one computes while the tokens of the other travel: halves of a batch in
@@ -383,43 +399,43 @@ class Balancer:
         if instead_of is not None:
             self._refuse_if_closed("adopt()")
             self._refuse_inside_a_step("adopt()")
-            self._come("balancer.adopt(..., instead_of=...)")
+            self._runtime.barrier("balancer.adopt(..., instead_of=...)")
             self._rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
-        self._adopt(optimizer, instead_of)
+        self._optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
             self._guard.begin()
 
     def _trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """An optimizer is about to be hooked.
+        """Note an optimizer that is about to be hooked.
 
         Args:
-            outside: what it steps besides the model, by what to call it.
+            outside: its parameters outside the model, by a name for messages.
         """
         self._optimizers.append(optimizer)
-        self._registry.stepped_by(optimizer)
+        self._runtime.registry.stepped_by(optimizer)
         self._train_outside(outside)
         if not self._training:
             self._training = self._division.training = True
-            for layer in self._layers:
+            for layer in self._runtime.layers:
                 layer.counts_in_evaluation = False
 
     def _no_longer_trained_by(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """An optimizer was let go.
+        """Forget an optimizer that was let go.
 
         Args:
             outside: as for `_trained_by`.
         """
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
-        self._registry.no_longer_stepped_by(optimizer)
+        self._runtime.registry.no_longer_stepped_by(optimizer)
         if self._guard.lone is not None:
             self._guard.lone.forget(optimizer)
         for name in outside:
             self._dense.pop(name, None)
 
     def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """These are a part of the model, too, that is the same on every rank; by what to call them."""
+        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
         self._dense.update(parameters)
-        self._structure.know(list(parameters.values()))
+        self._runtime.model_check.know(list(parameters.values()))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -438,7 +454,7 @@ class Balancer:
         pass, already divided by the number of ranks as data parallelism does it.
         """
         self._guard.before_averaging()
-        with self._watch.waiting():
+        with self._runtime.watch.waiting():
             self._gradients.reduce()
 
     @torch.compiler.disable
@@ -450,10 +466,10 @@ class Balancer:
         layers have no place to keep them and send them all the same. Those of experts that ``fully_shard`` slices wait
         for `reduce_gradients`, inside or outside.
         """
-        if self._maps.replicas is None:
+        if self._runtime.maps.replicas is None:
             yield
             return
-        with self._maps.replicas.defer():
+        with self._runtime.maps.replicas.defer():
             yield
 
     @torch.compiler.disable
@@ -478,9 +494,9 @@ class Balancer:
                 "expert once, wherever it stands)"
             )
         rows_LH = self._logical_of_rows()
-        self._watch.at(f"clip_grad_norm_ after {self._counter.closed_steps} steps")
+        self._runtime.watch.at(f"clip_grad_norm_ after {self._runtime.counter.closed_steps} steps")
         self._guard.before_averaging()
-        with self._watch.waiting(), phase("clip"):
+        with self._runtime.watch.waiting(), phase("clip"):
             return self._gradients.clip(max_norm, rows_LH, self.placement.num_experts, parameters)
 
     def _square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
@@ -503,12 +519,12 @@ class Balancer:
         Returns:
             ``[E, ...]``, equal on every rank.
         """
-        homes_LRH = self.placement.homes_over(len(self._job.row_ranks))
-        return in_logical_order(rows, homes_LRH[layer], self._groups, device)
+        homes_LRH = self.placement.homes_over(len(self._runtime.job.row_ranks))
+        return in_logical_order(rows, homes_LRH[layer], self._runtime.groups, device)
 
     @torch.no_grad()
     def _bring_rows(self, rows: Tensor, first: int, last: int, source: int, destination: int) -> Tensor | None:
-        """Home rows ``first:last`` of one EP rank, on the rank that wants them. Collective over all EP groups.
+        """Send home rows ``first:last`` of one EP rank to one rank. Collective over all EP groups.
 
         Args:
             rows: as for ``gather_experts``.
@@ -516,28 +532,28 @@ class Balancer:
             destination: rank of the job; the rows come from its own EP group.
 
         Returns:
-            ``[last - first, ...]`` on the destination (the live memory where that is the source), elsewhere None.
+            ``[last - first, ...]`` on the destination (the live memory if that is the source), elsewhere None.
         """
-        return on_one_rank(rows, first, last, source, destination, self._groups)
+        return on_one_rank(rows, first, last, source, destination, self._runtime.groups)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def logical_expert_ids(self, layer: int) -> list[int]:
-        """The logical expert of each row of this rank's expert parameters, now: for what a loop does to some experts
-        (a learning rate, a frozen one), asked for anew after each step, since experts move. Not collective."""
-        rows_RH = self.placement.homes_over(len(self._job.row_ranks))[layer]
-        return [int(expert) for expert in rows_RH[self._job.row_rank]]
+        """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
+        learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
+        rows_RH = self.placement.homes_over(len(self._runtime.job.row_ranks))[layer]
+        return [int(expert) for expert in rows_RH[self._runtime.job.row_rank]]
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """Let a tensor move with the experts of a parameter: an EMA copy, a mask, what else is kept per expert.
+        """Move a tensor with the experts of a parameter: an EMA copy, a mask, or other state of each expert.
 
-        It is moved in place, bit for bit, and saved in checkpoints; not copied to replica slots, not trained.
+        It is moved in place, bit for bit, and saved in checkpoints. It is neither copied to replica slots nor trained.
         Collective in effect: the same names on every rank, in the same order.
 
         Args:
             parameter: an expert parameter's name in the model (a key of ``layer_of_parameter``).
             name: new for this parameter.
-            tensor: ``[E/R, ...]``, rows as the parameter's stand now, on the parameter's device.
+            tensor: ``[E/R, ...]``, rows in the parameter's current order, on the parameter's device.
 
         Raises:
             RegistryError: no such parameter, the name is taken, wrong rows or device, it needs gradients or cannot be
@@ -545,9 +561,9 @@ class Balancer:
         """
         if parameter not in self.layer_of_parameter:
             raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
-        if tensor.device != self._device or tensor.requires_grad:
+        if tensor.device != (device := self._runtime.device) or tensor.requires_grad:
             raise RegistryError(
-                f"{name} of {parameter}: give a tensor on {self._device} without gradients (detach it); this one is on "
+                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
                 f"{tensor.device}, requires_grad={tensor.requires_grad}"
             )
         if problem := why_not_written(tensor):
@@ -555,7 +571,7 @@ class Balancer:
         layer = self.layer_of_parameter[parameter]
         if self._sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
-        self._registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
+        self._runtime.registry.add(layer, f"{parameter}/{name}", tensor, "buffer")
         self._extra_tensors[f"{parameter}/{name}"] = (layer, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -579,7 +595,7 @@ class Balancer:
             return
         parameters = {
             prefix + own: parameter
-            for prefix, model in self._structure.models.items()
+            for prefix, model in self._runtime.model_check.models.items()
             for own, parameter in model.named_parameters()
         }
         for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
@@ -591,43 +607,28 @@ class Balancer:
             self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     @property
-    def device(self) -> torch.device:
-        """Where this rank's experts are."""
-        return self._device
-
-    @property
-    def host_dispatches(self) -> bool:
-        """Whether the framework carries tokens itself, keeps each expert in tensors of its own, and saves them."""
-        return any(isinstance(layer, HostDispatchedLayer) for layer in self._layers)
-
-    @property
     def _host_steps(self) -> bool:
-        """Whether gradients are where only the framework's own optimizer knows."""
+        """Whether only the framework's own optimizer knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
     @property
-    def gradient_group(self) -> dist.ProcessGroup:
-        """All ranks of the job, with the device's backend: for what concerns every rank's gradients."""
-        return self._groups.everyone
-
-    @property
-    def _job(self) -> Job:
-        """Who shares what with whom."""
-        return self._groups.job
+    def _gradient_group(self) -> dist.ProcessGroup:
+        """All ranks of the job, with the device's backend: for decisions on every rank's gradients."""
+        return self._runtime.groups.everyone
 
     def _home_experts(self, layer: int) -> list[int]:
-        """The logical expert of each home row of this rank."""
-        return [int(expert) for expert in self.placement.homes_LRH[layer, self._groups.job.ep_rank]]
+        """Logical expert of each home row of this rank."""
+        return [int(expert) for expert in self.placement.homes_LRH[layer, self._runtime.groups.job.ep_rank]]
 
     def _logical_of_rows(self) -> Tensor:
         """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
         self._end_what_broke_off()
-        rows_LH, job = self._maps.table.logical_of_rows(self._job.ep_rank), self._job
+        rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
         return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
 
     def _background_group(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks for a thread beside training (an asynchronous save); made once. Collective."""
-        return self._groups.background()
+        """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
+        return self._runtime.groups.background()
 
     def _open_second_lane(self) -> Lanes:
         """Let two batches of a rank travel at once (`moe.dispatch.lanes`). Collective, between steps.
@@ -635,48 +636,49 @@ class Balancer:
         Raises:
             RuntimeError: as `at_once` says.
         """
-        if self.host_dispatches:
+        if self._runtime.host_dispatches:
             raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
         if self.config.shared_between_layers:
             raise RuntimeError(
                 "copies that layers share (shared_between_layers=True) serve one layer at a time, and two batches at "
                 "once are in two: keep copies, or run one batch after the other"
             )
-        if self._sliced and self._maps.replicas is not None:
+        if self._sliced and self._runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
-        if not self._lanes.is_open:
-            if why := choosing.refuses_two_at_once(self.config, self._device, self._structure.is_sharded):
+        runtime, lanes = self._runtime, self._runtime.lanes
+        if not lanes.is_open:
+            if why := choosing.refuses_two_at_once(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
-            if (replicas := self._maps.replicas) is not None:
-                replicas.launching = self._lanes.launching
-                if self._device.type != "cpu":
-                    self._lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            self._lanes.open(Lane(*self._groups.second_lane()))
-        return self._lanes
+            if (replicas := runtime.maps.replicas) is not None:
+                replicas.launching = lanes.launching
+                if runtime.device.type != "cpu":
+                    lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
+            lanes.open(Lane(*runtime.groups.second_lane()))
+        return lanes
 
     # -- for other rooms ------------------------------------------------------------------------------------------
 
     def _plan_with(self, planner: Callable[..., Plan]) -> None:
-        """Let another function than `planner.plan`, called as that is, make the plans from the next decision on."""
+        """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
     def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
-        """Let another hear the load that decisions start from."""
+        """Call a function with the load of each decision."""
         self._rebalancer.decisions.on_load = write
 
     def _progress(self) -> Progress:
-        """How far training is; on any thread."""
+        """Progress of training; on any thread."""
         return self._rebalancer.progress
 
     def _close_with(self, close: Callable[[], None]) -> None:
-        """Call this when there is nothing more to hear."""
+        """Call a function when there are no more events."""
         self._listeners.append(close)
 
-    def _close_together_with(self, close: Callable[[float], None]) -> None:
-        """Call this in ``close``, as every rank does, with a time of `time.monotonic` as its deadline."""
+    def _close_on_all_ranks_with(self, close: Callable[[float], None]) -> None:
+        """Call a function in ``close``, on every rank, with a deadline (a time of `time.monotonic`)."""
         self._on_all_ranks.append(close)
 
     def _close_listeners(self) -> None:
@@ -685,8 +687,8 @@ class Balancer:
 
     @contextmanager
     def _unsplit(self) -> Iterator[None]:
-        """Inside, every token goes to its expert's home, whether there are copies or not. On every rank alike."""
-        splitter = self._maps.splitter
+        """Inside, every token goes to its expert's home and not to a replica. On every rank alike."""
+        splitter = self._runtime.maps.splitter
         if splitter is None:
             yield
             return
@@ -697,24 +699,25 @@ class Balancer:
             splitter.at_home = False
 
     def _wait_until_compiled(self, seconds: float = 300.0) -> None:
-        """For runs that are over before a planner is compiled; without it training goes on and rebalances later."""
+        """Wait for compiled planner code, in runs that are over before it is; without it training rebalances later."""
         self._rebalancer.wait_until_compiled(seconds)
 
     @property
     def _counted(self) -> Tensor:
-        """int64 ``[L, E]``: what this rank's router chose in the step that is running."""
-        return self._counter.counts
+        """int64 ``[L, E]``: choices of this rank's router in the running step."""
+        return self._runtime.counter.counts
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     @contextmanager
     def quiesce(self) -> Iterator[None]:
-        """No migration while inside (weight reload, asynchronous save); enter and leave at the same step on all ranks.
+        """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
+        ranks.
 
         A decision that becomes due meanwhile waits for the first step after.
         """
-        self._rebalancer.background.withdraw()
+        self._rebalancer.overlapped.withdraw()
         self._rebalancer.quiesced += 1
         try:
             yield
@@ -727,8 +730,9 @@ class Balancer:
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
         if self._closed:
             return state
-        self._come("balancer.state_dict()")  # alone, this rank's sum would meet what the others compare in their steps
-        return {**state, "load": self._resuming.measured()}
+        # Alone, this rank's sum would meet what the others compare in their steps.
+        self._runtime.barrier("balancer.state_dict()")
+        return {**state, "load": self._restorer.measured()}
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -746,31 +750,31 @@ class Balancer:
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")
         self._rebalancer.refuse_if_broken()
-        self._resuming.go_on_from(state, lambda: self._come("load_state_dict()"))
-        self._moved()
-        self._refresh_copies()
+        self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
+        self._after_move()
+        self._refresh_replicas()
 
     def _before_forward(self) -> None:
-        """A forward in training begins new gradients, also when the last ones never reached the optimizer."""
+        """Begin new gradients with a forward in training, even if the last ones never reached the optimizer."""
         self._rebalancer.refuse_if_broken()
-        self._rebalancer.background.forward_begins()
+        self._rebalancer.overlapped.forward_begins()
         if torch.is_grad_enabled() and self._training:
             with self._one_begins:
                 with self._guard.clocked():
                     self._division.follow()
-                    self._structure.check(thoroughly=self._guard.is_new)
-                    if not self._replaced_was_told and self._guard.is_new:
-                        self._tell_of_replaced()
+                    self._runtime.model_check.check(thoroughly=self._guard.is_new)
+                    if not self._replaced_was_reported and self._guard.is_new:
+                        self._warn_of_replaced()
                 self._in_step = True
-                if self._maps.replicas is not None and not in_recompute() and not self._lanes.busy:
-                    self._maps.replicas.abandon()
+                if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
+                    self._runtime.maps.replicas.abandon()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 
-    def _tell_of_replaced(self) -> None:
-        """Once, when attach is over and has let go of them."""
-        self._replaced_was_told = True
-        if holder := whole_average(self._registry.parameters(), self.placement.num_experts):
+    def _warn_of_replaced(self) -> None:
+        """Warn once, when attach is over, of holders of parameters that it replaced."""
+        self._replaced_was_reported = True
+        if holder := whole_average(self._runtime.registry.parameters(), self.placement.num_experts):
             logger.warning(
                 "%s is an AveragedModel from before attach, with all experts, and the model has this rank's from now "
                 "on: its update ends in an error of torch's (a size must match); call "
@@ -778,10 +782,10 @@ class Balancer:
                 "balancer.register_all(name, it)",
                 holder,
             )
-        if not self._structure.replaced():
+        if not self._runtime.model_check.replaced():
             return
         gc.collect()  # what is garbage already is still there
-        replaced = self._structure.replaced()
+        replaced = self._runtime.model_check.replaced()
         # One alone is what a loop over parameters has left in its variable.
         if len(replaced) > 1 and (holder := holder_of(list(replaced.values()))):
             logger.warning(
@@ -795,43 +799,46 @@ class Balancer:
 
     @torch.compiler.disable
     def _after_forward(self, layers: Collection[int]) -> None:
-        """A forward of the model that holds these layers has ended, or failed."""
-        self._rebalancer.background.forward_ends(layers)
+        """Note that a forward of the model with these layers has ended, or failed."""
+        self._rebalancer.overlapped.forward_ends(layers)
+
+    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """`OptimizerHooks.optimizer_turn`."""
+        return self._optimizer_hooks.optimizer_turn(optimizer)
 
     def _before_optimizer(self) -> None:
-        """An optimizer is about to step: gradients must be what it is to see."""
+        """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
-        self._watch.at(f"optimizer.step() after {self._counter.closed_steps} steps")
-        self._rebalancer.background.withdraw()
+        self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
+        self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
         self.reduce_gradients()
         self._guard.before_step()
 
     @property
     def _in_a_child(self) -> bool:
-        """Whether this is a process that was forked from the rank: the connections are the parent's, and no thread of
-        ours is here."""
+        """Whether this process was forked from the rank: the connections are the parent's, and it has no thread of
+        ours."""
         return os.getpid() != self._process
 
     def _end_with(self, handle: Removable) -> None:
-        """Remove this hook at ``close``. Those of gradients stay: the experts stay spread, and may be trained on."""
+        """Remove this hook at ``close``. Hooks of gradients stay: the experts stay spread, and may be trained on."""
         self._hooks.append(handle)
 
     @torch.compiler.disable
     def close(self) -> None:
-        """Stop balancing; collective. The model keeps the homes that stand, spread over ranks; copies are not used any
-        more, since nobody refreshes them. In a process that was forked from a rank it does nothing.
-        """
+        """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
+        more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
         if self._closed or self._in_a_child:
             return
         self._closed = True
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self._watch.close()
+        self._runtime.watch.close()
         self._rebalancer.close()
         self._close_listeners()
         self._guard.end()
         for close in self._on_all_ranks:
             close(time.monotonic() + self.config.timeout_seconds)
-        self._groups.close_balancing()
+        self._runtime.groups.close_balancing()

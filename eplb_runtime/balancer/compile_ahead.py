@@ -1,7 +1,7 @@
-"""Compile what decisions and migrations need, where that makes nobody wait.
+"""Compiles the code of decisions and migrations without making anybody wait.
 
-Compiled code is kept on the disk (numba's cache). What is not there yet is compiled by a process of its own: a compiler
-in this one would hold the interpreter, and with it the training thread, for seconds at a time.
+Compiled code is stored on disk (numba's cache). Missing code is compiled by a process of its own: a compiler in this
+process would hold the interpreter, and with it the training thread, for seconds at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..utils.jit import cache_folder, remove_older
 logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
-"""Of the other process; after it this one compiles for itself."""
+"""Timeout of the other process; after it this one compiles for itself."""
 LOOK_SECONDS = 0.25
-"""Both processes look so often whether the other has ended."""
+"""Period in which both processes look whether the other has ended."""
 
 
 def compile_here(policy: str) -> None:
-    """Compile in this process, or read from the disk what has been compiled before.
+    """Compile in this process, or read compiled code from disk.
 
     Args:
-        policy: of a rank that plans; empty: this one does not.
+        policy: of a rank that plans; empty: this rank does not.
     """
     compile_schedules()
     compile_copies()
@@ -48,7 +48,7 @@ def compile_here(policy: str) -> None:
 
 
 def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
-    """See that another process has compiled all this on this machine. Never raises.
+    """Compile in another process on this machine. Never raises.
 
     Args:
         policy: as for `compile_here`.
@@ -61,15 +61,15 @@ def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
         with subprocess.Popen(command, text=True, **quiet) as process:  # type: ignore[call-overload]
-            said = ""
+            message = ""
             try:
                 while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
                     with suppress(subprocess.TimeoutExpired):
-                        said = process.communicate(timeout=LOOK_SECONDS)[1]
+                        message = process.communicate(timeout=LOOK_SECONDS)[1]
             finally:
                 process.kill()
         if process.returncode and not (ended and ended.is_set()):
-            logger.debug("the compiling process ended with %d: %s", process.returncode, said[-500:])
+            logger.debug("the compiling process ended with %d: %s", process.returncode, message[-500:])
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("no compiling process: %s", error)
 
@@ -80,17 +80,17 @@ def compiles() -> bool:
 
 
 def is_compiled(policy: str) -> bool:
-    """Whether all that decisions need has been compiled on this machine, for these very sources."""
+    """Whether all code of decisions was compiled on this machine, for these very sources."""
     return compiles() and _mark(policy).exists()
 
 
 def _mark(policy: str) -> Path:
-    """A file beside numba's own: all has been compiled here, for this policy."""
+    """File next to numba's own that marks all code as compiled for this policy."""
     return cache_folder() / f"{policy or 'no policy'}.compiled"
 
 
 def main(policy: str) -> None:
-    """Compile in the other process: one of them at a time does, the others find it done. It ends with its parent."""
+    """Run in the other process: one of them at a time compiles, the others find it done. Ends with its parent."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     mark = _mark(policy)
     with open(mark.parent / "lock", "w") as lock:

@@ -1,5 +1,6 @@
-"""One decision, made off the critical path by a worker thread of every rank: sum the load, plan on rank 0, hand the
-plan to all, compare. Rank 0 alone plans; the others take its bytes (design rule 2).
+"""Makes one decision on a worker thread of every rank: sum the load, plan on rank 0, broadcast the plan, agree.
+
+Rank 0 alone plans; the others take its bytes (design rule 2).
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..config import BalancerConfig
 from ..distributed.agreement import Agreement
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
-from ..distributed.process_groups import ProcessGroups
+from ..events import LoadMeasured, RebalancePlanned
 from ..load.aggregate import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
 from ..migration.difference import apply, difference
@@ -31,18 +31,18 @@ from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..planner.track_record import TrackRecord
-from ..topology import Topology
 from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
-from .guard import Found, Guard
-from .guard_samples import Look
+from .guard import Comparison, Guard
+from .guard_samples import Sample
+from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
 SOURCE_MEMORY = 0.5
-"""How much what came from where before a decision's own steps still counts, by each decision since."""
+"""Weight that older counts of token sources keep at each later decision."""
 
 SAID_BELOW = 0.8
 """A decision's reason says how much of predicted gains is believed, where it is less than this."""
@@ -50,18 +50,18 @@ SAID_BELOW = 0.8
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks were told. ``target`` is None when nothing is to move or the decision failed.
+    """A decision, the same on all ranks. ``target`` is None when nothing is to move or the decision failed.
 
     Args:
-        failure: why there is no plan; empty when there is one.
-        connections_broken: a collective failed on the way: the ranks have to find together again.
-        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of then.
-        load: int64 ``[T, L, E]``, what was measured, over all ranks.
-        placements: that rows of it stood under, each with the row that it ends before.
+        failure: reason for which there is no plan; empty: there is one.
+        connections_broken: a collective failed: the ranks have to connect anew.
+        imbalance: float64 ``[T, L]``, max/mean rank load of each measured row under the placement of its time.
+        load: int64 ``[T, L, E]``, measured over all ranks.
+        placements: placements of its rows, each with the row that it ends before.
         step_seconds: of a training step.
-        finding: what the guard found; empty: nothing.
-        stays: why a plan is not carried out; empty: it is, or there is none.
-        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds - as rank 0 sent them.
+        finding: of the guard; empty: none.
+        stays: reason for which a plan is not carried out; empty: it is, or there is none.
+        summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
     """
 
     target: Placement | None = None
@@ -75,23 +75,60 @@ class Decision:
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
 
+    def measured(self, step: int, steps_per_bucket: int) -> LoadMeasured | None:
+        """The event of the load that this decision started from; None: it failed before.
+
+        Args:
+            steps_per_bucket: number of steps that a row of the imbalance covers.
+        """
+        if self.imbalance is None:
+            return None
+        buckets = tuple(tuple(bucket) for bucket in self.imbalance.tolist())
+        return LoadMeasured(
+            step,
+            len(buckets) * steps_per_bucket,
+            buckets,
+            self.step_seconds,
+            load=self.load,
+            placements=self.placements,
+        )
+
+    def planned(self, step: int) -> RebalancePlanned:
+        """The event of the plan, as rank 0 sent it."""
+        summary = self.summary or {}
+        by_layer = summary.get("by_layer")
+        return RebalancePlanned(
+            step,
+            epoch=summary["epoch"],
+            moves=summary["moves"],
+            decision=summary["decision"],
+            reason=summary["reason"],
+            imbalance_before=summary["imbalance_before"],
+            imbalance_after=summary["imbalance_after"],
+            plan_seconds=summary["plan_seconds"],
+            imbalance_bound=summary.get("imbalance_bound", 1.0),
+            seconds_saved=summary.get("seconds_saved"),
+            seconds_spent=summary.get("seconds_spent"),
+            by_layer=None if by_layer is None else np.array(by_layer, dtype=np.float64),
+        )
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a decision starts from.
+    """Input of a decision.
 
     Args:
         buckets: this rank's load since the last decision.
-        placement: the one that stands.
-        earlier: ``(end, placement)``: buckets before ``end`` were computed under another placement.
+        placement: the current one.
+        earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
         step_seconds: measured, smoothed.
-        stall_seconds: what a rebalance costs besides its transfers.
-        look: what the guard compares over ranks; None: it is off.
+        stall_seconds: cost of a rebalance besides its transfers.
+        sample: of the guard, to compare over ranks; None: it is off.
         computed: whether MoE layers ran since the last decision.
-        declared: float64 ``[T, L, E]``, the load to come as this rank knows it; None: it says nothing.
-        home_bytes: of one expert here with its state, the largest; read beside training, which writes the optimizer.
-        token_bytes: what a (token, choice) pair sends in a step.
-        keys_of_earlier: how many `JobStore.passing` keys are of what came before this decision.
+        declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
+        home_bytes: of the largest expert here with its state.
+        token_bytes: that a (token, choice) pair sends in a step.
+        keys_of_earlier: number of `JobStore.passing` keys from before this decision.
     """
 
     buckets: HostCopy
@@ -101,7 +138,7 @@ class Measurement:
     stall_seconds: float
     home_bytes: int
     token_bytes: int = 0
-    look: Look | None = None
+    sample: Sample | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
     keys_of_earlier: int = 0
@@ -113,38 +150,33 @@ class Measurement:
 
 
 class DecisionMaker:
-    """Makes decisions for one rank, in the balancer's worker thread.
+    """Makes decisions for one rank, on the balancer's worker thread.
 
     Attributes:
-        history: the load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them
-            can save it, though only the planner plans from it.
-        on_load: hears what all ranks counted since the last decision, ``[T, L, E]``, and training steps of a row.
+        history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
+            save it, though only the planner plans from it.
+        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, and the training steps of a
+            row.
     """
 
-    def __init__(
-        self,
-        config: BalancerConfig,
-        topology: Topology,
-        groups: ProcessGroups,
-        steps_per_bucket: int,
-        guard: Guard,
-        probe: Probe = unobserved,
-    ) -> None:
-        self._config = config
-        self._topology = topology
+    def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
+        self._config = runtime.config
+        self._topology = runtime.topology
         self._guard = guard
         self._probe = probe
-        self._steps_per_bucket = steps_per_bucket
-        self.history: deque[NDArray[np.int64]] = deque(maxlen=max(1, config.window_steps // steps_per_bucket))
+        self._steps_per_bucket = runtime.counter.steps_per_bucket
+        self.history: deque[NDArray[np.int64]] = deque(
+            maxlen=max(1, self._config.window_steps // self._steps_per_bucket)
+        )
         self._compiled = False
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
-        self._track_record = TrackRecord(config.speed_R)
-        self._job = groups.job
-        self._store = groups.store
-        self._is_planner = groups.job.is_planner
-        self._planner_rank = groups.job.ranks[0]
+        self._track_record = TrackRecord(self._config.speed_R)
+        self._job = runtime.job
+        self._store = runtime.groups.store
+        self._is_planner = self._job.is_planner
+        self._planner_rank = self._job.ranks[0]
         # A planner that never returns must not take the thread along that talks to the other ranks.
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
@@ -152,7 +184,7 @@ class DecisionMaker:
         self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
 
     def compile(self) -> None:
-        """What this rank needs for decisions and migrations; until then homes alone are planned, by NumPy."""
+        """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""
         try:
             policy = self._config.policy if self._is_planner else ""
             with compiling_ahead():
@@ -165,17 +197,17 @@ class DecisionMaker:
             self._compiled = True
 
     def close(self) -> None:
-        """Make no more plans, and compile nothing more; a plan that never returns is left to itself."""
+        """Make no more plans and compile nothing more; a planner that never returns is abandoned."""
         self._closed.set()
         self._planning.close(0.0)
 
     def decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
-        """Collective over the control group; never raises.
+        """Make a decision. Collective over the control group; never raises.
 
         Args:
-            key: names this decision; new for each. A rank that cannot wait for it any longer records that.
-            control: that stood when the decision began; another may stand before it ends.
-            agreement: on the same.
+            key: names this decision; new for each. A rank whose wait times out records that under it.
+            control: group of when the decision began; it may be replaced before the decision ends.
+            agreement: on the same group.
         """
         try:
             return self._decide(measurement, key, control, agreement)
@@ -190,8 +222,8 @@ class DecisionMaker:
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
             total = aggregate(measurement.buckets, control).numpy()
-        found = Found() if measurement.look is None else self._guard.found(measurement.look, control)
-        finding = found.finding
+        comparison = Comparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
+        finding = comparison.finding
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:
             declared = summed(measurement.declared, shape, control)
@@ -250,13 +282,13 @@ class DecisionMaker:
             return replace(made, failure=verdict.cause, connections_broken=verdict.connections_broken)
         if summary.get("failure"):
             return replace(made, failure=summary["failure"])
-        if found.stays and target is not None:
-            return replace(made, summary=staying(measurement.placement, found.stays), stays=found.stays)
+        if comparison.stays and target is not None:
+            return replace(made, summary=staying(measurement.placement, comparison.stays), stays=comparison.stays)
         return replace(made, target=target, summary=summary)
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
-        """float64 ``[N, L, E]``, tokens since the last decision by the node that they came from; None: there is one
-        node. Collective, ahead of the sum over ranks, which takes the place of this rank's counts."""
+        """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective,
+        ahead of the sum over ranks, which overwrites this rank's counts."""
         topology = self._topology
         if topology.num_nodes == 1:
             return None
@@ -267,19 +299,19 @@ class DecisionMaker:
         return counted_NLE.numpy().astype(np.float64)
 
     def compiling(self, control: dist.ProcessGroup) -> bool:
-        """Whether any rank is still being compiled. Collective."""
+        """Whether any rank is still compiling. Collective."""
         return bool(_highest(control, 0 if self._compiled else 1)[0])
 
     def place_anew(
         self, load: NDArray[np.int64], current: Placement, control: dist.ProcessGroup, agreement: Agreement
     ) -> Decision:
-        """A placement of the sizes of ``current``, made for a load as if nothing stood yet. Collective.
+        """Plan a placement of the sizes of ``current`` for a load, from scratch. Collective.
 
         Args:
             load: int64 ``[T, L, E]``, equal on every rank.
 
         Raises:
-            RuntimeError: a rank did not come within the group's timeout.
+            RuntimeError: a rank did not arrive within the group's timeout.
         """
 
         def ask() -> bytes:
@@ -301,22 +333,22 @@ class DecisionMaker:
         return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
 
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
-        """No tokens, so there is no imbalance either; a job that trains should be told why. Equal on every rank."""
+        """The decision without any token counted, and a finding that says why. Equal on every rank."""
         steps = len(measurement.buckets.wait()) * self._steps_per_bucket
-        said = f"no token was counted in the last {steps} steps"
+        text = f"no token was counted in the last {steps} steps"
         if measurement.computed and steps:  # none: rebalance() right after a decision
             finding = finding or (
-                f"{said} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
+                f"{text} though the MoE layers ran: the model is in evaluation mode (call model.train()), or every "
                 "token is padding; nothing can be balanced"
             )
-        return Decision(failure=said, finding=finding)
+        return Decision(failure=text, finding=finding)
 
     def _plan(self, measurement: Measurement, total: NDArray[np.int64], compiling: bool) -> bytes:
-        """Rank 0: the plan as bytes, or why there is none.
+        """On rank 0: the plan as bytes, or the reason for which there is none.
 
         Args:
-            total: int64 ``[T, L, E]``, what came since the last decision.
-            compiling: on this rank or another; then homes alone are planned, by NumPy.
+            total: int64 ``[T, L, E]``, tokens since the last decision.
+            compiling: on this rank or another; then NumPy plans, and only homes move.
         """
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
@@ -329,7 +361,7 @@ class DecisionMaker:
         return self._in_time(make)
 
     def _in_time(self, work: Callable[[], bytes]) -> bytes:
-        """What planning gives, or why it gives nothing; soon enough for the ranks that wait for it."""
+        """Bytes of the plan, or of the reason for which there is none, in time for the ranks that wait for them."""
         if self._overdue is not None and not self._overdue.done():
             return _failed("the planner is still busy with an earlier plan")
         seconds = self._config.timeout_seconds / 2
@@ -391,7 +423,8 @@ class DecisionMaker:
         )
 
     def _crossing_seconds(self, token_bytes: int) -> float:
-        """For the cost: of the layers of one stage, on average; the ranks of the others carry theirs meanwhile."""
+        """Crossing seconds for the cost: of the layers of one stage, on average; other stages' ranks transfer theirs
+        meanwhile."""
         if not self.history or self._topology.num_nodes == 1:
             return 0.0
         per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
@@ -416,7 +449,7 @@ class DecisionMaker:
         return buffer
 
     def _read(self, message: bytearray, current: Placement) -> tuple[Placement | None, dict[str, Any], bytes]:
-        """The plan as this rank understands it, and the digest to compare (zeros: the bytes contradict themselves)."""
+        """Decode the plan, with the digest to compare (zeros: the bytes contradict themselves)."""
         try:
             fields = json.loads(message)
             if fields.get("failure"):
@@ -434,7 +467,7 @@ class DecisionMaker:
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
-    """Over all ranks, whose stages differ."""
+    """Maxima over all ranks, whose stages differ."""
     values = torch.tensor(here)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control)
     return [int(value) for value in values]
@@ -468,18 +501,18 @@ def _failed(why: str) -> bytes:
 
 
 def staying(placement: Placement, reason: str) -> dict[str, Any]:
-    """The summary of a decision for which nobody has planned."""
-    said = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
-    return {**said, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
+    """The summary of a decision without a plan."""
+    text = {"decision": "stay", "reason": reason, "moves": 0, "epoch": placement.epoch + 1}
+    return {**text, "imbalance_before": 0.0, "imbalance_after": 0.0, "plan_seconds": 0.0}
 
 
 def _imbalance_as_it_was(
     load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """Each row's imbalance under the placement that stood while it was counted."""
-    parts: list[NDArray[np.float64]] = []
+    """Imbalance of each row under the placement of its time."""
+    by_placement: list[NDArray[np.float64]] = []
     start = 0
     for end, placement in measurement.placements:
-        parts += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
+        by_placement += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
         start = end
-    return np.stack(parts)
+    return np.stack(by_placement)

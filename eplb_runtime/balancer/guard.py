@@ -1,10 +1,10 @@
-"""Checks, in a running job, what the runtime assumes of it: mistakes that would spoil training without a word.
+"""Checks the runtime's assumptions in a running job, and finds mistakes that would spoil training in silence.
 
-Looked at are assumptions, not names: ranks that share a tensor have the same bits in it, ranks with different experts
-have different ones, what the optimizer steps is what the model computes with, and tokens are counted while the model
-computes. In the first steps everything is looked at, with exchanges of their own; later what was seen goes along with
-each decision: all bits of what ranks share, a sample of the rest, and by what gradients were changed in each step since
-the last. All ranks come to the same finding before any of them raises.
+It checks facts, not names: ranks that share a tensor have the same bits in it; ranks with different experts have
+different ones; the optimizer steps the parameters that the model computes with; tokens are counted while the model
+computes. The first steps are sampled completely, with exchanges of their own. Later samples go along with each
+decision: all bits of shared tensors, a part of the rest, and the factors by which gradients were changed in each step.
+All ranks come to the same finding before any of them raises.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..distributed.ranks import gather_rows
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
-from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, Samples
-from .guard_samples import SAMPLES, Look, Seen, Watched, bit_sums, options_of
+from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, GradientSampler
+from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
 
 logger = logging.getLogger("eplb_runtime")
 
 FIRST_STEPS = 3
-"""Steps after attach in which everything is looked at, and ``guard="auto"`` raises."""
+"""Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 _SAMPLE_ELEMENTS = 1024
-"""Of a tensor, from a place that moves on from look to look."""
+"""Elements sampled of a tensor, at a place that moves on with each sample."""
 _POLL_SECONDS = 0.02
 
 
@@ -45,12 +45,12 @@ class GuardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a comparison has come to; the same on every rank.
+class Comparison:
+    """Result of comparing samples; the same on every rank.
 
     Args:
-        finding: what is wrong; empty: nothing.
-        stays: why experts must stay where they are; empty: they may move.
+        finding: a mistake; empty: none.
+        stays: reason for which experts must stay where they are; empty: they may move.
     """
 
     finding: str = ""
@@ -58,64 +58,78 @@ class Found:
 
 
 class Guard:
-    """One rank's guard.
+    """The guard of one rank.
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        steps: between two decisions, at most.
+        steps: largest number of steps between two decisions.
+        lone: steps single experts alone; None: experts never move.
+        run: does work on the control group, one task at a time and in the same order on every rank.
+        number: of the last step that is over.
+        on_finding: called with each finding once.
 
     Attributes:
-        run: does work on the control group, one thing at a time and in the same order on every rank.
-        number: of the last step that is over.
-        lone: steps single experts alone; None: nothing will ever move.
-        on_finding: hears each finding once.
-        seconds, clocked_steps: what looking took of the training thread after the first steps, and how many steps.
+        lone: as given.
+        seconds, clocked_steps: time that sampling took of the training thread after the first steps, and the number of
+            those steps.
     """
 
-    def __init__(self, mode: str, groups: ProcessGroups, watched: Watched, device: torch.device, steps: int) -> None:
+    def __init__(
+        self,
+        mode: str,
+        groups: ProcessGroups,
+        watched: Watched,
+        device: torch.device,
+        steps: int,
+        *,
+        lone: LoneSteps | None,
+        run: Callable[[Callable[[], str]], str],
+        number: Callable[[], int],
+        on_finding: Callable[[str], None],
+    ) -> None:
         self._mode = mode
         self._groups = groups
         self._watched = watched
         self._device = device
         self._steps = 0
-        self._turn = 0
+        self._sample_number = 0
         self._uncounted_before = 0
         self._calls_at_decision = 0
-        self._said: set[str] = set()
-        self._looked_before_forward = False
+        self._reported: set[str] = set()
+        self._sampled_before_forward = False
         self._distinct = True
-        self._meetings = 0
+        self._comparisons = 0
         self.seconds, self.clocked_steps = 0.0, 0
-        self._before: list[tuple[str, int, Tensor, object]] = []
+        self._snapshots: list[tuple[str, int, Tensor, object]] = []
         self._passed_over: set[int] = set()
         self._steps_between = steps
-        self._samples: Samples | None = None
+        self._gradient_sampler: GradientSampler | None = None
         self._rescaled_by = ""
-        self._rescaled_was_said = False
-        self._ahead: Look | None = None
-        self.lone: LoneSteps | None = None
-        self.number: Callable[[], int] = lambda: self._steps
-        self.run: Callable[[Callable[[], str]], str] = lambda work: work()
-        self.on_finding: Callable[[str], None] = lambda finding: None
+        self._rescaled_was_reported = False
+        self._sample_before_forward: Sample | None = None
+        self.lone = lone
+        self._run = run
+        self._number = number
+        self._on_finding = on_finding
 
     def begin(self) -> None:
-        """Training begins: there is an optimizer now. Collective."""
+        """Begin with a new or another optimizer. Collective."""
         self._steps = 0
         if self._mode != "off":
             # Experts may start alike (copied from a dense model): then equal ones say nothing.
-            look = self._look("weights", dense=False)
-            seen = self._exchange(look, self._groups.data, on_device=True)
-            self._distinct = not self._alike(look, {rank: one.hashes for rank, one in seen.items()})
+            sample = self._take_sample("weights", dense=False)
+            seen = self._exchange(sample, self._groups.data, on_device=True)
+            self._distinct = not self._alike(sample, {rank: one.hashes for rank, one in seen.items()})
             self._watch_gradients()
 
     @property
     def is_new(self) -> bool:
-        """Whether these are the first steps, in which everything is looked at."""
+        """Whether these are the first steps, which are sampled completely."""
         return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
-        """What runs inside is a cost of looking; the first steps do not count."""
+        """Count the time inside as a cost of sampling; the first steps do not count."""
         counts, began = not self.is_new, time.perf_counter()
         try:
             yield
@@ -124,124 +138,121 @@ class Guard:
                 self.seconds += time.perf_counter() - began
 
     def before_forward(self) -> None:
-        """In the first steps, ahead of the first forward of each: nobody else has written expert weights. They are
-        compared ahead of the reduction: a rank may be in another forward, which the layers find out."""
-        if self._samples is not None:
+        """Sample expert weights ahead of the first forward of each of the first steps: nobody else has written them.
+        They are compared ahead of the reduction: a rank may be in a different forward, which the layers find out."""
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.forward_begins()
-        if self.is_new and not self._looked_before_forward:
-            self._looked_before_forward = True
-            self._ahead = self._look("weights", dense=False)
+                self._gradient_sampler.forward_begins()
+        if self.is_new and not self._sampled_before_forward:
+            self._sampled_before_forward = True
+            self._sample_before_forward = self._take_sample("weights", dense=False)
 
     def _watch_gradients(self) -> None:
-        if self._samples is not None:
-            self._samples.end()
-        self._samples = None
+        if self._gradient_sampler is not None:
+            self._gradient_sampler.end()
+        self._gradient_sampler = None
         if len(self._groups.job.data_ranks) > 1:
             watched = self._watched
             dense, experts, average = watched.dense, watched.experts, watched.average_dense
-            self._samples = Samples(dense, experts, average, self._steps_between, self._device)
+            self._gradient_sampler = GradientSampler(dense, experts, average, self._steps_between, self._device)
 
     def gradients_are_there(self) -> None:
-        """A schedule of micro-batches is through, which may have made gradients by itself."""
-        if self._samples is not None:
-            self._samples.again()
+        """Sample gradients again after a schedule of micro-batches, which may have scaled them."""
+        if self._gradient_sampler is not None:
+            self._gradient_sampler.again()
 
     def before_averaging(self) -> None:
-        """Gradients are about to be reduced: nobody has changed them by another measure on each rank."""
-        if self._samples is not None:
+        """Sample gradients ahead of their reduction: no rank has changed them by a factor of its own."""
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.before_reduction()
+                self._gradient_sampler.before_reduction()
 
     def gradients_are_reduced(self) -> None:
-        """They are what the optimizer is to see."""
-        if self._samples is not None:
+        """Sample gradients after their reduction."""
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.reduced()
+                self._gradient_sampler.reduced()
 
     def optimizer_has_stepped(self) -> None:
-        """Gradients are still what it has seen."""
-        if self._samples is not None:
+        """Sample gradients after the optimizer's step."""
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.stepped()
+                self._gradient_sampler.stepped()
 
     def before_reduction(self) -> None:
-        """In the first steps, ahead of the first collective that a rank without a step would never come to."""
+        """In the first steps, compare ahead of the first collective that a rank without a step would never reach."""
         if self.is_new:
-            nothing = Look("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
-            look, self._ahead = self._ahead or nothing, None
-            self._settle(self._meet(look, "optimizer.step()"))
+            nothing = Sample("weights", "", (), (), HostCopy(torch.empty(0, dtype=torch.uint8)), ())
+            sample, self._sample_before_forward = self._sample_before_forward or nothing, None
+            self._raise_or_warn(self._compare_job(sample, "optimizer.step()"))
 
     def before_step(self) -> None:
-        """In the first steps, when gradients are reduced: they are what the optimizer is to see on every rank."""
+        """In the first steps, compare reduced gradients over ranks."""
         if self.is_new:
-            self._settle(self._meet(self._look("gradients"), "the end of the reduction of gradients"))
-            if not self._before:  # with several optimizers: before the first of them
-                self._before = [
+            sample = self._take_sample("gradients")
+            self._raise_or_warn(self._compare_job(sample, "the end of the reduction of gradients"))
+            if not self._snapshots:  # with several optimizers: before the first of them
+                self._snapshots = [
                     (name, p._version, self._piece(p).clone(), self._state_of(p)) for name, p in self._stepped()
                 ]
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some decision of all ranks has left out an optimizer in this step: it will have written nothing."""
+        """Note that all ranks have skipped an optimizer in this step: it will have written nothing."""
         self._passed_over.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def after_step(self) -> None:
-        """A training step is over, counts not yet closed."""
+        """Compare weights after a training step, before its counts are closed."""
         if self.is_new:
             problem = self._uncounted() or self._not_stepped()
-            self._settle(self._meet(self._look("weights", problem=problem), "the end of a step"))
+            self._raise_or_warn(self._compare_job(self._take_sample("weights", problem=problem), "the end of a step"))
         else:
             self.clocked_steps += 1
         self._steps += 1
-        self._looked_before_forward = False
+        self._sampled_before_forward = False
         self._passed_over.clear()
-        if self._samples is not None:
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.step_is_over(self.number() + 1)
+                self._gradient_sampler.step_is_over(self._number() + 1)
 
     def experts_are_left(self) -> None:
-        """After a step, where they stand now: until the next forward nobody changes them by a rank's own measure."""
-        if self._samples is not None:
+        """Sample experts after a step: until the next forward no rank changes them by a factor of its own."""
+        if self._gradient_sampler is not None:
             with self.clocked():
-                self._samples.left()
+                self._gradient_sampler.left()
 
-    def sample(self) -> Look | None:
-        """For a decision: what is compared by `finding`, beside training; None: the guard is off."""
+    def sample(self) -> Sample | None:
+        """Take the sample that a decision compares while training goes on; None: the guard is off."""
         if self._mode == "off" or not self._watched.optimizers:
             return None
         with self.clocked():
-            return self._look("weights", decides=True)
-
-    def found(self, look: Look, control: dist.ProcessGroup) -> Found:
-        """Compare over the job, on any thread. Collective."""
-        return self._compare(look, control)
+            return self._take_sample("weights", decides=True)
 
     def computed(self) -> bool:
-        """Whether MoE layers ran since the last time that this was asked."""
+        """Whether MoE layers ran since the last call."""
         with self.clocked():
             before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
         return self._calls_at_decision > before
 
     def report(self, finding: str, stays: str = "") -> None:
-        """Raise or warn as the mode says; only say why experts stay where they are."""
-        if stays and stays not in self._said:
-            self._said.add(stays)
-            self.on_finding(stays)
+        """Raise or warn as the mode says; a reason why experts stay is only logged."""
+        if stays and stays not in self._reported:
+            self._reported.add(stays)
+            self._on_finding(stays)
             logger.warning("%s", stays)
-        self._settle(finding)
+        self._raise_or_warn(finding)
 
     def end(self) -> None:
-        """Nothing is looked at any more; the thread that meets the other ranks is gone."""
+        """Stop sampling; the thread that talks to the other ranks is gone."""
         self._mode = "off"
-        if self._samples is not None:
-            self._samples.end()
-            self._samples = None
+        if self._gradient_sampler is not None:
+            self._gradient_sampler.end()
+            self._gradient_sampler = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _look(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Look:
-        """Pieces of gradients and experts; of other weights, and of experts that other ranks have, all bits."""
-        self._turn += 1
+    def _take_sample(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Sample:
+        """Sample pieces of gradients and experts, and all bits of weights that other ranks share."""
+        self._sample_number += 1
         names, pieces = [], []
         for kind in (self._watched.dense if what == "gradients" else {}, self._watched.experts):
             chosen = self._chosen(list(kind))
@@ -251,31 +262,33 @@ class Guard:
         sizes = tuple(piece.numel() for piece in pieces)
         problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
         sums, summed = self._summed() if dense and what == "weights" else (None, ((), ()))
-        kept = None
-        if dense and self._samples is not None:
-            kept = self._samples.take() if decides else self._samples.now(self.number() + 1)
+        gradients = None
+        if dense and self._gradient_sampler is not None:
+            gradients = self._gradient_sampler.take() if decides else self._gradient_sampler.now(self._number() + 1)
         stays, lone = (self._row_hooks() or self._left_behind(), self._lone()) if decides else ("", None)
         options = options_of(self._watched.optimizers) if dense else ("", "")
-        return Look(what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, kept, stays, lone, options)
+        return Sample(
+            what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, gradients, stays, lone, options
+        )
 
     def _left_behind(self) -> str:
-        """Name what optimizers keep for experts and would not move."""
+        """Name expert state that an optimizer has and that would not move."""
         return "" if self.lone is None else self.lone.why_not_moved(self._watched.optimizers)
 
     def _lone(self) -> Callable[[], str] | None:
-        """Judges what single experts came to since the last decision."""
+        """Return a function that judges the steps of single experts since the last decision."""
         return None if self.lone is None else partial(self.lone.judge, self.lone.take())
 
     def _summed(self) -> tuple[HostCopy, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Of what other ranks have, too."""
+        """Sum the bits of tensors that other ranks share."""
         job, watched = self._groups.job, self._watched
-        dense = _whole(watched.dense) if len(job.data_ranks) > 1 else {}
-        experts = _whole(watched.experts) if len(job.edp_ranks) > 1 else {}
+        dense = _unsharded(watched.dense) if len(job.data_ranks) > 1 else {}
+        experts = _unsharded(watched.experts) if len(job.edp_ranks) > 1 else {}
         sums = bit_sums([*dense.values(), *experts.values()], self._device)
         return HostCopy(sums), (tuple(dense), tuple(experts))
 
     def _row_hooks(self) -> str:
-        """Hooks of others on gradients of experts, which may go by row: nobody can tell."""
+        """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""
         for name, parameter in self._watched.experts.items():
             if foreign_hooks(parameter):
                 return (
@@ -286,20 +299,20 @@ class Guard:
         return ""
 
     def _chosen(self, names: list[str]) -> list[str]:
-        """The next few in turn."""
-        start = self._turn * SAMPLES % len(names) if len(names) > SAMPLES else 0
+        """The next few names in rotation."""
+        start = self._sample_number * SAMPLES % len(names) if len(names) > SAMPLES else 0
         return [*names[start:], *names[:start]][:SAMPLES]
 
     def _piece(self, tensor: Tensor | None) -> Tensor:
-        """Some bytes of a tensor that is whole on this rank; of others none."""
+        """Some bytes of a tensor that is whole on this rank; none of others."""
         if tensor is None or isinstance(tensor, DTensor) or not tensor.numel():
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
-        first = self._turn * _SAMPLE_ELEMENTS % max(1, flat.numel() - _SAMPLE_ELEMENTS + 1)
+        first = self._sample_number * _SAMPLE_ELEMENTS % max(1, flat.numel() - _SAMPLE_ELEMENTS + 1)
         return flat[first : first + _SAMPLE_ELEMENTS].view(torch.uint8)
 
     def _misplaced(self) -> str:
-        """What the optimizers hold is what the model computes with, once."""
+        """Check that the optimizers hold each expert parameter of the model once."""
         if not self._watched.optimizers:
             return ""
         held: dict[int, int] = {}
@@ -317,7 +330,8 @@ class Guard:
         return ""
 
     def _uncounted(self) -> str:
-        """A rank may have no token in a step, or padding alone; what it does not count for its mode is a mistake."""
+        """Check that tokens count. A rank may have no token in a step, or padding alone; not counting because of the
+        model's mode is a mistake."""
         before, self._uncounted_before = self._uncounted_before, self._watched.uncounted()
         if self._uncounted_before > before and not self._watched.counts():
             return (
@@ -327,7 +341,7 @@ class Guard:
         return ""
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
-        """Some parameters with gradients, that an optimizer is about to write."""
+        """Some parameters with gradients that an optimizer is about to write."""
         both = {**self._watched.experts, **self._watched.dense}
         chosen = self._chosen(list(self._watched.experts)) + self._chosen(list(self._watched.dense))
         held = {
@@ -339,14 +353,14 @@ class Guard:
         return [(name, both[name]) for name in chosen if held.get(id(both[name])) and both[name].grad is not None]
 
     def _state_of(self, parameter: Tensor) -> object:
-        """Return what changes where an optimizer does anything for it: its state, and how often that was written."""
-        kept = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers]
-        values = [value for state in kept if isinstance(state, dict) for value in state.values()]
+        """Identity and versions of an optimizer's state of a parameter: they change if the optimizer does anything."""
+        states = [getattr(optimizer, "state", {}).get(parameter) for optimizer in self._watched.optimizers]
+        values = [value for state in states if isinstance(state, dict) for value in state.values()]
         return [(id(one), _writes_of(one)) if isinstance(one, Tensor) else repr(one) for one in values]
 
     def _not_stepped(self) -> str:
-        """What an optimizer lists, it has written; with another rank's optimizer in its place, it would have not."""
-        before, self._before = self._before, []
+        """Check that each parameter the optimizer lists was changed by its step."""
+        before, self._snapshots = self._snapshots, []
         now = {name: parameter for name, parameter in self._stepped() if id(parameter) not in self._passed_over}
         for name, version, piece, state in before:
             parameter = now.get(name)
@@ -369,15 +383,16 @@ class Guard:
 
     # -- meeting and comparing ----------------------------------------------------------------------------------------
 
-    def _meet(self, look: Look, where: str) -> str:
-        """Compare over the job, in the thread that has the control group to itself; who does not come is named."""
-        self._meetings += 1
-        name, store = f"guard/{self._meetings}", self._groups.store
+    def _compare_job(self, sample: Sample, where: str) -> str:
+        """Compare over the job, on the thread that has the control group to itself. A rank that does not arrive is
+        named."""
+        self._comparisons += 1
+        name, store = f"guard/{self._comparisons}", self._groups.store
         began = time.monotonic()
         try:
             store.compare_set(f"{name}/{self._groups.job.rank}", "here", passing=True)
             control = self._groups.control
-            return self.run(lambda: self._compare(look, control).finding)
+            return self._run(lambda: self.compare(sample, control).finding)
         except RuntimeError as error:
             missing = self._missing(name, began + self._groups.timeout_seconds)
             if not missing:
@@ -391,7 +406,7 @@ class Guard:
             )
 
     def _missing(self, name: str, deadline: float) -> list[int]:
-        """Ranks that do not come to a meeting by then; one that hung up may still come."""
+        """Ranks that do not arrive by the deadline; one that hung up may still arrive."""
         missing = list(self._groups.job.ranks)
         with contextlib.suppress(RuntimeError):
             while missing := [rank for rank in missing if not self._groups.store.look(f"{name}/{rank}")]:
@@ -400,55 +415,57 @@ class Guard:
                 time.sleep(_POLL_SECONDS)
         return []
 
-    def _compare(self, look: Look, group: dist.ProcessGroup) -> Found:
-        """Exchange looks over a group and find what is wrong; the same on every rank."""
-        seen = self._exchange(look, group)
+    def compare(self, sample: Sample, group: dist.ProcessGroup) -> Comparison:
+        """Exchange samples over a group, on any thread, and find what is wrong; the same on every rank. Collective."""
+        seen = self._exchange(sample, group)
         stays = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays), "")
         for rank, one in seen.items():
             if one.problem:
-                return Found(f"rank {rank}: {one.problem}", stays)
+                return Comparison(f"rank {rank}: {one.problem}", stays)
         hashes = {rank: one.hashes for rank, one in seen.items()}
         finding = (
-            self._rescaled(look, seen, group)
+            self._rescaled(sample, seen, group)
             or self._other_options(seen)
-            or self._differing(look, hashes)
-            or self._strayed(look, seen, group)
-            or self._alike(look, hashes)
+            or self._differing(sample, hashes)
+            or self._deviation(sample, seen, group)
+            or self._alike(sample, hashes)
         )
-        return Found(finding, stays)
+        return Comparison(finding, stays)
 
-    def _exchange(self, look: Look, group: dist.ProcessGroup, *, on_device: bool = False) -> dict[int, Seen]:
-        """What each rank saw."""
-        mine = look.encode()
+    def _exchange(
+        self, sample: Sample, group: dist.ProcessGroup, *, on_device: bool = False
+    ) -> dict[int, SampleDigest]:
+        """Samples of all ranks."""
+        mine = sample.encode()
         rows = gather_rows(mine.to(self._device) if on_device else mine, group).cpu()
-        return dict(zip(dist.get_process_group_ranks(group), map(Seen.decode, rows), strict=True))
+        return dict(zip(dist.get_process_group_ranks(group), map(SampleDigest.decode, rows), strict=True))
 
-    def _other_options(self, seen: Mapping[int, Seen]) -> str:
-        """Optimizers of ranks with the same parameters that have other numbers; the same on every rank."""
+    def _other_options(self, seen: Mapping[int, SampleDigest]) -> str:
+        """Find ranks with the same parameters whose optimizers have different options; the same on every rank."""
         for together in self._groups.job.data_sets:
             here = [rank for rank in together if rank in seen]
             for kind, what in enumerate(("learning rates", "options")):
-                odd = [rank for rank in here if seen[rank].options[kind] != seen[here[0]].options[kind]]
-                if odd:
+                deviating = [rank for rank in here if seen[rank].options[kind] != seen[here[0]].options[kind]]
+                if deviating:
                     return (
-                        f"the {what} of the optimizer on rank {', '.join(map(str, odd[:8]))} differ from rank "
+                        f"the {what} of the optimizer on rank {', '.join(map(str, deviating[:8]))} differ from rank "
                         f"{here[0]}'s: what sets them (a scheduler, such as ReduceLROnPlateau by each rank's own loss, "
                         "or the optimizer itself by norms of this rank's experts, as D-Adaptation does) must go by the "
                         "same values on every rank"
                     )
         return ""
 
-    def _rescaled(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
-        """Gradients, or experts, that ranks changed by other factors; the same on every rank."""
+    def _rescaled(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
+        """Find gradients or experts that ranks changed by different factors; the same on every rank."""
         job, steps = self._groups.job, {one.steps for one in seen.values()}
-        if self._rescaled_was_said or look.kept is None or steps != {len(look.kept.steps)} or steps == {0}:
+        samples, data_set_here = sample.gradients, job.data_sets.index(job.data_ranks)
+        if self._rescaled_was_reported or samples is None or steps != {len(samples.steps)} or steps == {0}:
             return ""
-        kept, mine = look.kept, job.data_sets.index(job.data_ranks)
-        own = kept.factors().transpose(1, 0, 2)
-        highest = np.full((2, len(kept.steps), len(WHEN), len(job.data_sets), WATCHED), -np.inf)
-        highest[0, :, :, mine] = np.where(np.isnan(own), -np.inf, own)
-        highest[1, :, :, mine] = np.where(np.isnan(own), -np.inf, -own)
-        numbers = torch.from_numpy(np.append(highest, kept.tolerance))
+        own = samples.factors().transpose(1, 0, 2)
+        highest = np.full((2, len(samples.steps), len(WHEN), len(job.data_sets), WATCHED), -np.inf)
+        highest[0, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, own)
+        highest[1, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, -own)
+        numbers = torch.from_numpy(np.append(highest, samples.tolerance))
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
         high, low = numbers[:-1].numpy().reshape(highest.shape) * np.array([1, -1]).reshape(2, 1, 1, 1, 1)
         with np.errstate(invalid="ignore"):
@@ -457,53 +474,56 @@ class Guard:
         if not apart.any():
             return ""
         step, window, data_set, position = map(int, np.argwhere(apart)[0])
-        value = own[step, window, position] if data_set == mine else np.nan
+        value = own[step, window, position] if data_set == data_set_here else np.nan
         values = gather_rows(torch.tensor([value], dtype=torch.float64), group)[:, 0].tolist()
         here = {rank: one for rank, one in zip(seen, values, strict=True) if not np.isnan(one)}
         first, second = sorted((min(here, key=lambda rank: here[rank]), max(here, key=lambda rank: here[rank])))
-        watched = kept.watched[position]
-        name = watched.name if data_set == mine and watched is not None else "a parameter"
+        watched = samples.watched[position]
+        name = watched.name if data_set == data_set_here and watched is not None else "a parameter"
         digits = 3 if f"{here[first]:.3g}" != f"{here[second]:.3g}" else 9
         what = "weights" if window == WEIGHTS else "gradients"
-        said = (
+        text = (
             f"the {what} of {name} were changed by a factor of {here[first]:.{digits}g} on rank {first} and "
-            f"{here[second]:.{digits}g} on rank {second} in step {kept.steps[step]}, "
+            f"{here[second]:.{digits}g} on rank {second} in step {samples.steps[step]}, "
             + ("before they were averaged" if window == 0 and position < DENSE else WHEN[window])
         )
-        return self._experts_finding(said) if window == WEIGHTS else self._rescaled_finding(said)
+        return self._experts_finding(text) if window == WEIGHTS else self._rescaled_finding(text)
 
-    def _rescaled_finding(self, said: str) -> str:
+    def _rescaled_finding(self, text: str) -> str:
         self._rescaled_by = (
-            f"{said}, as clipping by each rank's own norm does: use balancer.clip_grad_norm_(value), or "
+            f"{text}, as clipping by each rank's own norm does: use balancer.clip_grad_norm_(value), or "
             "balancer.clip_grad_norm_(value, parameters=...) for a part of them; whatever else changes gradients comes "
             "after balancer.reduce_gradients(), and does the same on every rank"
         )
         return self._rescaled_by
 
-    def _experts_finding(self, said: str) -> str:
+    def _experts_finding(self, text: str) -> str:
         self._rescaled_by = (
-            f"{said}, as scaling by the norm of an expert parameter does, of which each rank has its own rows: scale "
+            f"{text}, as scaling by the norm of an expert parameter does, of which each rank has its own rows: scale "
             "each expert by its own norm, or all by one over the rows of balancer.gather_experts(layer, parameter)"
         )
         return self._rescaled_by
 
-    def _strayed(self, look: Look, seen: Mapping[int, Seen], group: dist.ProcessGroup) -> str:
-        """Weights that ranks share and that differ anywhere; the same on every rank."""
+    def _deviation(self, sample: Sample, seen: Mapping[int, SampleDigest], group: dist.ProcessGroup) -> str:
+        """Find shared weights that differ between ranks in any bit; the same on every rank."""
         job = self._groups.job
         over_edp = "something has written them on some ranks alone, or their averaging over these ranks was disturbed"
         for kind, (sets, hint) in enumerate(((job.data_sets, self._dense_hint()), (job.edp_sets, over_edp))):
             for together in sets:
                 here = [rank for rank in together if rank in seen]
-                odd = [rank for rank in here if seen[rank].sums[kind] != seen[here[0]].sums[kind]]
-                if odd:
-                    name, odd = self._first_odd(look, kind, here, group)
-                    listed = ", ".join(map(str, odd[:8]))
-                    return f"the {look.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
+                deviating = [rank for rank in here if seen[rank].sums[kind] != seen[here[0]].sums[kind]]
+                if deviating:
+                    name, deviating = self._first_deviating(sample, kind, here, group)
+                    listed = ", ".join(map(str, deviating[:8]))
+                    return f"the {sample.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
         return ""
 
-    def _first_odd(self, look: Look, kind: int, here: Sequence[int], group: dist.ProcessGroup) -> tuple[str, list[int]]:
-        """The first tensor of which these ranks have other bits, and those that differ from the first. Collective."""
-        mine, ranks = look.sums_of_kinds()[kind], dist.get_process_group_ranks(group)
+    def _first_deviating(
+        self, sample: Sample, kind: int, here: Sequence[int], group: dist.ProcessGroup
+    ) -> tuple[str, list[int]]:
+        """Name the first tensor whose bits differ between these ranks, and the ranks that differ from the first.
+        Collective."""
+        mine, ranks = sample.sums_of_kinds()[kind], dist.get_process_group_ranks(group)
         longest = torch.tensor([len(mine)])
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
         padded = torch.zeros(int(longest), dtype=torch.int64)
@@ -511,29 +531,29 @@ class Guard:
         rows = dict(zip(ranks, gather_rows(padded, group), strict=True))
         differs = torch.stack([rows[rank] != rows[here[0]] for rank in here])
         position = int(differs.any(dim=0).to(torch.uint8).argmax())
-        odd = [rank for rank, other in zip(here, differs[:, position].tolist(), strict=True) if other]
-        return self._name(look.summed[kind], position, here), odd
+        deviating = [rank for rank, other in zip(here, differs[:, position].tolist(), strict=True) if other]
+        return self._name(sample.summed[kind], position, here), deviating
 
-    def _differing(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Ranks that share a tensor and do not have the same in it."""
+    def _differing(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
+        """Find a sampled piece of a shared tensor that differs between ranks."""
         job = self._groups.job
         over_edp = "their averaging over the ranks that hold the same experts was disturbed"
         for first, names, sets, hint in (
-            (0, look.dense, job.data_sets, self._dense_hint()),
-            (SAMPLES, look.experts, job.edp_sets, over_edp),
+            (0, sample.dense, job.data_sets, self._dense_hint()),
+            (SAMPLES, sample.experts, job.edp_sets, over_edp),
         ):
             for together in sets:
                 here = [rank for rank in together if rank in hashes]
                 for position in range(first, first + SAMPLES):
-                    odd = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
-                    if odd:
+                    deviating = [rank for rank in here if hashes[rank][position] != hashes[here[0]][position]]
+                    if deviating:
                         name = self._name(names, position - first, together)
-                        listed = ", ".join(map(str, odd[:8]))
-                        return f"the {look.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
+                        listed = ", ".join(map(str, deviating[:8]))
+                        return f"the {sample.what} of {name} on rank {listed} differ from rank {here[0]}'s: {hint}"
         return ""
 
     def _name(self, names: Sequence[str], position: int, together: Sequence[int]) -> str:
-        """Of a tensor that these ranks have; ranks of other stages don't know it."""
+        """Name of a tensor that these ranks have; ranks of other stages do not know it."""
         known = self._groups.job.rank in together and position < len(names)
         return names[position] if known else "a parameter"
 
@@ -550,8 +570,8 @@ class Guard:
             "the model in DistributedDataParallel after attach, or set BalancerConfig(dense_gradients='allreduce')"
         )
 
-    def _alike(self, look: Look, hashes: Mapping[int, Sequence[int]]) -> str:
-        """Ranks with different experts that have the same in them: somebody has broadcast or averaged over them."""
+    def _alike(self, sample: Sample, hashes: Mapping[int, Sequence[int]]) -> str:
+        """Find ranks with different experts and identical weights: something has broadcast or averaged them."""
         if not self._distinct:
             return ""
         for together in self._groups.job.ep_sets:
@@ -559,31 +579,31 @@ class Guard:
             for position in range(SAMPLES if len(here) > 1 else 0):
                 values = {hashes[rank][SAMPLES + position] for rank in here}
                 if len(values) == 1 and values != {0}:
-                    name = self._name(look.experts, position, together)
+                    name = self._name(sample.experts, position, together)
                     return (
-                        f"the {look.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
+                        f"the {sample.what} of {name} are the same on ranks {here[0]} to {here[-1]}, which hold other "
                         "experts each: something broadcasts or averages them, as DistributedDataParallel does "
                         "around a wrapper or a compiled model; wrap the very module that was attached, or leave the "
                         "wrapper out and set dense_gradients='allreduce'"
                     )
         return ""
 
-    def _settle(self, finding: str) -> None:
-        if not finding or finding in self._said:
+    def _raise_or_warn(self, finding: str) -> None:
+        if not finding or finding in self._reported:
             return
-        self._said.add(finding)
-        self._rescaled_was_said = self._rescaled_was_said or finding == self._rescaled_by
-        self.on_finding(finding)
+        self._reported.add(finding)
+        self._rescaled_was_reported = self._rescaled_was_reported or finding == self._rescaled_by
+        self._on_finding(finding)
         if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)
 
 
 def _writes_of(tensor: Tensor) -> int:
-    """How often it was written; one that was made in inference mode does not say."""
+    """Number of in-place writes; 0 for a tensor made in inference mode, which has no version."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are not sharded over ranks."""
+def _unsharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are not sharded over ranks."""
     return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) and tensor.numel()}

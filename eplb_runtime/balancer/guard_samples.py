@@ -1,4 +1,4 @@
-"""What a guard sees on one rank, and how that goes to the others."""
+"""Samples that a guard takes on one rank, and their encoding for the other ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import xxhash
 from torch import Tensor
 
 from ..load.aggregate import HostCopy
-from .gradients.rescaled import Kept
+from .gradients.rescaled import GradientSamples
 
 SAMPLES = 16
-"""Tensors of each kind that one look compares."""
+"""Tensors of each kind in one sample."""
 _PROBLEM_BYTES, _STAYS_BYTES = 384, 512
 _TEXT_BYTES = _PROBLEM_BYTES + _STAYS_BYTES
 
 
 class Stepper(Protocol):
-    """What a guard asks of an optimizer."""
+    """An optimizer, as far as a guard needs it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -28,16 +28,16 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class Watched:
-    """What a guard looks at.
+    """Everything that a guard samples.
 
     Args:
         dense: parameters outside the experts, by name; equal on ranks that hold the same stages.
         experts: home rows ``[E/R, ...]`` by name.
-        optimizers: that step them; none: inference. One may be adopted later.
+        optimizers: step the parameters; none: inference. More may be adopted later.
         average_dense: whether the balancer averages the dense gradients itself.
-        counts: tokens that this rank counted in the running step.
-        calls: forwards of MoE layers so far.
-        uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
+        counts: number of tokens that this rank counted in the running step.
+        calls: number of forwards of MoE layers so far.
+        uncounted: number of those whose tokens did not count, because the model was in evaluation mode.
     """
 
     dense: Mapping[str, Tensor]
@@ -50,21 +50,21 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one rank saw: a problem of its own, or pieces of tensors to compare with others.
+class Sample:
+    """A sample of one rank: a problem of its own, or pieces of tensors to compare with other ranks'.
 
     Args:
         what: ``"weights"`` or ``"gradients"``.
         problem: found on this rank alone; empty: none.
-        dense, experts: names of the tensors that were looked at, in the order of the pieces.
-        pieces: uint8, on their way to the host.
-        sizes: bytes of each piece, dense first; 0: there was nothing to look at.
-        sums: int64, of all bits of each tensor named in ``summed``, on their way to the host; None: nobody asks.
-        summed: the names of tensors outside the experts, and of experts where other ranks have the same.
-        kept: of gradients in the last steps; None: nobody asks.
-        stays: why experts must stay where they are; empty: they may move.
-        lone: says the same of steps of single experts, when these are on the host; waits.
-        options: of the optimizers' groups, the learning rates and all other numbers.
+        dense, experts: names of the sampled tensors, in the order of the pieces.
+        pieces: uint8, in transfer to the host.
+        sizes: bytes of each piece, dense first; 0: there was nothing to sample.
+        sums: int64, of all bits of each tensor named in ``summed``, in transfer to the host; None: not asked for.
+        summed: names of tensors outside the experts, and of experts that other ranks have too.
+        gradients: of the last steps; None: not asked for.
+        stays: reason for which experts must stay where they are; empty: they may move.
+        lone: returns such a reason from steps of single experts; waits until these are on the host.
+        options: the learning rates of the optimizers' groups, and all their other numbers.
     """
 
     what: str
@@ -75,13 +75,14 @@ class Look:
     sizes: tuple[int, ...]
     sums: HostCopy | None = None
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    kept: Kept | None = None
+    gradients: GradientSamples | None = None
     stays: str = ""
     lone: Callable[[], str] | None = None
     options: tuple[str, str] = ("", "")
 
     def encode(self) -> Tensor:
-        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of sums, and how many steps."""
+        """uint8 of equal length on every rank: texts, an int64 hash of each piece and of the sums, and the number of
+        steps."""
         stays = self.lone() if self.lone is not None else ""
         text = _padded(self.problem, _PROBLEM_BYTES) + _padded(self.stays or stays, _STAYS_BYTES)
         pieces = self.pieces.wait().split(list(self.sizes)) if self.sizes else ()
@@ -94,28 +95,28 @@ class Look:
         hashes[SAMPLES : SAMPLES + len(self.experts)] = torch.tensor(values[len(self.dense) :], dtype=torch.int64)
         dense, experts = self.sums_of_kinds()
         options = [xxhash.xxh3_64_intdigest(text.encode()) >> 1 for text in self.options]
-        steps = len(self.kept.steps) if self.kept else 0
+        steps = len(self.gradients.steps) if self.gradients else 0
         hashes[-5:] = torch.tensor([*options, _hash(dense), _hash(experts), steps])
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), hashes.view(torch.uint8)])
 
     def sums_of_kinds(self) -> tuple[Tensor, Tensor]:
-        """int64, of tensors outside the experts and of experts; waits for them."""
+        """int64 sums of tensors outside the experts and of experts; waits for them."""
         dense, experts = map(len, self.summed)
         sums = self.sums.wait() if self.sums is not None else torch.empty(0, dtype=torch.int64)
         return sums[:dense], sums[dense : dense + experts]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What `Look.encode` made of one rank's look.
+class SampleDigest:
+    """A rank's sample after `Sample.encode`.
 
     Args:
         problem: found on that rank alone; empty: none.
-        stays: why experts must stay where they are; empty: they may move.
-        hashes: ``2 * SAMPLES``, dense first; 0 says nothing.
-        sums: hashes of all bits, of tensors outside the experts and of experts; 0 says nothing.
-        steps: of how many steps gradients were kept.
-        options: hashes, of learning rates and of the optimizers' other numbers.
+        stays: reason for which experts must stay where they are; empty: they may move.
+        hashes: ``2 * SAMPLES``, dense first; 0: nothing to compare.
+        sums: hashes of all bits, of tensors outside the experts and of experts; 0: nothing to compare.
+        steps: number of steps whose gradients were sampled.
+        options: hashes of learning rates and of the optimizers' other numbers.
     """
 
     problem: str
@@ -126,17 +127,17 @@ class Seen:
     options: Sequence[int]
 
     @staticmethod
-    def decode(row: Tensor) -> Seen:
-        """The inverse."""
+    def decode(row: Tensor) -> SampleDigest:
+        """The inverse of `Sample.encode`."""
         texts = bytes(row[:_TEXT_BYTES].tolist())
         *hashes, rates, others, dense, experts, steps = row[_TEXT_BYTES:].clone().view(torch.int64).tolist()
         problem, stays = texts[:_PROBLEM_BYTES], texts[_PROBLEM_BYTES:]
-        return Seen(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
+        return SampleDigest(_text(problem), _text(stays), hashes, (dense, experts), steps, (rates, others))
 
 
 def options_of(optimizers: Sequence[Stepper]) -> tuple[str, str]:
-    """The learning rates of the groups of torch's optimizers, and the other numbers in them; none that is on a device,
-    and none of a framework's own, which may have other groups on each rank."""
+    """Learning rates of the groups of torch's optimizers, and their other numbers. Left out are numbers on a device,
+    and optimizers of a framework's own, which may have different groups on each rank."""
     rates, others = [], []
     for optimizer in optimizers:
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
@@ -162,19 +163,19 @@ def _text(padded: bytes) -> str:
 
 
 def _hash(piece: Tensor) -> int:
-    """0 for what says nothing: no piece, or all zeros (biases at the start, experts without tokens)."""
+    """Hash of a piece; 0 if it is empty or all zeros (biases at the start, experts without tokens)."""
     return (xxhash.xxh3_64_intdigest(piece.numpy().data) >> 1) or 1 if piece.any() else 0
 
 
 def bit_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """int64: of each tensor the sum of all its bits as whole numbers, which a change of any element changes. On their
-    device, without a sync; each is read once."""
+    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes. Computed on
+    their device without a sync; each tensor is read once."""
     sums = [torch.sum(_words(tensor.detach()), dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """In words as long as can be, the fewer to add."""
+    """View a tensor as the longest words possible, so that there are fewer to add."""
     if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0:
         return tensor.reshape(-1).view(torch.int64)
     return tensor.view(_INTEGERS[tensor.element_size()])
@@ -184,6 +185,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_one_value(piece: Tensor) -> bool:
-    """Whether all elements are the same, whatever their dtype."""
+    """Whether all elements are equal, whatever their dtype."""
     words = piece[: piece.numel() // 8 * 8].clone().view(torch.int64)  # a piece may begin anywhere
     return bool((words == words[:1]).all())

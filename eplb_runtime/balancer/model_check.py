@@ -1,7 +1,7 @@
-"""What of a model must stay as it was attached: which module holds which expert weights, and what is trained.
+"""Checks that a model stays as it was attached: which module holds which expert weights, and what is trained.
 
-Frameworks replace parameters (sharding), put modules around others (adapters) and add what is trained. Each is right
-before attach; after it, experts would be computed, averaged or moved without it.
+Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
+is right before attach. After it, experts would be computed, averaged or moved without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class StructureError(RuntimeError):
     """A model was changed after ``attach`` in a way that the balancer cannot follow."""
 
 
-class Structure:
+class ModelCheck:
     """The models of one rank, as they were attached.
 
     Args:
-        models: with what prefix their names have.
-        experts: name, module and names of the parameters, of each experts module, named with the prefix.
-        replaced: parameters of all experts, by the name of what is in their place.
+        models: by the prefix of their parameters' names.
+        experts: name (with the prefix), module and parameter names of each experts module.
+        replaced: parameters of all experts that attach replaced, by name.
 
     Attributes:
         models: as given.
@@ -53,29 +53,29 @@ class Structure:
         return self._sharded
 
     def know(self, parameters: Sequence[Tensor]) -> None:
-        """These are trained and averaged, too."""
+        """Add parameters that are trained and averaged, too."""
         self._known.update(map(id, parameters))
 
     def replaced(self) -> dict[str, Tensor]:
-        """Parameters that attach has replaced and that somebody still has, by name."""
+        """Parameters that attach has replaced and that somebody still references, by name."""
         found = {name: parameter() for name, parameter in self._replaced.items()}
         self._replaced = {name: self._replaced[name] for name, parameter in found.items() if parameter is not None}
         return {name: parameter for name, parameter in found.items() if parameter is not None}
 
     def moved(self) -> None:
-        """Experts have moved: whole ones that FSDP2 left in a module after an evaluation are those from before."""
+        """Refresh gathered experts after a move: FSDP2 leaves whole ones in a module after an evaluation."""
         if self._sharded:
             for model in self.models.values():
                 let_slices_stand(model)
 
     def check(self, *, thoroughly: bool) -> None:
-        """Whether all is as it was; cheap enough for each forward.
+        """Check that nothing has changed; cheap enough for each forward.
 
         Args:
             thoroughly: walk through the whole model.
 
         Raises:
-            StructureError: it is not.
+            StructureError: something has.
         """
         for module, key, parameter in self._held:
             if module._parameters.get(key) is not parameter:
@@ -118,7 +118,7 @@ class Structure:
 
 
 def _held(experts: nn.Module, key: str) -> tuple[nn.Module, str, nn.Parameter | None]:
-    """The module that has a parameter, the name it has there, and the parameter."""
+    """Module that holds a parameter, the parameter's name in it, and the parameter."""
     inside, _, own_name = key.rpartition(".")
     module = experts.get_submodule(inside)
     return module, own_name, module._parameters[own_name]

@@ -1,4 +1,4 @@
-"""What a job saves of itself - step, placement, measured load - and how a later run goes on from it."""
+"""Saves step, placement and measured load of a job, and restores them in a later run."""
 
 from __future__ import annotations
 
@@ -12,40 +12,35 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..config import BalancerConfig
-from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy, aggregate
-from ..load.counter import LoadCounter
 from ..load.saved import resume_load, saved_load, saved_windows
 from ..placement import Placement, PlacementError
 from .rebalancer import Rebalancer
+from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
 COMPILED_AT_LAST_SECONDS = 300.0
-"""A job that resumes on other ranks waits so long for compiled code: its experts are best placed before it trains."""
+"""A job that resumes on other ranks waits this long for compiled code: its experts are best placed before it trains."""
 UNUSABLE = bytes(16)
-"""In the place of a digest: this rank was given nothing that it could use."""
+"""Digest of a rank that was given nothing usable."""
 
 
-class Resuming:
+class Restorer:
     """Saves and restores one job, on one rank.
 
     Args:
-        rebalancer: whose placement is saved and restored.
-        counter: what was measured since the last decision.
+        rebalancer: its placement is saved and restored.
     """
 
-    def __init__(
-        self, config: BalancerConfig, groups: ProcessGroups, rebalancer: Rebalancer, counter: LoadCounter
-    ) -> None:
-        self._config = config
-        self._groups = groups
+    def __init__(self, runtime: Runtime, rebalancer: Rebalancer) -> None:
+        self._config = runtime.config
+        self._groups = runtime.groups
         self._rebalancer = rebalancer
-        self._counter = counter
+        self._counter = runtime.counter
 
     def measured(self) -> dict[str, Any]:
-        """The load that the next decisions look at, as `load.saved` keeps it; equal on every rank. Collective."""
+        """Load for the next decisions, in the form of `load.saved`; equal on every rank. Collective."""
         self._rebalancer.wait_for_decision()
         control = self._groups.control
         return saved_load(
@@ -54,17 +49,17 @@ class Resuming:
             lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control)).numpy(),
         )
 
-    def go_on_from(self, state: Mapping[str, Any], come: Callable[[], None]) -> None:
-        """Go to a saved placement, and on from its load. Collective; between steps.
+    def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:
+        """Restore a saved placement and its load. Collective; between steps.
 
         Args:
-            come: returns when all ranks are here.
+            barrier: returns when all ranks are here.
 
         Raises:
             PlacementError, RuntimeError: as `Balancer.load_state_dict` says.
         """
         problem: PlacementError | None = None
-        target: Placement | NDArray[np.int64] = self._rebalancer.placement
+        target: Placement | NDArray[np.int64] = self._rebalancer.placement()
         step, digest = self._rebalancer.step, UNUSABLE
         try:
             target, step = self._target(state), int(state["step"])
@@ -75,7 +70,7 @@ class Resuming:
             problem = error
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
-        come()
+        barrier()
         try:
             self._restore(target, step, digest)
         except PlacementError as error:
@@ -88,8 +83,8 @@ class Resuming:
             raise problem
 
     def _target(self, state: Mapping[str, Any]) -> Placement | NDArray[np.int64]:
-        """The saved placement; where it is for other ranks or slots, the load to make one for, int64 ``[T, L, E]``."""
-        saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement
+        """The saved placement; if it is for other ranks or slots, the load to plan one for, int64 ``[T, L, E]``."""
+        saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement()
         same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
         same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
         if same_model and not same_sizes and self._config.policy != "static":
@@ -103,15 +98,15 @@ class Resuming:
         return saved
 
     def _restore(self, target: Placement | NDArray[np.int64], step: int, digest: bytes) -> None:
-        """Go to a saved placement.
+        """Migrate to a saved placement.
 
         Args:
-            target: of these sizes; or the load, ``[T, L, E]``, for which one is made.
+            target: of these sizes; or the load, ``[T, L, E]``, for which one is planned.
             digest: 16 bytes over step, placement and load, compared over all ranks first.
 
         Raises:
-            PlacementError: none could be made for the load; the old placement stands.
-            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stands.
+            PlacementError: none could be planned for the load; the old placement stays.
+            RuntimeError: the ranks were given different states, or the migration was dropped; the old placement stays.
         """
         agreed = self._rebalancer.compare(digest, "load_state_dict()", "usable saved state")
         if digest == UNUSABLE:
@@ -123,7 +118,7 @@ class Resuming:
             raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
 
     def _anew(self, load: NDArray[np.int64]) -> Placement:
-        """A placement of these sizes for a load that was seen elsewhere. Collective.
+        """Plan a placement of these sizes for a load of other ranks. Collective.
 
         Raises:
             PlacementError: rank 0 could not plan.
@@ -143,13 +138,13 @@ class Resuming:
         return target
 
     def _resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
-        """Go on from what `measured` gave, on any number of ranks.
+        """Restore the load that `measured` gave, on any number of ranks.
 
         Args:
             agreed: whether all ranks know that they were given the same.
 
         Raises:
-            ValueError: it is for another model or broken; nothing is changed then.
+            ValueError: it is for a different model or broken; nothing is changed then.
         """
         share = int(self._groups.job.is_planner) if agreed else None
         resume_load(state, self._rebalancer.decisions.history, self._counter, share)

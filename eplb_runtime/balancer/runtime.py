@@ -1,4 +1,4 @@
-"""What attaching hands over to a balancer."""
+"""One frozen object that holds what a running balancer is made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import BalancerConfig
 from ..distributed.hang_watchdog import Watch
 from ..distributed.process_groups import ProcessGroups
-from ..distributed.transports.base import Transport
+from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
 from ..moe.dispatch.lanes import Lanes
 from ..moe.experts.registry import ExpertTensors
@@ -22,32 +22,33 @@ from ..replicas.placement_maps import Maps
 from ..topology import Topology
 from .gradients.division import Divisors
 from .guard_samples import Stepper, Watched
-from .model_check import Structure
+from .model_check import ModelCheck
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What attaching has made of a model; a balancer is put together from it.
+class Runtime:
+    """A model's experts, ranks and settings, as attaching has made them. Passed down whole.
+
+    The transport is not in it: reconnecting replaces it.
 
     Args:
         topology: of one EP group, with measured bandwidths.
-        placement: where the experts stand.
+        placement: of the experts at attach.
         registry: the live expert tensors.
         counter: counts tokens while the model runs.
-        maps: what follows the placement.
-        transport: carries experts, warmed up.
-        dense_parameters: the rest of the model, by name.
-        device: of the model.
+        maps: everything that follows the placement.
+        dense_parameters: all parameters outside the experts, by name.
+        device: of the experts.
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
-        layers: the MoE layers that are here.
-        lanes: the ways of this rank's exchanges of tokens.
-        watch: sees how long this rank waits for others.
-        structure: what in a model must stay as it is.
-        kernels: what is computed by kernels of ours.
+        layers: the MoE layers of this rank.
+        lanes: channels on which this rank exchanges tokens.
+        watch: measures how long this rank waits for others.
+        model_check: notices changes of the model that the balancer cannot follow.
+        kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
-        come: given the name of a collective call, returns when all ranks have come to it; else raises on those that
-            have, and names the others.
+        barrier: waits, given the name of a collective call, until every rank has reached it; raises on the ranks that
+            have, and names the others, if one does not.
     """
 
     config: BalancerConfig
@@ -57,7 +58,6 @@ class Parts:
     registry: ExpertTensors
     counter: LoadCounter
     maps: Maps
-    transport: Transport
     dense_parameters: Mapping[str, Tensor]
     device: torch.device
     layer_of_parameter: Mapping[str, int]
@@ -65,21 +65,35 @@ class Parts:
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
     lanes: Lanes
     watch: Watch
-    structure: Structure
+    model_check: ModelCheck
     kernels: Kernels
     divisors: Divisors
-    come: Callable[[str], None]
+    barrier: Callable[[str], None]
 
+    @property
+    def job(self) -> Job:
+        """The ranks of the job and what they share."""
+        return self.groups.job
 
-def watched(parts: Parts, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
-    """What of them the guard looks at; parameters and optimizers that join later are in these very objects."""
-    counter, layers = parts.counter, parts.layers  # the guard lives as long as the model: not so the transport
-    return Watched(
-        dense=dense,
-        experts={name: parts.parameters[name] for name in parts.layer_of_parameter},
-        optimizers=optimizers,
-        average_dense=parts.config.dense_gradients == "allreduce",
-        counts=lambda: int(counter.counts.sum()),
-        calls=lambda: sum(layer.calls for layer in layers),
-        uncounted=lambda: sum(layer.uncounted for layer in layers),
-    )
+    @property
+    def averages_dense(self) -> bool:
+        """Whether the balancer averages gradients outside the experts, and not the host."""
+        return self.config.dense_gradients == "allreduce"
+
+    @property
+    def host_dispatches(self) -> bool:
+        """Whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves them."""
+        return any(isinstance(layer, HostDispatchedLayer) for layer in self.layers)
+
+    def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
+        """The guard's view. Parameters and optimizers that join later appear in these very objects."""
+        counter, layers = self.counter, self.layers
+        return Watched(
+            dense=dense,
+            experts={name: self.parameters[name] for name in self.layer_of_parameter},
+            optimizers=optimizers,
+            average_dense=self.averages_dense,
+            counts=lambda: int(counter.counts.sum()),
+            calls=lambda: sum(layer.calls for layer in layers),
+            uncounted=lambda: sum(layer.uncounted for layer in layers),
+        )

@@ -79,7 +79,7 @@ def boxes_to_write(view: LogicalView, entries: Sequence[Entry], ranks: Sequence[
 def _own_experts(view: LogicalView, entry: Entry, rank: int) -> Iterator[Box]:
     """Of ranks that hold the same experts whole, each writes its share; of their slices, each its own."""
     assert view.balancer is not None
-    holders = (rank,) if isinstance(entry.tensor, DTensor) else view.balancer._job.edp_ranks
+    holders = (rank,) if isinstance(entry.tensor, DTensor) else view.balancer._runtime.job.edp_ranks
     for box in boxes_here(view, entry):
         if holders[box.offsets[0] % len(holders)] == rank:
             yield box

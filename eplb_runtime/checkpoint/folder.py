@@ -104,7 +104,7 @@ def _saving(view: LogicalView) -> Future[None] | None:
 
 
 def _content(view: LogicalView, meeting: Meeting) -> _Content:
-    ranks = view.balancer._job.data_ranks if view.balancer is not None else meeting.ranks
+    ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else meeting.ranks
     boxes = boxes_to_write(view, list(view.entries()), ranks)
     balancer = view.balancer.state_dict() if view.balancer is not None else None
     return _Content(boxes, json.dumps(_optimizer_of(view)), balancer)
@@ -252,7 +252,7 @@ def _checked(folder: Path, view: LogicalView) -> tuple[Catalogue, list[dict[str,
 
 def _in_stages(view: LogicalView) -> bool:
     """Whether the model here is a stage, and the checkpoint has others."""
-    return view.balancer is not None and len(view.balancer._job.layers_of_stage) > 1
+    return view.balancer is not None and len(view.balancer._runtime.job.layers_of_stage) > 1
 
 
 def _new_states(

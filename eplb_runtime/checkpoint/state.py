@@ -61,7 +61,7 @@ class LogicalView:
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
         self.model, self.balancer = _unwrapped(model)
-        if self.balancer is not None and self.balancer.host_dispatches:
+        if self.balancer is not None and self.balancer._runtime.host_dispatches:
             raise CheckpointError(
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"

@@ -150,7 +150,7 @@ class OverlappedForwardBackward:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
         if not self._lanes.has_streams:
             return
-        if (replicas := self._balancer._maps.replicas) is not None:
+        if (replicas := self._balancer._runtime.maps.replicas) is not None:
             # In a backward pass they are added to gradients that the caller's stream has just written, see below.
             replicas.adding = self._lanes.in_order_with_this_stream()
         schedule = self._schedule
@@ -215,7 +215,7 @@ class OverlappedForwardBackward:
 
     def arrived(self, works: Sequence[dist.Work]) -> None:
         """Wait for what a neighbour in the pipeline sends."""
-        with self._balancer._watch.waiting():
+        with self._balancer._runtime.watch.waiting():
             for work in works:
                 work.wait()
 
@@ -304,10 +304,10 @@ def _uninterrupted(schedule: Schedule, balancer: Balancer) -> Callable[..., Any]
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:
     """Let gradients of copies join those of their homes where the stage accumulates and scales them by itself."""
-    replicas = balancer._maps.replicas
+    replicas = balancer._runtime.maps.replicas
     if replicas is None:
         return
-    job = balancer._job
+    job = balancer._runtime.job
     first = job.first_layer(stage.stage_index)
     layers = range(first, first + job.layers_of_stage[stage.stage_index])
     weights, reduce = stage.backward_weight_one_chunk, stage.perform_reduce_grad

@@ -109,7 +109,7 @@ def _coloured(source: Ints, destination: Ints, num_ranks: int) -> Ints:
 def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
     """The cycle of each move as above, the shortest first that goes through the rank with the most moves left."""
     cycle_M = np.full(source_M.size, -1, np.int64)
-    seen, came_by = np.full(num_ranks, -1, np.int64), np.empty(num_ranks, np.int64)
+    seen, arrived_by = np.full(num_ranks, -1, np.int64), np.empty(num_ranks, np.int64)
     queue = np.empty(num_ranks, np.int64)
     cycles = searches = 0
     for layer in range(first_L.size - 1):
@@ -142,7 +142,7 @@ def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, nu
                         break
                     if seen[reached] != searches:
                         seen[reached] = searches
-                        came_by[reached] = move
+                        arrived_by[reached] = move
                         queue[written] = reached
                         written += 1
             move = closing
@@ -151,7 +151,7 @@ def cut_into_short_cycles(first_L: Ints, source_M: Ints, destination_M: Ints, nu
                 left[source_M[move]] -= 1
                 if source_M[move] == start:
                     break
-                move = came_by[source_M[move]]
+                move = arrived_by[source_M[move]]
             cycles += 1
     return cycle_M
 

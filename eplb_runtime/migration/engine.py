@@ -1,10 +1,10 @@
-"""Stage, verify, agree, commit: how experts change their ranks without a bit lost and without a rank left behind.
+"""The phases of a migration on one rank: stage, verify, vote, commit.
 
-The protocol is `prepare`, then for each round `post`, `arrive`, `vote`, `commit` and `finish`; `migrate` runs them in a
-row, `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
-rows belong to training and are only read; what was posted is valid until the next optimizer step. In ``commit`` live
-rows belong to the engine, at the same place of a step on every rank. Nothing here waits for ever. After an agreement
-nothing may fail; if something does all the same, the engine is broken on this rank and says so at every call.
+`prepare` comes first, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `between_steps.py` runs the
+phases in a row; `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
+rows belong to training and are only read. What was posted is valid until the next optimizer step. In ``commit`` live
+rows belong to the engine, at the same place of a step on every rank. Every wait has a deadline. After an agreement
+nothing may fail; if something does, the engine is broken on this rank, and every call says so.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..distributed.agreement import Agreement, InDoubt
 from ..distributed.ballot import Ballot, State, Verdict
@@ -30,99 +29,61 @@ from ..moe.experts.registry import ExpertTensors
 from ..placement import HomeRows, Placement
 from ..utils.checksums import block_hashes
 from ..utils.spans import phase
-from .exchange import Exchange, Exchanger
+from .exchange import Exchange, HashBlocks, RoundExecutor
 from .records import Records, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
-from .verifying import HashBlocks
 
 logger = logging.getLogger("eplb_runtime")
 
 _POLL_SECONDS = 0.0003
 
 Formats = tuple[Mapping[int, RecordFormat], str]
-"""Records by layer, or why there are none."""
+"""Record formats by layer, and why there are none."""
 
 
 GetReady = Callable[[Placement, Sequence[int]], Callable[[], None]]
-"""Called before a vote with the placement that will stand after it, and the layers that differ: makes ready what
-follows a placement, all memory included. What it returns is called after the commit and cannot fail."""
+"""Prepares, memory included, everything that follows a placement: called before a vote with the placement after it
+and the layers that differ. The returned function is called after the commit and cannot fail."""
 
 
 class MigrationBroken(RuntimeError):
-    """This rank failed after all ranks had agreed to commit: where its experts stand is not known.
+    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown.
 
-    Training cannot go on from here; go back to a checkpoint.
+    Training cannot go on; go back to a checkpoint.
     """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a migration.
-
-    Args:
-        placement: the one that stands now, on every rank.
-        moved_experts: that changed their rank, over all ranks.
-        received_bytes: of experts, by this rank.
-        pause_seconds: all of it, without what the device still had to do before.
-        seconds: what this rank spent in each part: ``prepare post transfer verify maps vote commit``.
-        rounds: that were committed.
-        committed_layers, left_layers: which layers changed, and which are not where they should be; a layer of several
-            rounds may be among both.
-        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, of the rounds that were committed; None: of none.
-        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
-    """
-
-    placement: Placement
-    moved_experts: int
-    received_bytes: int
-    pause_seconds: float
-    seconds: dict[str, float]
-    rounds: int
-    committed_layers: tuple[int, ...]
-    left_layers: tuple[int, ...]
-    failed_phase: Phase | None = None
-    cause: str = ""
-    connections_broken: bool = False
-    transfers: NDArray[np.int64] | None = None
-    record_bytes: tuple[int, ...] = ()
-
-    @property
-    def stall_seconds(self) -> float:
-        """What of the pause does not grow with the bytes."""
-        return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
 
 
 @dataclass
-class Migration:
-    """A migration that all ranks have agreed on.
+class PreparedMigration:
+    """A migration for which all ranks have the same schedule.
 
     Args:
-        standing: the placement after the rounds committed so far.
-        committed: how many they are.
-        received_bytes: of experts, in them, by this rank.
+        current: placement after the rounds committed so far.
+        committed: number of those rounds.
+        received_bytes: of experts, in those rounds, by this rank.
     """
 
     key: str
     schedule: TransferSchedule
     records: Records
-    standing: Placement
+    current: Placement
     committed: int = 0
     received_bytes: int = 0
 
 
 @dataclass
-class Posted:
-    """A round on its way.
+class PostedRound:
+    """A round in flight.
 
     Args:
         deadline: of its transfers, a time of `time.monotonic`.
-        problem: why this rank cannot commit it; empty: it can.
+        problem: reason for which this rank cannot commit it; empty: it can.
         timed_out: whether the problem broke the groups' connections.
-        after: the placement that stands after it.
-        take_over: lets everything follow that placement.
+        after: placement after the round.
+        take_over: makes everything follow that placement.
     """
 
-    migration: Migration
+    migration: PreparedMigration
     round_: Round
     deadline: float
     exchange: Exchange = field(default_factory=Exchange)
@@ -133,21 +94,21 @@ class Posted:
 
 
 class MigrationEngine:
-    """Takes one rank through migrations; all ranks of the job call it at the same step.
+    """Carries out the phases of migrations on one rank; all ranks of the job call it at the same step.
 
     Args:
-        registry: the live tensors; with pipelines, of the layers that this rank holds.
-        transport: carries the bytes, among the ranks of the EP group.
+        registry: the live tensors; with pipelines, of the layers of this rank.
+        transport: moves the bytes among the ranks of the EP group.
         agreement: compares and votes over all ranks of the job.
-        home_rows: who has the row of each home.
-        row_rank: this rank among those.
-        staging_bytes: bytes of received experts held at once; never less than one expert.
+        home_rows: maps each home to the rank and row that hold it.
+        row_rank: this rank's number among the ranks that hold rows.
+        staging_bytes: bytes of received experts staged at once; at least one expert.
         timeout_seconds: for the transfers of one round.
-        hash_blocks: what hashes experts on a GPU, as `utils.checksums.block_hashes`.
+        hash_blocks: hashes experts on a GPU, as `utils.checksums.block_hashes`.
 
     Attributes:
-        broken: why this rank cannot go on; empty: it can.
-        bytes_per_step: what a rank may receive beside one step; at most ``staging_bytes``.
+        broken: reason for which this rank cannot go on; empty: it can.
+        bytes_per_step: bytes that a rank may receive during one overlapped step; at most ``staging_bytes``.
     """
 
     def __init__(
@@ -168,110 +129,87 @@ class MigrationEngine:
         self._timeout = timeout_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
         nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self._exchanger = Exchanger(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
+        self._executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes, hash_blocks)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
         self.probe: Probe = unobserved
 
     def close(self) -> None:
-        """Give back what the transport keeps."""
-        self._exchanger.close()
+        """Release the transport's memory and connections."""
+        self._executor.close()
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
-        """Go on with new connections after a failure broke the old ones."""
-        self._exchanger.reconnect(transport)
+        """Use new connections after a failure broke the old ones."""
+        self._executor.reconnect(transport)
         self._agreement = agreement
 
     def rehearse(self, placement: Placement) -> float:
-        """Seconds that a migration takes if nothing moves: ranks compare their experts and schedules, and vote.
-        Collective; never raises.
-        """
+        """Measure the seconds of a migration in which nothing moves: ranks compare experts and schedules, and vote.
+        Collective; never raises."""
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._exchanger.device)
+            agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._executor.device)
             self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
             self._agreement.decide(Ballot("rehearsal"), "", False)
             seconds = time.perf_counter() - began
         return seconds
 
     def refuse_if_broken(self) -> None:
-        """Raises `MigrationBroken` once this rank has failed after an agreement: training must not go on."""
+        """Raise `MigrationBroken` once this rank has failed after an agreement."""
         if self.broken:
             raise MigrationBroken(self.broken)
 
-    def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> Outcome:
-        """Take the experts from ``current`` to ``target``; both are the same on every rank.
-
-        Args:
-            key: names this migration's decisions; new for each, equal on every rank.
-            get_ready: called for each round, before its vote.
-
-        Raises:
-            MigrationBroken: now or earlier, this rank failed after an agreement.
-        """
-        self._epoch = current.epoch
-        self._wait_for_device()  # what is queued already is no part of the pause
-        started = time.perf_counter()
+    def begin_timing(self, epoch: int) -> None:
+        """Restart ``seconds`` for a migration that begins at this epoch."""
+        self._epoch = epoch
         self._seconds.clear()
-        migration, verdict = self.prepare(current, target, key)
-        if migration is None:
-            left = tuple(layers_that_differ(current, target))
-            return self._outcome(current, (), left, started, verdict, Phase.PREPARED)
-        for round_ in migration.schedule.rounds:
-            self.restart()
-            posted = self.post(migration, round_)
-            self.arrive(posted, get_ready)
-            ballot = Ballot(f"{key}/{round_.number}")
-            with self._all_or_nothing(ballot):
-                verdict = self.vote(posted, ballot)
-                if not verdict.commit:
-                    break
-                for layer in round_.layers:
-                    self.commit(posted, layer)
-                self.finish(posted)
-                assert posted.after is not None
-                migration.standing = posted.after
-        self._wait_for_device()
-        done = migration.schedule.rounds[: migration.committed]
-        left = tuple(np.flatnonzero(migration.schedule.last_round >= migration.committed).tolist())
-        phase = Phase.STAGED
-        outcome = self._outcome(migration.standing, done, left, started, verdict, phase, migration.received_bytes)
-        return replace(outcome, record_bytes=migration.records.nbytes)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each part since `begin_timing`."""
+        return dict(self._seconds)
+
+    def moved_experts(self, rounds: Sequence[Round]) -> int:
+        """Number of experts that change their rank in these rounds."""
+        return sum(round_.moved(self._home_rows) for round_ in rounds)
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
     def formats(self, layers: Sequence[int]) -> Formats:
-        """The records of these layers as they are now; nothing may train meanwhile."""
+        """Formats of the records of these layers now. Nothing may train meanwhile."""
         return formats_of(self._registry, layers)
 
     def prepare(
         self, current: Placement, target: Placement, key: str, formats: Formats | None = None
-    ) -> tuple[Migration | None, Verdict]:
-        """Rounds that all ranks agree on, and memory for them; or why there are none. Collective.
+    ) -> tuple[PreparedMigration | None, Verdict]:
+        """Agree on rounds with all ranks, and reserve their memory. Collective.
 
-        What can fail on one rank alone fails here, before anybody waits for its bytes.
+        Failures of a single rank happen here, before any rank waits for its bytes.
 
         Args:
-            formats: of the layers that differ, where training goes on meanwhile: then each round is of one layer, and
-                as many may be under way together as `at_once_bytes` allows.
+            formats: of the layers that differ, for an overlapped migration: each round then has one layer, and rounds
+                of up to `at_once_bytes` may be in flight together.
+
+        Returns:
+            None in place of the migration if there is none, with the verdict that says why.
         """
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
-            layers, beside = layers_that_differ(current, target), formats is not None
+            layers, overlapped = layers_that_differ(current, target), formats is not None
             found = formats if formats is not None else self.formats(layers)
-            num_layers, device = self._registry.num_layers, self._exchanger.device
+            num_layers, device = self._registry.num_layers, self._executor.device
             records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
                 return None, verdict
             schedule, problem = None, ""
             try:
-                budget = self.bytes_per_step if beside else self._budget
+                budget = self.bytes_per_step if overlapped else self._budget
                 schedule = make_schedule(
-                    current, target, records.nbytes, budget, records.holders, beside, self._home_rows.parts
+                    current, target, records.nbytes, budget, records.holders, overlapped, self._home_rows.parts
                 )
-                self._exchanger.reserve(schedule, records, self.at_once_bytes(schedule) if beside else None)
+                self._executor.reserve(schedule, records, self.at_once_bytes(schedule) if overlapped else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
@@ -280,39 +218,39 @@ class MigrationEngine:
             verdict = self._agreement.same_on_all(digest, "transfer schedule", problem)
         if schedule is None or not verdict.commit:
             return None, verdict
-        return Migration(key, schedule, records, current), verdict
+        return PreparedMigration(key, schedule, records, current), verdict
 
     def at_once_bytes(self, schedule: TransferSchedule) -> int:
-        """Bytes that a rank may receive in rounds that are under way together, the same on every rank."""
+        """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
     def restart(self) -> None:
-        """Nothing is under way: the memory of what was staged is free."""
-        self._exchanger.restart()
+        """Free the memory of staged experts; no round is in flight."""
+        self._executor.restart()
 
-    def post(self, migration: Migration, round_: Round) -> Posted:
-        """Begin to exchange the experts of a round; live rows are read until all of it is here.
+    def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
+        """Begin to exchange the experts of a round; live rows are read until it has arrived.
 
-        A rank that cannot says so in `vote`: if it stayed away, the others would wait for it.
+        A rank that fails says so in `vote`: the others would wait for it if it stayed away.
         """
         self.refuse_if_broken()
-        posted = Posted(migration, round_, time.monotonic() + self._timeout)
+        posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
-            self._exchanger.post(round_, migration.records, posted.exchange)
+            self._executor.post(round_, migration.records, posted.exchange)
             self.probe(Phase.POSTED, round_)
         return posted
 
-    def is_here(self, posted: Posted) -> bool:
-        """Whether `arrive` would not wait for bytes. Never raises: what has failed is noted for the vote."""
+    def has_arrived(self, posted: PostedRound) -> bool:
+        """Whether `arrive` would return without waiting for bytes. Never raises: a failure is noted for the vote."""
         with _noting_problems(posted):
             return bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
-    def arrive(self, posted: Posted, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a round, verify it, get ready for its placement. On any thread.
+    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait for a round, verify it, and prepare its placement. On any thread.
 
         Args:
-            meanwhile: called every now and then while it waits.
+            meanwhile: called now and then during the wait.
         """
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
@@ -321,23 +259,23 @@ class MigrationEngine:
                 with _noting_problems(posted):
                     self._receive(posted, meanwhile)
                     with self._timed("verify"):
-                        posted.problem = self._exchanger.difference(exchange)
+                        posted.problem = self._executor.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
                     with self._timed("maps"):
-                        posted.after = migration.schedule.after(migration.standing, posted.round_)
+                        posted.after = migration.schedule.after(migration.current, posted.round_)
                         posted.take_over = get_ready(posted.after, posted.round_.layers)
             if posted.problem and not posted.timed_out:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
-    def vote(self, posted: Posted, ballot: Ballot) -> Verdict:
-        """Whether all ranks commit a round that has arrived. On any thread; collective.
+    def vote(self, posted: PostedRound, ballot: Ballot) -> Verdict:
+        """Vote on a round that has arrived. On any thread; collective.
 
         Args:
             ballot: of this round.
 
         Raises:
-            MigrationBroken: this rank has said yes, and cannot learn what became of it.
+            MigrationBroken: this rank has said yes, and cannot learn the result.
         """
         self.refuse_if_broken()
         with self._timed("vote"), self._on_device(), self._broken_by_doubt():
@@ -347,7 +285,7 @@ class MigrationEngine:
         return verdict
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """What all ranks do with a round that this rank is against, if it may still say so. On any thread.
+        """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread.
 
         Args:
             votes: whether a thread of this rank takes part in the vote, for which others wait.
@@ -358,8 +296,8 @@ class MigrationEngine:
         with self._broken_by_doubt():
             return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
 
-    def commit(self, posted: Posted, layer: int) -> None:
-        """Copy what a round brings to a layer into its live slots, in place; only after all ranks agreed.
+    def commit(self, posted: PostedRound, layer: int) -> None:
+        """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed.
 
         Raises:
             MigrationBroken: it failed.
@@ -368,11 +306,11 @@ class MigrationEngine:
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
-                self._exchanger.commit(posted.exchange, layer, record_format)
+                self._executor.commit(posted.exchange, layer, record_format)
                 self._registry.leave_gradients(layer)
 
-    def finish(self, posted: Posted) -> None:
-        """Let everything else follow the placement that stands after a round; all its layers are committed.
+    def finish(self, posted: PostedRound) -> None:
+        """Make everything else follow the placement after a round; all its layers are committed.
 
         Raises:
             MigrationBroken: it failed.
@@ -389,13 +327,14 @@ class MigrationEngine:
     def unfailing(
         self, what: str = "experts on this rank are not where the other ranks believe them to be"
     ) -> Iterator[None]:
-        """Inside all ranks have agreed: whatever fails here makes this rank differ from the others for good.
+        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from the others for
+        good.
 
         Args:
-            what: is wrong then.
+            what: consequence of a failure.
 
         Raises:
-            MigrationBroken: it failed. What is no `Exception`, as KeyboardInterrupt, goes on as it is.
+            MigrationBroken: it failed. KeyboardInterrupt and its like are raised as they are.
         """
         self.refuse_if_broken()
         try:
@@ -413,9 +352,9 @@ class MigrationEngine:
             raise MigrationBroken(self.broken) from error
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
-        """A vote and what follows from it. What breaks off inside (Ctrl-C) once this rank has said yes leaves it where
-        nobody knows whether the others have committed."""
+    def all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
+        """Enclose a vote and its consequences. After an interruption (Ctrl-C) past this rank's yes, nobody knows
+        whether the others have committed: the engine is broken then."""
         try:
             yield
         except BaseException:
@@ -434,23 +373,23 @@ class MigrationEngine:
 
     # -- small words ---------------------------------------------------------------------------------------------
 
-    def _receive(self, posted: Posted, meanwhile: Callable[[], None] | None) -> None:
-        """Experts are hashed as they come."""
-        exchange, exchanger = posted.exchange, self._exchanger
+    def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
+        """Receive a round, hashing experts as they arrive."""
+        exchange, executor = posted.exchange, self._executor
         all_here = False
         while not all_here:
             with self._timed("transfer"):
-                self._until(lambda: bool(exchanger.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
-                arrived = exchanger.arrived(exchange)
+                self._until(lambda: bool(executor.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
+                arrived = executor.arrived(exchange)
             self.probe(Phase.STAGED, arrived)
             with self._timed("verify"):
-                all_here = exchanger.take_in(exchange, arrived)
+                all_here = executor.hash_arrived(exchange, arrived)
         with self._timed("transfer"):
             self._until(exchange.pending.poll, posted, meanwhile)
             exchange.pending.wait(posted.deadline)
 
-    def _until(self, ready: Callable[[], bool], posted: Posted, meanwhile: Callable[[], None] | None) -> None:
-        """Wait for something that comes.
+    def _until(self, ready: Callable[[], bool], posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
+        """Wait until ``ready``.
 
         Raises:
             TransportError: not before the deadline.
@@ -462,31 +401,6 @@ class MigrationEngine:
                 meanwhile()
             time.sleep(_POLL_SECONDS)
 
-    def _outcome(
-        self,
-        standing: Placement,
-        done: Sequence[Round],
-        left: tuple[int, ...],
-        started: float,
-        verdict: Verdict,
-        phase: Phase,
-        received_bytes: int = 0,
-    ) -> Outcome:
-        return Outcome(
-            standing,
-            moved_experts=sum(round_.moved(self._home_rows) for round_ in done),
-            received_bytes=received_bytes,
-            pause_seconds=time.perf_counter() - started,
-            seconds=dict(self._seconds),
-            rounds=len(done),
-            committed_layers=tuple(sorted({layer for round_ in done for layer in round_.layers})),
-            left_layers=left,
-            failed_phase=None if verdict.commit else phase,
-            cause=verdict.cause,
-            connections_broken=verdict.connections_broken,
-            transfers=np.concatenate([round_.transfers for round_ in done]) if done else None,
-        )
-
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:
         began = time.perf_counter()
@@ -495,17 +409,18 @@ class MigrationEngine:
         self._seconds[part] += time.perf_counter() - began
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """A thread of its own would work on GPU 0."""
+        """Select the device: a thread of its own would use GPU 0."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def _wait_for_device(self) -> None:
+    def wait_for_device(self) -> None:
+        """Wait until the device has done all queued work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 @contextlib.contextmanager
-def _noting_problems(posted: Posted) -> Iterator[None]:
-    """What goes wrong inside is no error yet, but this rank's vote against the round."""
+def _noting_problems(posted: PostedRound) -> Iterator[None]:
+    """Turn errors inside into this rank's vote against the round."""
     try:
         yield
     except TransportError as error:
@@ -515,12 +430,13 @@ def _noting_problems(posted: Posted) -> Iterator[None]:
 
 
 def layers_that_differ(current: Placement, target: Placement) -> list[int]:
-    """Where the two have other experts in some slot."""
+    """Layers in which some slot has different experts."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers
 
 
 def _largest_layer_bytes(registry: ExpertTensors) -> int:
-    """Parameters of one layer's homes with room for two more tensors of their size (Adam's), on this rank."""
+    """Bytes of the parameters of one layer's homes on this rank, three times: room for two more tensors of their size
+    (Adam's)."""
     sizes = [sum(p.numel() * p.element_size() for p in registry.parameters(layer)) for layer in registry.layers]
     return 3 * max(sizes, default=0)

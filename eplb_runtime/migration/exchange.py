@@ -1,53 +1,57 @@
-"""One rank's part in a round: what it sends and stages, whether what came is what left, the copies that commit it.
+"""One rank's part in a round: sending and staging experts, comparing checksums, copying at the commit.
 
-Who owns what: until it is committed, staged memory belongs to this room and live rows are only read.
+Until the commit staged memory belongs to this file, and live rows are only read.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, Together, Transport
 from ..moe.experts.record import RecordFormat
 from ..placement import HomeRows
-from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, as_bytes
+from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes
+from ..utils.checksums_numba import fast_host_hashes
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
-from .staging import Arena, in_turn, packed_bytes, runs_of
-from .verifying import HashBlocks, checksum_of
+from .staging import Arena, chains_of, packed_bytes, runs_of
+
+HashBlocks = Callable[[Tensor], Tensor]
+"""Hashes blocks of bytes, as `utils.checksums.block_hashes`."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A record that comes from another rank and waits for the commit."""
+    """A record from another rank, staged until the commit."""
 
     transfer: Transfer
     record_format: RecordFormat
     record: Tensor
-    parts: list[Tensor]
-    """As it travels."""
+    messages: list[Tensor]
+    """Pieces of the record, one for each message."""
     last: int
-    """The number of its last part among the messages that are received."""
+    """Number of its last message among the received ones."""
 
 
 @dataclass
 class Exchange:
-    """A round on its way, on this rank.
+    """A round in flight, on this rank.
 
     Args:
-        staged: what comes from other ranks, in the order of the schedule.
+        staged: records from other ranks, in the order of the schedule.
         within: transfers between slots of this rank.
-        pending: the bytes on their way.
-        incoming: of them, those that are received.
-        arrived_checksums: of experts that are here, in the same order as ``staged``.
-        sent_checksums: what each rank says its experts left with, once it is here.
+        pending: all messages in flight.
+        incoming: the received ones of them.
+        arrived_checksums: of experts that have arrived, in the order of ``staged``.
+        sent_checksums: checksums that each rank computed before it sent its experts.
     """
 
     staged: list[Staged] = field(default_factory=list)
@@ -58,16 +62,16 @@ class Exchange:
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Exchanger:
+class RoundExecutor:
     """Memory and messages for the rounds of one rank.
 
     Args:
-        transport: carries the bytes.
-        home_rows: who has the row of each home.
-        row_rank: this rank among those.
-        device: where the live rows are.
-        nbytes: of staged experts, for a start; a migration that needs more reserves it.
-        hash_blocks: what hashes experts on a GPU.
+        transport: moves the bytes.
+        home_rows: maps each home to the rank and row that hold it.
+        row_rank: this rank's number among the ranks that hold rows.
+        device: of the live rows.
+        nbytes: initial size of the staging memory; a migration that needs more reserves it.
+        hash_blocks: hashes experts on a GPU.
     """
 
     def __init__(
@@ -85,11 +89,11 @@ class Exchanger:
         self._row_rank = row_rank
         self._arrivals = Arena(self._staging, nbytes)
         self._departures = Arena(self._staging, 0)
-        self._aside = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
+        self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
 
     @property
     def device(self) -> torch.device:
-        """Where messages are."""
+        """Device of the messages."""
         return self._transport.device
 
     def reconnect(self, transport: Transport) -> None:
@@ -99,39 +103,39 @@ class Exchanger:
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def close(self) -> None:
-        """Give back what the transport keeps, and let go of its group. Nothing is sent any more."""
+        """Release the transport and its group. Nothing is sent any more."""
         self._transport.close()
         del self._transport
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
-        """Memory for the largest round: what comes, what is packed before it leaves, one row to put aside.
+        """Reserve memory for the largest round: arriving records, packed ones that leave, one spare row.
 
         Args:
-            at_once: bytes that come at most in rounds that are under way together; None: one is at a time.
+            at_once: largest number of bytes that arrive in rounds in flight together; None: one round is in flight.
         """
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
-        aside = 0
+        spare = 0
         regions: list[Tensor] = []
         for layer, record_format in records.formats.items():
             runs = runs_of(record_format, self.device)
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
             source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
-            comes = (destination == self._row_rank) & (source != self._row_rank)
-            goes = (source == self._row_rank) & (destination != self._row_rank)
-            np.add.at(arriving, of_layer[comes, 0], record_format.nbytes)
-            np.add.at(leaving, of_layer[goes, 0], packed_bytes(runs))
-            aside = max(aside, *(part.nbytes for part in record_format.fields))
+            is_arriving = (destination == self._row_rank) & (source != self._row_rank)
+            is_leaving = (source == self._row_rank) & (destination != self._row_rank)
+            np.add.at(arriving, of_layer[is_arriving, 0], record_format.nbytes)
+            np.add.at(leaving, of_layer[is_leaving, 0], packed_bytes(runs))
+            spare = max(spare, *(part.nbytes for part in record_format.fields))
             direct = [tensor for _, _, part in runs if part is not None for tensor in part.source.memory]
             regions += [as_bytes(tensor) for tensor in direct if tensor.is_contiguous()]
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
         self._departures.reserve(int(leaving.max(initial=0)))
-        self._aside.reserve(aside)
+        self._spare.reserve(spare)
         self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
 
     def restart(self) -> None:
-        """What was staged is of no use any more: its memory is free."""
+        """Free the staged memory for the next round."""
         self._arrivals.restart()
         self._departures.restart()
 
@@ -159,18 +163,18 @@ class Exchanger:
             exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
-        """What has come by now, in order, and is not taken in yet."""
+        """Records that have arrived and are not hashed yet, in order."""
         left, incoming = exchange.staged[len(exchange.arrived_checksums) :], exchange.incoming
         return list(takewhile(lambda s: incoming is not None and incoming.has(s.last), left))
 
-    def take_in(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
-        """Hash what has come; whether that is all."""
+    def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
+        """Hash arrived records; returns whether all are."""
         for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.parts, [None] * len(s.parts), self._hash_blocks))
+            exchange.arrived_checksums.append(checksum_of(s.messages, [None] * len(s.messages), self._hash_blocks))
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
-        """The first expert that did not arrive as it left, in words; empty: all did."""
+        """Name the first expert whose checksum changed on the way; empty: none."""
         position: dict[int, int] = defaultdict(int)
         sent = {peer: bytes(sums.cpu().numpy()) for peer, sums in exchange.sent_checksums.items()}
         for s, arrived in zip(exchange.staged, exchange.arrived_checksums, strict=True):
@@ -186,20 +190,20 @@ class Exchanger:
 
     @torch.no_grad()
     def commit(self, exchange: Exchange, layer: int, record_format: RecordFormat) -> None:
-        """Copy what has come to a layer into its live slots, in place. Allocates nothing."""
+        """Copy a layer's staged records into its live slots, in place. Allocates nothing."""
         within = [
             (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
             for t in exchange.within
             if t.layer == layer
         ]
-        for chain in in_turn(within):
+        for chain in chains_of(within):
             self._move_within(record_format, chain)
         for s in exchange.staged:
             if s.transfer.layer == layer:
                 record_format.unpack(s.record, self._home_rows.row_of(s.transfer.destination_slot))
 
     def _own(self, round_: Round, records: Records) -> Iterator[tuple[Transfer, RecordFormat]]:
-        """The transfers that concern this rank, with the records they carry."""
+        """Transfers that concern this rank, with their record formats."""
         concerned = (self._home_rows.rank_of(round_.transfers[:, 2:]) == self._row_rank).any(axis=1)
         for row in round_.transfers[concerned].tolist():
             transfer = Transfer(*row)
@@ -207,7 +211,7 @@ class Exchanger:
                 yield transfer, records.formats[transfer.layer]
 
     def _expect(self, own: Sequence[tuple[Transfer, RecordFormat]], exchange: Exchange) -> list[Message]:
-        """Messages that bring experts here, and which moves are within the rank."""
+        """Messages of the experts that arrive here. Notes the moves within the rank."""
         receives: list[Message] = []
         for transfer, record_format in own:
             source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
@@ -215,9 +219,9 @@ class Exchanger:
                 exchange.within.append(transfer)
             elif destination == self._row_rank:
                 record = self._arrivals.take(record_format.nbytes)
-                parts = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
-                receives += [Message(source, part) for part in parts]
-                exchange.staged.append(Staged(transfer, record_format, record, parts, len(receives) - 1))
+                messages = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
+                receives += [Message(source, part) for part in messages]
+                exchange.staged.append(Staged(transfer, record_format, record, messages, len(receives) - 1))
         of_peer = Counter(self._rank_of(s.transfer.source_slot) for s in exchange.staged)
         for peer, experts in of_peer.items():
             sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
@@ -226,7 +230,7 @@ class Exchanger:
         return receives
 
     def _departing(self, transfer: Transfer, record_format: RecordFormat, destination: int) -> list[Message]:
-        """Messages that carry one expert away."""
+        """Messages of one expert that leaves."""
         row = self._home_rows.row_of(transfer.source_slot)
         messages = []
         for first, end, direct in runs_of(record_format, self.device):
@@ -243,18 +247,18 @@ class Exchanger:
         return messages
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
-        """For each peer, what its experts left with."""
+        """For each peer, the checksums of the experts sent to it."""
         return [self._checksums_for(peer, experts) for peer, experts in departing.items()]
 
     def _checksums_for(self, peer: int, experts: Sequence[Sequence[Message]]) -> Message:
         sums = torch.empty(len(experts) * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
 
         def fill() -> None:
-            said = b"".join(
+            checksums = b"".join(
                 checksum_of([m.data for m in expert], [m.hashes for m in expert], self._hash_blocks)
                 for expert in experts
             )
-            sums.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            sums.copy_(torch.frombuffer(bytearray(checksums), dtype=torch.uint8))
 
         if self._transport.hashes:  # it hashes what it reads
             return Message(peer, sums, fill=fill)
@@ -271,15 +275,15 @@ class Exchanger:
         return pending
 
     def _move_within(self, record_format: RecordFormat, chain: Sequence[tuple[int, int]]) -> None:
-        """Carry out moves of one rank front to back; in a ring the first row is put aside until the last move."""
+        """Carry out moves of one rank front to back; in a ring the first row is in spare memory until the last move."""
         end = chain[0][1]
         ring = chain[-1][0] == end
         for part in record_format.fields:
-            aside = part.in_bytes(self._aside.memory[: part.nbytes])
+            spare = part.in_bytes(self._spare.memory[: part.nbytes])
             if ring:
-                aside.copy_(part.live_row(end))
+                spare.copy_(part.live_row(end))
             for source, to in chain:
-                part.live_row(to).copy_(aside if ring and source == end else part.live_row(source))
+                part.live_row(to).copy_(spare if ring and source == end else part.live_row(source))
 
     def _rank_of(self, slot: int) -> int:
         rank: int = self._home_rows.rank_of(slot)
@@ -287,3 +291,32 @@ class Exchanger:
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._transport.empty(nbytes)
+
+
+def checksum_of(
+    rows: Sequence[Tensor], hashes: Sequence[Tensor | None], hash_blocks: HashBlocks = block_hashes
+) -> bytes:
+    """16 bytes over flat uint8 rows, the same for rows on the CPU and on a GPU.
+
+    Args:
+        hashes: of each row, the hashes of its whole blocks, on the host; None: they are computed here.
+        hash_blocks: what computes them on a GPU.
+    """
+    hasher = xxhash.xxh3_128()
+    for row, known in zip(rows, hashes, strict=True):
+        whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
+        hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
+        hasher.update(row[whole:].cpu().numpy().data)
+    return hasher.digest()
+
+
+def _hashes(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    return fast_host_hashes(blocks) if blocks.device.type == "cpu" else in_chunks(blocks, hash_blocks)
+
+
+def in_chunks(blocks: Tensor, hash_blocks: HashBlocks) -> Tensor:
+    """Hash uint8 ``[B * 1024]`` to int64 ``[B]`` on the host, in chunks, so that little memory is taken at once."""
+    firsts = range(0, blocks.numel(), HASH_CHUNK_BYTES)
+    return torch.cat(
+        [torch.empty(0, dtype=torch.int64), *(hash_blocks(blocks[f : f + HASH_CHUNK_BYTES]).cpu() for f in firsts)]
+    )

@@ -1,12 +1,11 @@
-"""A migration that goes on while the model trains: experts travel beside a step, each layer is committed before its
-forward.
+"""Overlaps a migration with training: experts travel during a step, and each layer is committed before its forward.
 
-At the end of a step rounds of single layers are posted, as many as will be there in time (`migration.pacing`), and a
-thread of ours carries them while the next step computes. Between an optimizer's step and the next forward nobody should
-write what is sent; if somebody does, it is seen before the ranks vote. A layer is committed where its forward begins,
-before anything is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
-decision's record, where the first word stands: so no rank goes by what it sees alone, and the layer is sent anew after
-the next step.
+At the end of a step rounds of single layers are posted, as many as will arrive in time (`migration.pacing`), and a
+thread transfers them while the next step computes. Nobody should write these experts between an optimizer's step and
+the next forward; a write is noticed before the ranks vote. A layer is committed where its forward begins, before any
+token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
+decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
+again after the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.agreement import Agreement
@@ -33,45 +31,49 @@ from ..placement import Placement
 from ..replicas.placement_maps import Maps
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .engine import Formats, Migration, MigrationEngine, Posted, layers_that_differ
-from .pacing import Pace, Starts, next_batch
+from .driver import MigrationProgress
+from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
+from .pacing import Pace, StartTimes, next_batch
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
 
 LATE, WRITTEN, REPLACED, HELD = "late", "written", "replaced", "held"
-"""Kinds of verdicts: a round that is sent anew; one whose experts somebody writes between steps; one that has other
-tensors by now than when the migration began; and one of experts that the user has copied since then."""
+"""Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes its experts between steps. REPLACED: its
+tensors are not those with which the migration began. HELD: the user has copied its experts since then."""
+_REPLACED_TIMES = 2
+"""Migrations in a row that found replaced tensors: once is a state that was loaded, twice is an optimizer that makes
+its state anew in each step."""
 _SAMPLE_ELEMENTS = 64
 _A_LITTLE_SECONDS = 1.0
-_ALMOST_SECONDS = 2e-3
-"""A forward waits so long, and a tenth of what its experts take to travel, before they are late."""
+_PATIENCE_SECONDS = 2e-3
+"""A layer's forward waits this long, plus 10 % of the transfer time, before its experts count as late."""
 _TRIES = 5
-"""A layer that is late so often is left where it is."""
+"""A layer that is late this often stays where it is."""
 _AHEAD = 2
-"""Rounds that are posted before an earlier one is here."""
-_UNTRIED = 4
-"""Experts take so many times as long as bytes alone, until that is measured: they are hashed, packed and unpacked,
-beside a step that wants the processor, too."""
+"""Rounds that are posted before an earlier one has arrived."""
+_UNMEASURED_FACTOR = 4
+"""Assumed transfer time as a multiple of the link's, until it is measured: experts are also hashed, packed and
+unpacked, and the step uses the processor too."""
 _MARGIN = 1.5
-"""What comes too late is sent twice, and what is not sent goes with the next step: better a little less at a time."""
+"""Safety factor of transfer times: a late round is sent twice, and one that is not sent goes with the next step."""
 _WEIGHT = 0.3
-"""Of a new measurement of how fast experts travel."""
+"""Weight of a new measurement of the transfer time."""
 
 
 @dataclass(eq=False)
-class _Flight:
-    """A round on its way, as training knows it.
+class InFlightRound:
+    """A round in flight, as training knows it.
 
     Args:
-        ballot: this rank's part in the decision on it; the thread that carries the round votes.
+        ballot: this rank's part in the decision; the thread that transfers the round votes.
         here: whether this rank holds the layer.
-        patience: seconds that the layer's forward waits for it.
-        problem: why this rank votes against it; empty: it does not.
-        posted: what the engine knows of it, once it is sent.
-        verdict: what all ranks do, once training has asked.
-        committed: whether this rank has done so, where the layer is here.
-        followed: whether the placement that stands tells of it.
+        patience: seconds that the layer's forward waits for the round.
+        problem: reason for which this rank votes against it; empty: there is none.
+        posted: the engine's part, once it is sent.
+        verdict: of all ranks, once training has asked.
+        committed: whether this rank has committed it, if the layer is here.
+        followed: whether the current placement includes it.
     """
 
     round_: Round
@@ -79,7 +81,7 @@ class _Flight:
     here: bool
     patience: float
     problem: str
-    posted: Posted | None = None
+    posted: PostedRound | None = None
     verdict: Verdict | None = None
     committed: bool = False
     followed: bool = False
@@ -93,53 +95,26 @@ class _Flight:
         return sum(s.record_format.payload_bytes for s in self.posted.exchange.staged) if self.posted is not None else 0
 
 
-@dataclass(frozen=True)
-class Brought:
-    """What has become of a migration by the end of a step.
+class Overlapped:
+    """The driver (`driver.Migration`) of migrations that overlap with training; one at a time, on one rank.
 
     Args:
-        placement: the one that stands now.
-        committed_layers: since the last time.
-        moved_experts, received_bytes: in them.
-        transfers: int64 ``[M, 4]`` as `schedule.Round`'s, in them.
-        record_bytes: of an expert with its state, per layer; 0 where nothing was to change.
-        pause_seconds: what the training thread has spent on it since the last time.
-        ended: whether nothing is left to do.
-        failure: why the rest of it is dropped; None: it is not.
-        left_layers: that are not where the plan wants them, where it has failed.
-    """
-
-    placement: Placement
-    committed_layers: tuple[int, ...] = ()
-    moved_experts: int = 0
-    received_bytes: int = 0
-    transfers: NDArray[np.int64] | None = None
-    record_bytes: tuple[int, ...] = ()
-    pause_seconds: float = 0.0
-    ended: bool = False
-    failure: Verdict | None = None
-    left_layers: tuple[int, ...] = ()
-
-
-class BackgroundMigration:
-    """One rank's part in migrations beside training; one at a time.
-
-    Args:
-        engine: of this rank, which does nothing else meanwhile.
-        agreement: of the ranks as they are connected now.
-        worker: carries it; whatever else uses the control group does so in its turn.
-        registry: what moves.
-        maps: what follows the placement.
+        engine: of this rank; this driver is its only user during a migration.
+        agreement: of the ranks on their current connections.
+        worker: transfers the experts; all else that uses the control group takes its turn on it.
+        registry: the tensors that move.
+        maps: everything that follows the placement.
         is_planner: whether this is rank 0, whose clock counts.
-        timeout_seconds: for the transfers beside one step, and for each decision.
-        max_pause_seconds: no step waits longer for experts that are late; None: as long as that pays.
+        timeout_seconds: for the transfers of one step, and for each decision.
+        link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
+        max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
+        waiting: entered while the training thread waits for other ranks.
+        held_outside: names the holder of copies of experts that do not move along; empty: nobody.
 
     Attributes:
-        under_way: whether a migration is.
-        agreement: as above; another when ranks have connected anew.
-        late_rounds, late_bytes: that came in vain, so far: over all ranks, and what this one received.
-        waiting: entered while the training thread waits for other ranks.
-        held_outside: says who holds copies of experts that do not move along; empty: nobody.
+        in_flight: whether a migration was begun and has not ended.
+        agreement: as above; replaced when ranks have connected anew.
+        late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
     """
 
     def __init__(
@@ -152,13 +127,16 @@ class BackgroundMigration:
         maps: Maps,
         is_planner: bool,
         timeout_seconds: float,
+        link_seconds_per_byte: float,
         max_pause_seconds: float | None,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        held_outside: Callable[[], str] = lambda: "",
     ) -> None:
         self.agreement = agreement
-        self.under_way = False
+        self.in_flight = False
         self.late_rounds = self.late_bytes = 0
-        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.held_outside: Callable[[], str] = lambda: ""
+        self._waiting = waiting
+        self._held_outside = held_outside
         self._engine = engine
         self._worker = worker
         self._registry = registry
@@ -166,23 +144,25 @@ class BackgroundMigration:
         self._maps = maps
         self._is_planner = is_planner
         self._timeout = timeout_seconds
+        self._link_seconds_per_byte = link_seconds_per_byte
         self._max_pause = max_pause_seconds
         self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._boundary = time.perf_counter()
         self._started: set[int] = set()
-        self._starts = Starts(registry.num_layers)
+        self._starts = StartTimes(registry.num_layers)
         self._seconds_per_byte = 0.0
+        self._times_replaced = 0
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is under way."""
-        self.under_way = False
-        self._migration: Migration | None = None
-        self._carried: Future[None] | None = None
+        """Set the state of a driver without a migration."""
+        self.in_flight = False
+        self._migration: PreparedMigration | None = None
+        self._transferring: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
-        self._flights: list[_Flight] = []
+        self._flights: list[InFlightRound] = []
         self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._gate = threading.Event()
         self._batches = 0
@@ -190,49 +170,53 @@ class BackgroundMigration:
 
     # -- what training calls -------------------------------------------------------------------------------------------
 
-    def begin(self, current: Placement, target: Placement, key: str, link_seconds_per_byte: float) -> None:
-        """A step is over: get a migration ready while training goes on. On every rank.
+    def begin(self, current: Placement, target: Placement, key: str) -> None:
+        """Prepare a migration while training goes on; called at the end of a step, on every rank.
 
         Args:
-            key: names its decisions; new for each, equal on every rank.
-            link_seconds_per_byte: of the links, for as long as no migration has shown how fast experts travel.
+            key: names its decisions; new for each migration, equal on every rank.
         """
         self._forget()
-        self.under_way, self._key, self._standing, self._target = True, key, current, target
+        self._is_new = self.in_flight = True
+        self._key, self._current, self._target = key, current, target
         formats = self._engine.formats(layers_that_differ(current, target))
-        pace = self._pace_so_far(link_seconds_per_byte).encode() * self._is_planner
+        pace = self._pace_so_far().encode() * self._is_planner
         self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
 
-    def at_boundary(self, hold_back: bool) -> Brought:
-        """A step is over: what it has brought; and what travels beside the next one is posted. On every rank.
+    def advance(self, *, hold_back: bool = False) -> MigrationProgress:
+        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank.
 
         Args:
-            hold_back: nothing new may travel.
+            hold_back: nothing new may be sent.
         """
+        if self._is_new:  # its preparation overlaps with the next step
+            self._is_new = False
+            return MigrationProgress(self._current)
         pause, began = self._pause, time.perf_counter()
         self.withdraw()
-        progress = self._settled() if self._flights else self._opened()
-        if not progress.ended and not hold_back:
-            self._send_on()
+        progress = self._close_rounds() if self._flights else self._open_rounds()
+        has_ended = not progress.verdict.commit or not self._open
+        if not has_ended and not hold_back:
+            self._post_next()
         pause, self._pause = pause + time.perf_counter() - began, 0.0
-        if progress.ended:
+        if has_ended:
             self._finish()
         return replace(progress, pause_seconds=pause)
 
     def step_begins(self) -> None:
-        """What comes until the next step's end belongs to that step."""
+        """Start the clock of a step."""
         self._started.clear()
         self._boundary = time.perf_counter()
 
     def forward_begins(self) -> None:
-        """A forward of the model begins: what is sent stays as it is from here on, and ranks may vote."""
+        """Let ranks vote, since a forward of the model begins: nobody writes experts from here on."""
         if self._flights and not self._gate.is_set():
             with self._lock, self._paused():
                 self._open_gate()
 
     def forward_ends(self, layers: Collection[int]) -> None:
-        """A forward of a model with these layers has ended, which has left some of them out, or has failed: from here
-        on anybody may write experts, so what is not committed yet is late. On every rank that holds them."""
+        """Count as late what is not committed when a forward has ended, or failed: from here on anybody may write
+        experts. On every rank that holds these layers."""
         if self._flights and self._gate.is_set():
             with self._lock, self._paused():
                 for flight in self._flights:
@@ -240,10 +224,11 @@ class BackgroundMigration:
                         self._resolve(flight, 0.0, LATE, "a forward ended without it")
 
     def before_layer(self, layer: int) -> None:
-        """A forward of this layer begins, on every rank that holds it: commit what has come to it."""
+        """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
+        layer."""
         if layer not in self._started:
             self._started.add(layer)
-            self._starts.saw(layer, time.perf_counter() - self._boundary)
+            self._starts.observe(layer, time.perf_counter() - self._boundary)
         if self._flights:
             with self._lock, self._paused():  # two batches may run at once
                 self._open_gate()
@@ -254,8 +239,8 @@ class BackgroundMigration:
                         self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
 
     def withdraw(self) -> None:
-        """Experts are about to be written, or to stay where they are: in this step nothing more is committed. On every
-        rank, at the same place."""
+        """Commit nothing more in this step: experts are about to be written, or to stay. On every rank, at the same
+        place."""
         if self._flights:
             with self._lock, self._paused():
                 for flight in self._flights:
@@ -263,8 +248,8 @@ class BackgroundMigration:
                         self._resolve(flight, 0.0, LATE, "no forward of it came before the end of the step")
                 self._gate.set()
 
-    def standing(self) -> Placement:
-        """The placement with what has been committed so far, each round an epoch. On every rank, at the same place."""
+    def current_placement(self) -> Placement:
+        """The placement with all commits so far, each round an epoch. On every rank, at the same place."""
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
                 patience = self._timeout + _A_LITTLE_SECONDS
@@ -275,40 +260,40 @@ class BackgroundMigration:
                 assert migration is not None
                 flight.followed = True
                 # A later round of the layer starts from here.
-                migration.standing = self._standing = migration.schedule.after(self._standing, flight.round_)
-        return self._standing
+                migration.current = self._current = migration.schedule.after(self._current, flight.round_)
+        return self._current
 
-    def cancel(self) -> Placement:
-        """The rest is dropped, on every rank; the thread is done with it when this returns, or never will be.
+    def drain(self) -> Placement:
+        """Drop the rest on every rank. The thread is done with it when this returns, or never will be.
 
         Returns:
-            The placement that stands.
+            The current placement.
         """
         self.withdraw()
-        standing = self.standing()
+        current = self.current_placement()
         self._finish()
-        return standing
+        return current
 
     def _finish(self) -> None:
         self.leave()
-        on_the_thread: Future[Any] = self._carried or self._prepared
+        on_the_thread: Future[Any] = self._transferring or self._prepared
         wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
         self._forget()
 
     def leave(self) -> None:
-        """The thread waits for training no longer."""
+        """Stop the thread's wait for training."""
         self._gate.set()
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _open_gate(self) -> None:
-        """Nobody has written or replaced what is sent, up to here; from here on the forward runs, which writes no
-        experts."""
+        """Let ranks vote, after a check that nobody has written or replaced the experts in flight. The forward that
+        begins writes no experts."""
         if self._gate.is_set():
             return
         # Copies that were made while this is under way have rows as they stand: these must stay there.
-        moves = self._as_sent and not np.array_equal(self._standing.homes_LRH, self._target.homes_LRH)
-        held, name = self.held_outside() if moves else "", self._written()
+        moves = self._as_sent and not np.array_equal(self._current.homes_LRH, self._target.homes_LRH)
+        held, name = self._held_outside() if moves else "", self._written()
         for flight in self._flights:
             if held and flight.here:
                 self._refuse(flight, Verdict(False, held, kind=HELD))
@@ -320,28 +305,28 @@ class BackgroundMigration:
         self._gate.set()
 
     def _written(self) -> str:
-        """The first of the tensors on their way that somebody has written since they were sent; empty: none."""
+        """Name of the first tensor in flight that was written since it was sent; empty: none."""
         for name, tensor, version, sample in self._as_sent:
             if tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample)):
                 return name
         return ""
 
-    def _resolve(self, flight: _Flight, patience: float, kind: str, cause: str) -> None:
-        """Come to what all ranks do with a round, and do it. If that is not known in time, this rank is against it, if
-        it still may be. What breaks off in here (Ctrl-C) is made good by the next call."""
+    def _resolve(self, flight: InFlightRound, patience: float, kind: str, cause: str) -> None:
+        """Get the verdict of all ranks on a round, and act on it. Without one in time, this rank refuses the round if
+        it still may. After an interruption (Ctrl-C) in here the next call completes it."""
         if flight.verdict is None:
             if patience:
-                with self.waiting():
+                with self._waiting():
                     flight.ballot.wait(patience)
             self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
         if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
             self._commit(flight)
 
-    def _refuse(self, flight: _Flight, verdict: Verdict) -> None:
-        """Say no, unless it is known what all ranks do, or this rank has said yes."""
+    def _refuse(self, flight: InFlightRound, verdict: Verdict) -> None:
+        """Vote against a round, unless its verdict is known or this rank has said yes."""
         flight.verdict = flight.ballot.verdict or self._engine.refuse(flight.ballot, verdict)
 
-    def _commit(self, flight: _Flight) -> None:
+    def _commit(self, flight: InFlightRound) -> None:
         replicas = self._maps.replicas
         assert flight.posted is not None
         if replicas is not None:
@@ -356,10 +341,10 @@ class BackgroundMigration:
 
     # -- from step to step ---------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Brought:
-        """Whether the migration is prepared; what it consists of."""
+    def _open_rounds(self) -> MigrationProgress:
+        """Open the rounds of the migration once it is prepared."""
         if self._migration is not None:
-            return Brought(self._standing)
+            return MigrationProgress(self._current)
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
             migration, pace, verdict = self._prepared.result()
         else:
@@ -368,16 +353,16 @@ class BackgroundMigration:
         if migration is None or pace is None:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
-            left = tuple(layers_that_differ(self._standing, self._target))
-            return Brought(self._standing, ended=True, failure=verdict, left_layers=left)
+            left = tuple(layers_that_differ(self._current, self._target))
+            return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
         self._migration, self._pace = migration, pace
         self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
-        return Brought(self._standing, ended=not self._open)
+        return MigrationProgress(self._current)
 
-    def _send_on(self) -> None:
-        """Post what travels beside the next step."""
+    def _post_next(self) -> None:
+        """Post the rounds that overlap with the next step."""
         migration = self._migration
         assert migration is not None
         at_once_bytes = self._engine.at_once_bytes(migration.schedule)
@@ -388,7 +373,7 @@ class BackgroundMigration:
         for round_ in batch.rounds:
             ballot, here = Ballot(f"{self._key}/{self._batches}/{round_.number}"), round_.layers[0] in self._held
             patience = self._patience(round_, batch.waited_for)
-            self._flights.append(_Flight(round_, ballot, here, patience, problem))
+            self._flights.append(InFlightRound(round_, ballot, here, patience, problem))
         flights = self._flights
         self._as_sent = [
             (of_home.name, tensor, tensor._version, _sample(tensor) if self._device.type == "cpu" else None)
@@ -401,16 +386,16 @@ class BackgroundMigration:
         if not self._as_sent:
             gate.set()
         follow = self._after_what_is_queued()
-        self._carried = self._worker.submit(lambda: self._carry(migration, flights, gate, follow))
+        self._transferring = self._worker.submit(lambda: self._transfer_rounds(migration, flights, gate, follow))
 
     def _patience(self, round_: Round, waited_for: bool) -> float:
-        """Seconds; negative: as long as anything is waited for."""
+        """Seconds that a forward waits for a round; negative: as long as anything is waited for."""
         if self._max_pause is not None:
             return self._max_pause
-        return -1.0 if waited_for else _ALMOST_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
+        return -1.0 if waited_for else _PATIENCE_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
 
     def _changed(self, layers: Sequence[int]) -> str:
-        """Why the records of these layers are not those that the ranks agreed on; empty: they are."""
+        """Reason for which the records of these layers are not those that the ranks agreed on; empty: they are."""
         assert self._migration is not None
         now, problem = self._engine.formats(layers)
         for layer, found in now.items():
@@ -426,9 +411,9 @@ class BackgroundMigration:
                 problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
         return problem
 
-    def _settled(self) -> Brought:
-        """What has become of the last step's flights, all of which are over."""
-        placement, migration = self.standing(), self._migration
+    def _close_rounds(self) -> MigrationProgress:
+        """Close the rounds of the last step, and report what became of them."""
+        placement, migration = self.current_placement(), self._migration
         assert migration is not None
         verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
         done = [flight for flight, verdict in verdicts if verdict.commit]
@@ -451,22 +436,28 @@ class BackgroundMigration:
         if any(verdict.kind == LATE for _, verdict in verdicts):
             self._pace = self._pace.slower()
         self._flights, self._as_sent = [], []
+        self._times_replaced = 0 if done else self._times_replaced
+        self._times_replaced += failed is not None and failed.kind == REPLACED
         home_rows = placement.home_rows()
-        return Brought(
+        return MigrationProgress(
             placement,
+            failed or Verdict(True),
+            None if failed is None else Phase.STAGED,
             committed_layers=tuple(sorted(flight.layer for flight in done)),
             moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
             received_bytes=sum(flight.received_bytes for flight in done),
             transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
             record_bytes=migration.records.nbytes,
-            ended=failed is not None or not self._open,
-            failure=failed,
             left_layers=tuple(sorted(self._open)),
+            only_between_steps=failed is not None and self._is_written_each_step(failed),
         )
 
-    def _pace_so_far(self, link_seconds_per_byte: float) -> Pace:
-        """What this rank knows of its layers' forwards, and of how fast experts travel."""
-        seconds_per_byte = self._seconds_per_byte or _UNTRIED * link_seconds_per_byte
+    def _is_written_each_step(self, failed: Verdict) -> bool:
+        return failed.kind == WRITTEN or (failed.kind == REPLACED and self._times_replaced >= _REPLACED_TIMES)
+
+    def _pace_so_far(self) -> Pace:
+        """This rank's measurements of its layers' forwards and of the speed of transfers."""
+        seconds_per_byte = self._seconds_per_byte or _UNMEASURED_FACTOR * self._link_seconds_per_byte
         us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
         return Pace(self._starts.microseconds(), max(1, us_per_mib))
 
@@ -474,7 +465,7 @@ class BackgroundMigration:
 
     def _prepare(
         self, current: Placement, target: Placement, formats: Formats, words: Tensor
-    ) -> tuple[Migration | None, Pace | None, Verdict]:
+    ) -> tuple[PreparedMigration | None, Pace | None, Verdict]:
         try:
             migration, verdict = self._engine.prepare(current, target, self._key, formats)
             if migration is not None:
@@ -485,11 +476,15 @@ class BackgroundMigration:
         verdict = self.agreement.record(f"{self._key}/prepared", verdict)
         return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
 
-    def _carry(
-        self, migration: Migration, flights: Sequence[_Flight], gate: threading.Event, follow: Callable[[], None]
+    def _transfer_rounds(
+        self,
+        migration: PreparedMigration,
+        flights: Sequence[InFlightRound],
+        gate: threading.Event,
+        follow: Callable[[], None],
     ) -> None:
-        """Post some ahead, and in their order take in what has come, and vote as soon as training lets."""
-        arrived: list[_Flight] = []
+        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
+        arrived: list[InFlightRound] = []
 
         def vote() -> None:
             while arrived and (gate.is_set() or not arrived[0].here):
@@ -506,7 +501,7 @@ class BackgroundMigration:
                 # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
                 # what this one waits for, the others have posted or can post.
                 for later in flights[number : number + 1 + _AHEAD]:
-                    if flight.posted is not None and self._engine.is_here(flight.posted):
+                    if flight.posted is not None and self._engine.has_arrived(flight.posted):
                         break  # its vote comes first: to post another may take as long as the bytes of that one do
                     if later.posted is None:
                         later.posted = self._engine.post(migration, later.round_)
@@ -514,7 +509,7 @@ class BackgroundMigration:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            self._took(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
+            self._measure_speed(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
             if not gate.wait(self._timeout):
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
@@ -528,13 +523,13 @@ class BackgroundMigration:
                 if flight.ballot.verdict is None:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
-    def _took(self, seconds: float, nbytes: int) -> None:
+    def _measure_speed(self, seconds: float, nbytes: int) -> None:
         if nbytes:
             weight = _WEIGHT if self._seconds_per_byte else 1.0
             self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)
 
     def _after_what_is_queued(self) -> Callable[[], None]:
-        """On a device, what makes the thread's work follow what training has queued up to here."""
+        """Return a function that orders the thread's work on a device after everything queued so far."""
         if self._device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -549,7 +544,7 @@ class BackgroundMigration:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """What runs inside holds training up."""
+        """Count the time inside as a pause of training."""
         began = time.perf_counter()
         try:
             yield
@@ -558,6 +553,6 @@ class BackgroundMigration:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some elements from all over it, as bytes: a write through ``.data`` leaves no version."""
+    """Some elements of a tensor as bytes: they show a write through ``.data``, which leaves no version."""
     flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

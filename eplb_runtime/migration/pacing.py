@@ -1,10 +1,10 @@
-"""Which rounds travel beside the next step: as many as will be there before their layers need them.
+"""Chooses the rounds that overlap with the next step: as many as arrive before their layers need them.
 
-Each round is of one layer and has a deadline, the start of that layer's forward; they travel one after another. The
-largest number that come in time is found by Moore and Hodgson's rule (Moore, "An n job, one machine sequencing
-algorithm for minimizing the number of late jobs", Management Science 15, 1968): in the order of deadlines, whenever
-one would be late, the longest so far stays behind. Layers whose deadlines are so near that nothing hides them come
-last, one a step, and are waited for.
+Each round is of one layer and has a deadline, the start of that layer's forward; rounds travel one after another.
+Moore and Hodgson's rule finds the largest number in time (Moore, "An n job, one machine sequencing algorithm for
+minimizing the number of late jobs", Management Science 15, 1968): in the order of deadlines, whenever a round would be
+late, the longest so far is left out. Layers whose deadlines are too near to hide them come last, one a step, and
+training waits for them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from .schedule import Round
 
 _LONGEST_US = 1 << 40
 _WAITED_FOR_AFTER = 2
-"""A layer that was late so often is waited for."""
-_LATER = 1.1
-"""From one step to the next a forward is believed to begin at most so many times later."""
+"""Training waits for a layer that was late this often."""
+_LATER_FACTOR = 1.1
+"""A forward is expected to begin at most this many times later than in the step before."""
 
 
-class Starts:
-    """When the forwards of layers begin, after the end of a step: a little less than is usual.
+class StartTimes:
+    """Start times of the layers' forwards after the end of a step, a little earlier than usual.
 
-    Steps take longer now and then (data, an evaluation, a checkpoint). What counts on that comes too late the next
-    time, so a late start is believed only in part, and an early one at once.
+    Steps take longer now and then (data, an evaluation, a checkpoint), and rounds that count on it are late the next
+    time. So a later start is followed only in part, and an earlier one at once.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._seconds_L = [0.0] * num_layers
 
-    def saw(self, layer: int, seconds: float) -> None:
+    def observe(self, layer: int, seconds: float) -> None:
         so_far = self._seconds_L[layer]
-        self._seconds_L[layer] = min(seconds, _LATER * so_far) if so_far else seconds
+        self._seconds_L[layer] = min(seconds, _LATER_FACTOR * so_far) if so_far else seconds
 
     def microseconds(self) -> tuple[int, ...]:
-        """Of all layers; those of other stages as if they ran after one another like the ones here."""
+        """Start times of all layers; layers of other stages are taken to run one after another like the ones here."""
         starts = list(self._seconds_L)
         last = max((layer for layer, start in enumerate(starts) if start), default=None)
         for layer, start in enumerate(starts):
@@ -50,11 +50,11 @@ class Starts:
 
 @dataclass(frozen=True)
 class Pace:
-    """What rank 0 has measured, as all ranks know it; whole microseconds, so that all come to the same.
+    """Rank 0's measurements, known to all ranks, in whole microseconds so that all compute the same.
 
     Args:
         deadlines_L: from the end of a step to the forward of each layer.
-        us_per_mib: of what a rank receives.
+        us_per_mib: of received bytes.
     """
 
     deadlines_L: tuple[int, ...]
@@ -71,17 +71,17 @@ class Pace:
         return cls(tuple(deadlines), us_per_mib)
 
     def slower(self) -> Pace:
-        """After some came too late: as if experts took twice as long. Every rank knows of it, so all do the same."""
+        """Half the speed, after a round was late. Every rank knows that, so all do the same."""
         return replace(self, us_per_mib=min(2 * self.us_per_mib, _LONGEST_US))
 
     def microseconds(self, nbytes: int) -> int:
-        """That so many bytes travel."""
+        """Transfer time of so many bytes."""
         return -(-nbytes * self.us_per_mib >> 20)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rounds that travel together. ``waited_for``: nothing hides them."""
+    """Rounds that travel together. ``waited_for``: training waits for them."""
 
     rounds: tuple[Round, ...]
     waited_for: bool
@@ -94,13 +94,13 @@ def next_batch(
     pace: Pace,
     at_once_bytes: int,
 ) -> Batch:
-    """What travels beside the next step; the same on every rank that has the same arguments.
+    """Choose the rounds that overlap with the next step; the same on every rank that has the same arguments.
 
     Args:
         open_: rounds of each layer that are still to come, in their order; none empty.
-        nbytes: of each round by its number: what the busiest rank receives.
-        late: how often each layer came too late so far.
-        at_once_bytes: what a rank may receive in one step.
+        nbytes: of each round by its number: bytes that the busiest rank receives.
+        late: how often each layer was late so far.
+        at_once_bytes: bytes that a rank may receive in one step.
     """
     first = sorted((rounds[0] for rounds in open_.values()), key=lambda r: (pace.deadlines_L[r.layers[0]], r.number))
     taken: list[tuple[int, Round]] = []

@@ -1,7 +1,7 @@
-"""What an expert of each layer looks like on its way, as all ranks of a job know it.
+"""Agrees on the records of a job: the bytes of an expert of each layer, and who holds the layer.
 
-With pipelines a rank holds some of the layers, yet every rank has to compute the same rounds; so the ranks tell each
-other, in one exchange of a few words a layer, how many bytes a record has and who holds the layer.
+With pipelines a rank holds some of the layers, yet all ranks compute the same rounds. So they exchange a few words a
+layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Records:
 
 
 def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int, RecordFormat], str]:
-    """The records of those of the layers that are here, as they are now, or why there are none. Never raises.
+    """Formats of the records of those layers that this rank holds, and why there are none. Never raises.
 
     It reads the optimizers' state, so nothing may train meanwhile.
     """
@@ -56,11 +56,12 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
 def agree_on_records(
     num_layers: int, found: tuple[Mapping[int, RecordFormat], str], agreement: Agreement, device: torch.device
 ) -> tuple[Records | None, Verdict]:
-    """The records of the layers that are to change, or why there are none. Collective over the job; never raises.
+    """Agree on the records of the layers that are to change; None if there are none. Collective over the job; never
+    raises.
 
     Args:
         num_layers: L, of the whole model.
-        found: what `formats_of` gave for the layers, which are the same on every rank.
+        found: result of `formats_of` for the layers, which are the same on every rank.
         device: of the transport.
     """
     formats, problem = found
@@ -83,6 +84,6 @@ def agree_on_records(
 
 
 def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
-    """Equal on two ranks when their records look the same and travel in the same messages."""
+    """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
     ends = [end for _, end, _ in runs_of(record_format, device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()

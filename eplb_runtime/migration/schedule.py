@@ -1,7 +1,7 @@
-"""Who sends which expert to whom, in which round: a pure function of two placements and the byte sizes.
+"""Schedules transfers of experts in rounds: a pure function of two placements and the byte sizes.
 
-Every rank computes the same schedule from the same placements. A round is the unit of commit: before and after it
-stands a valid placement, so a rebalance that breaks off between rounds leaves a whole one.
+Every rank computes the same schedule from the same placements. A round is the unit of commit: a valid placement holds
+before and after it, so a rebalance that breaks off between rounds leaves a valid one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from ..placement import EMPTY, HomeRows, Placement
 from ..utils.jit import ready
 from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
 
-_WAYS = (
+_METHODS = (
     (cut_into_permutations, False, 1.02),
     (cut_into_permutations, True, 1.05),
     (cut_into_short_cycles, True, 1.0),
 )
-"""How moves are cut into cycles, whether the longest cycles choose their round first, and when that is enough: the
-bytes of each round's busiest rank, summed, over those of the rank that has most in all. The first way spreads a layer
-over the fewest rounds; the last is for few moves, whose permutations are half empty, and takes longest."""
+"""Ways to cut moves into cycles, tried in order: the function, whether the longest cycles choose their round first, and
+the ratio at which the result is good enough. The ratio is the bytes of each round's busiest rank, summed, over those of
+the rank with most bytes in all. The first way spreads a layer over the fewest rounds. The last is for few moves, whose
+permutations are half empty, and takes longest."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One expert's way, with its whole state, from its home slot to its next one (physical slots).
+    """Transfer of one expert with its whole state from its home slot to its next one (physical slots).
 
-    On equal ranks it is a copy within the rank, made when the round is committed.
+    Between slots of one rank it is a copy, made when the round is committed.
     """
 
     layer: int
@@ -45,13 +46,13 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Transfers that are staged together and committed together.
+    """Transfers that are staged and committed together.
 
     Args:
         number: of the round, from 0.
-        transfers: int64 ``[T, 4]``, rows as `Transfer`, sorted by layer and expert. All read what stands before the
+        transfers: int64 ``[T, 4]``, rows as `Transfer`, sorted by layer and expert. All read the placement before the
             round.
-        layers: whose maps this round changes.
+        layers: layers whose maps this round changes.
         finished: those of them that reach the target in it.
     """
 
@@ -61,7 +62,7 @@ class Round:
     finished: tuple[int, ...]
 
     def moved(self, home_rows: HomeRows) -> int:
-        """Experts that change the rank that has them in it."""
+        """Number of experts that change their rank."""
         return int(np.not_equal(*home_rows.rank_of(self.transfers[:, 2:]).T).sum())
 
 
@@ -72,9 +73,9 @@ class TransferSchedule:
     Args:
         current, target: home layout.
         transfers: int64 ``[T, 5]``: the round, then as `Round.transfers`; sorted.
-        last_round: int64 ``[L]``, in which each layer reaches the target; -1: it stands there already.
+        last_round: int64 ``[L]``, round in which each layer reaches the target; -1: it does not change.
         load: int64 ``[rounds, R']``, bytes that each rank receives from others in each round; ``R'`` is R times the
-            groups of ranks that hold different layers.
+            number of groups of ranks that hold different layers.
     """
 
     current: Placement
@@ -106,27 +107,27 @@ class TransferSchedule:
     def num_rounds(self) -> int:
         return int(self.last_round.max(initial=-1)) + 1
 
-    def after(self, standing: Placement, round_: Round) -> Placement:
-        """The placement that stands after a round, one epoch further: an epoch names one placement.
+    def after(self, placement: Placement, round_: Round) -> Placement:
+        """The placement after a round, one epoch further: an epoch names one placement.
 
         Args:
-            standing: the one before it.
+            placement: the one before the round.
         """
-        map_LP, home_LE = standing.physical_to_logical.copy(), standing.require_homes().copy()
+        map_LP, home_LE = placement.physical_to_logical.copy(), placement.require_homes().copy()
         layer, expert, _, slot = round_.transfers.T
         map_LP[layer, slot] = expert
         home_LE[layer, expert] = slot
         if self.current.replica_slots:
-            self._clear_copies_beside_homes(map_LP, layer, expert, slot)
+            self._clear_replicas_of_homes(map_LP, layer, expert, slot)
             finished = list(round_.finished)
             map_LP[finished] = self.target.physical_to_logical[finished]
-        epoch = standing.epoch + 1
+        epoch = placement.epoch + 1
         if round_.number == self.num_rounds - 1:
             epoch = max(epoch, self.target.epoch)
-        return standing.stepped(map_LP, home_LE, epoch)
+        return placement.stepped(map_LP, home_LE, epoch)
 
-    def _clear_copies_beside_homes(self, map_LP: NDArray[np.int32], layer: Ints, expert: Ints, slot: Ints) -> None:
-        """A replica slot does not keep a copy of an expert that has come home to its rank."""
+    def _clear_replicas_of_homes(self, map_LP: NDArray[np.int32], layer: Ints, expert: Ints, slot: Ints) -> None:
+        """Empty the replica slots of experts whose home has come to the same rank."""
         placement = self.current
         first = slot // placement.slots_per_rank * placement.slots_per_rank + placement.homes_per_rank
         slots = first[:, None] + np.arange(placement.replica_slots)
@@ -134,12 +135,12 @@ class TransferSchedule:
         map_LP[layer[transfer], slots[transfer, replica]] = EMPTY
 
     def bytes_of_busiest(self) -> tuple[int, int]:
-        """What the busiest rank of each round receives, summed over rounds; and the least that this could be: what
-        the rank receives that receives most of all."""
+        """Bytes that the busiest rank of each round receives, summed over rounds; and their lower bound, the bytes of
+        the rank that receives most of all."""
         return int(self.load.max(axis=1, initial=0).sum()), int(self.load.sum(axis=0).max(initial=0))
 
     def digest(self) -> bytes:
-        """16 bytes, equal on two ranks when they would send and expect the same experts in the same order."""
+        """16 bytes, equal on two ranks when they send and expect the same experts in the same order."""
         hasher = hashlib.blake2b(self.target.digest().encode(), digest_size=16)
         for array in (self.transfers, self.last_round, self.load):
             hasher.update(array.astype("<i8").tobytes())
@@ -155,19 +156,19 @@ def make_schedule(
     by_layer: bool = False,
     parts: int = 1,
 ) -> TransferSchedule:
-    """Rounds that lead from ``current`` to ``target``, both in the home layout.
+    """Compute the rounds from ``current`` to ``target``, both in the home layout.
 
-    Homes travel; replica slots only change their map, since copies are refreshed from their homes anyway (after every
-    optimizer step, and after a commit). In a round no rank receives more than the budget: ``budget_bytes``, or the
-    largest expert where that is more. An expert may change its slot on a rank on the way.
+    Homes travel. Replica slots only change their map, since replicas are refreshed from their homes after every
+    optimizer step and every commit. In a round no rank receives more than the budget: ``budget_bytes``, or the largest
+    expert if that is more. An expert may change its slot on a rank on the way.
 
     Args:
         expert_bytes: per layer, bytes of an expert with its whole state.
         budget_bytes: bytes of experts from other ranks that a rank can stage.
-        holders: per layer, a number that names the ranks that hold it: layers of different ranks (pipeline stages)
-            do not share a budget. None: the same ranks hold all of them.
+        holders: per layer, a number that names the ranks that hold it: layers of different ranks (pipeline stages) do
+            not share a budget. None: the same ranks hold all of them.
         by_layer: each round is of one layer, so that layers can be committed one by one.
-        parts: D, over how many ranks the homes of each are divided: experts travel between ``R D`` ranks then.
+        parts: D, number of ranks over which each home is divided: experts travel between ``R D`` ranks then.
     """
     home_rows = current.home_rows(parts)
     size_L = np.asarray(expert_bytes, dtype=np.int64)
@@ -183,7 +184,7 @@ def make_schedule(
 
     changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     best = float("inf")
-    for cut, longest_first, enough in _WAYS:
+    for cut, longest_first, enough in _METHODS:
         cycle_M = ready(cut)(first_L, source_M, destination_M, holders_of_layer)
         rank_M = source_M + group_L[layer_M] * holders_of_layer
         pack = partial(
@@ -208,7 +209,7 @@ def make_schedule(
 
 
 def warm_up() -> None:
-    """Compile what a schedule needs, so that no rebalance has to wait for it."""
+    """Compile the code of a schedule, so that no rebalance waits for it."""
     current = Placement.initial(1, 4, 2)
     home = np.array([[2, 0, 3, 1]])
     target = Placement(home.argsort(axis=1), 4, 2, home)
@@ -226,10 +227,10 @@ def _pack(
     budget_bytes: int,
     longest_first: bool,
 ) -> tuple[Ints, Ints]:
-    """The round of each move and the bytes of each rank in each round, given which moves make a cycle.
+    """The round of each move and the bytes of each rank in each round, given the cycle of each move.
 
-    Cycles of the largest experts come first; of those, as the layers come, or the longest: the shorter ones fill what
-    they leave free.
+    Cycles of the largest experts come first; of those, as the layers come, or the longest first, so that shorter ones
+    fill the gaps.
     """
     length_N = np.bincount(cycle_M)
     first_N = np.concatenate([[0], np.cumsum(length_N)])
@@ -244,8 +245,8 @@ def _pack(
 def _pack_by_layer(
     changes: NDArray[np.bool_], cycle_M: Ints, layer_M: Ints, rank_M: Ints, pack: Callable[..., tuple[Ints, Ints]]
 ) -> tuple[Ints, Ints, Ints]:
-    """As `_pack`, with rounds of their own for each layer that changes; and the first round of each layer, -1 for those
-    that stay. A layer where only copies change has a round without transfers."""
+    """As `_pack`, with separate rounds for each layer that changes. Returns also the first round of each layer, -1 for
+    those that do not change. A layer where only replicas change has a round without transfers."""
     round_M, first_L = np.empty_like(layer_M), np.full(len(changes), -1, dtype=np.int64)
     loads: list[Ints] = []
     none = pack(cycle_M[:0], layer_M[:0], rank_M[:0])[1]
@@ -259,12 +260,11 @@ def _pack_by_layer(
 
 
 def _in_order(keys: Ints) -> Ints:
-    """Where the keys stand in ascending order, equal ones as they come; counts of layers and rounds are mostly small
-    enough for a radix sort."""
+    """Indices that sort the keys, stably. Counts of layers and rounds are mostly small enough for a radix sort."""
     small = keys.max(initial=0) <= np.iinfo(np.uint16).max
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")
 
 
 def _share_of_bound(load: Ints) -> float:
-    """How many times the bytes of the busiest rank the rounds take."""
+    """Ratio of the rounds' bytes to their lower bound."""
     return float(load.max(axis=1, initial=0).sum()) / max(int(load.sum(axis=0).max(initial=0)), 1)

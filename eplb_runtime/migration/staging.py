@@ -1,4 +1,4 @@
-"""Preallocated memory for experts on their way, the messages that a record travels in, and moves within a rank."""
+"""Preallocated memory for experts in flight, the messages of a record, and moves within a rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from ..moe.experts.record import RecordFormat, RowField
 
 DIRECT_BYTES = 1 << 20
-"""A row of at least so many bytes is sent from where it lives; smaller ones are packed (measured on gloo: packing
-loses from 1 MiB on)."""
+"""Rows of this many bytes or more are sent from their place; smaller ones are packed (measured on gloo: packing loses
+from 1 MiB on)."""
 
 Run = tuple[int, int, RowField | None]
 """One message of a record: first byte, end, and the field of a row that is sent from its place (None: packed)."""
@@ -30,13 +30,13 @@ class Arena:
         self._used = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that a round of so many bytes fits; allocates only when it does not fit yet."""
+        """Make room for a round of so many bytes; allocates only if the buffer is too small."""
         if nbytes > self.memory.shape[0]:
             self.memory = self.memory[:0]  # not the old and the new at once
             self.memory = self._empty(nbytes)
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.memory = self._empty(0)
 
     def restart(self) -> None:
@@ -51,7 +51,7 @@ class Arena:
 
 
 def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
-    """The messages that carry one record, in the order of its bytes."""
+    """Messages of one record, in the order of its bytes."""
     runs: list[Run] = []
     packed_from = None
     for field in record_format.fields:
@@ -68,7 +68,7 @@ def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
 
 
 def _can_send_rows(field: RowField, device: torch.device) -> bool:
-    """Whether each of its rows lies in one piece, where messages are."""
+    """Whether each of its rows is contiguous and on the device of the messages."""
     rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 
@@ -78,16 +78,16 @@ def packed_bytes(runs: Sequence[Run]) -> int:
     return sum(end - first for first, end, field in runs if field is None)
 
 
-def in_turn(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Moves ``(from, to)`` between slots of one rank, as chains in which nothing is overwritten before it is read.
+def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Order moves ``(from, to)`` between slots of one rank into chains that overwrite nothing before it is read.
 
     Args:
-        moves: each slot at most once on either side. A slot that is written and not read is free: what stood there has
-            left the rank.
+        moves: each slot at most once on either side. A slot that is written and not read is free: its expert has left
+            the rank.
 
     Returns:
-        Chains to be carried out front to back. One whose last move ends where its first began is a ring: what stands
-        where the first move ends must be put aside before, and is what the last move brings.
+        Chains to be carried out front to back. A chain whose last move ends where its first began is a ring: the
+            content of the slot where the first move ends is saved before, and is what the last move writes.
     """
     source_of = {to: source for source, to in moves}
     read = {source for source, _ in moves}

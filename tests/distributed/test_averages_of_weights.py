@@ -249,7 +249,7 @@ def trained(rank: int, balancer: eplb.Balancer, model: nn.Module, optimizer: tor
     for step in range(steps):
         ids = batch_of(rank, step)
         torch.manual_seed(step)
-        batch = [torch.randn_like(p) for p in balancer._registry.parameters()]  # noqa: F841
+        batch = [torch.randn_like(p) for p in balancer._runtime.registry.parameters()]  # noqa: F841
         model(input_ids=ids, labels=ids).loss.backward()
         gradients = [p.grad.clone() for p in model.parameters()]  # noqa: F841
         optimizer.step()
@@ -282,7 +282,7 @@ def copied_at(rank: int, at: int | None, nth: int = 0) -> tuple[int, dict[str, A
             pull_to_start(kept, model)
         optimizer.step()
         optimizer.zero_grad()
-        nth -= at is None and balancer._rebalancer.background.under_way
+        nth -= at is None and balancer._rebalancer.overlapped.in_flight
         if not kept and (step == at or (at is None and nth < 0)):
             at, kept = step, list(clones(model).values())
     logging.getLogger("eplb_runtime").removeHandler(handler)

@@ -316,8 +316,8 @@ def lose_a_signal(rank: int) -> str:
     try:
         for step in range(3):
             loss_of(model, rank, step).backward()
-            balancer._maps.replicas.refresh()
-            balancer._maps.replicas.wait_all()
+            balancer._runtime.maps.replicas.refresh()
+            balancer._runtime.maps.replicas.wait_all()
     except RuntimeError as error:
         return str(error)
     return ""

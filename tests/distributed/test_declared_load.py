@@ -130,7 +130,7 @@ def keys_of_the_store(rank: int, forgets: bool) -> tuple[list[bool], list[int], 
     """Which declarations moved experts; and keys in the launcher's store after each, and after each step with one."""
     store = dist.distributed_c10d._get_default_store()
     job = Job(rank, interval=1, lag=0)
-    own = job.balancer._groups.store
+    own = job.balancer._runtime.groups.store
     if not forgets:
         own.forget = lambda number: None
 

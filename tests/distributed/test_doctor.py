@@ -54,7 +54,7 @@ def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, 
     state = {
         id(p): [t for t in values.values() if isinstance(t, torch.Tensor)] for p, values in optimizer_.state.items()
     }
-    banks = balancer._maps.replicas._banks.values()
+    banks = balancer._runtime.maps.replicas._banks.values()
     rows = {t.data_ptr(): t for bank in banks for t in [*bank.replicas, *bank._leaving]}
     with LiveMemory() as memory:
         eplb.checkpoint.export_pretrained(whole, folder)
@@ -67,7 +67,7 @@ def measured(rank: int, optimizer: str, shared: bool, folder: str) -> dict[str, 
         "dense_gradients": nbytes(p.grad for p in dense),
         "dense_optimizer_state": sum(nbytes(state[id(p)]) for p in dense),
         "copies_shared" if shared else "copies_kept": nbytes(rows.values()),
-        "copies_arriving": nbytes(balancer._maps.replicas._arrivals.values()),
+        "copies_arriving": nbytes(balancer._runtime.maps.replicas._arrivals.values()),
         "logical_state_dict": nbytes(logical.values()),
     }
     if not shared:

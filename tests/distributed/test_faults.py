@@ -109,11 +109,11 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     job.until_next(RebalanceCommitted)
     decisions._compiled = True
 
-    found = decisions._guard.found
+    compare = decisions._guard.compare
     if rank == 1:
-        decisions._guard.found = raising(MemoryError, "in the middle of the collectives")
+        decisions._guard.compare = raising(MemoryError, "in the middle of the collectives")
     said["paused"] = bool(job.until_next(BalancingPaused).cause)
-    decisions._guard.found = found
+    decisions._guard.compare = compare
     said["while paused"] = refusal(balancer.rebalance)
     said["resumed"] = job.until_next(BalancingResumed).step
     said["committed at"] = job.until_next(RebalanceCommitted).step

@@ -130,8 +130,8 @@ def state_of(balancer: eplb.Balancer, model: Any) -> dict[Any, Tensor]:
     """Weights, masters and optimizer state of this rank's experts by logical number, and all other weights."""
     of_experts = {
         (layer, kept.name, expert): kept.row(slot).detach().clone()
-        for layer in balancer._registry.layers
-        for kept in balancer._registry.of_home(layer)
+        for layer in balancer._runtime.registry.layers
+        for kept in balancer._runtime.registry.of_home(layer)
         for slot, expert in enumerate(balancer._home_experts(layer))
     }
     others = {
@@ -146,13 +146,13 @@ def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambd
     """Losses and norms, state, how many experts moved, and what was counted in each step."""
     model, optimizer, balancer = make(move=move, **WAYS[way])
     spoil(balancer)
-    counted, advance = [], balancer._counter.advance
+    counted, advance = [], balancer._runtime.counter.advance
 
     def close_step() -> None:
         counted.append(balancer._counted.tolist())
         advance()
 
-    balancer._counter.advance = close_step
+    balancer._runtime.counter.advance = close_step
     seen = train(model, optimizer, balancer, range(STEPS))
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
     state = state_of(balancer, model)
@@ -162,12 +162,12 @@ def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambd
 
 def forget_state(balancer: eplb.Balancer) -> None:
     """Experts leave what their optimizer keeps behind."""
-    balancer._registry._optimizers.clear()
+    balancer._runtime.registry._optimizers.clear()
 
 
 def forget_columns(balancer: eplb.Balancer) -> None:
     """Tokens go where experts once stood."""
-    for layer in balancer._layers:
+    for layer in balancer._runtime.layers:
         assert isinstance(layer, HostDispatchedLayer)
         layer._table = type("", (), {"logical_of_slots": lambda *_: torch.arange(example().EXPERTS), "epoch": 0})()
 

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eplb_runtime.distributed.agreement import Agreement
 from eplb_runtime.distributed.ballot import Ballot
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Outcome, Phase
+from eplb_runtime.migration.between_steps import BetweenSteps
+from eplb_runtime.migration.driver import MigrationProgress
+from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Phase
 from eplb_runtime.migration.schedule import make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.routing.lookup import SlotTable
@@ -111,8 +113,10 @@ class Cluster:
 
         return take_over
 
-    def migrate(self, target: Placement, key: str = "m") -> Outcome:
-        return self.engine.migrate(self.placement, target, key, self.get_ready)
+    def migrate(self, target: Placement, key: str = "m") -> MigrationProgress:
+        migration = BetweenSteps(self.engine, self.get_ready)
+        migration.begin(self.placement, target, key)
+        return migration.advance()
 
 
 def random_target(seed: int, layers: int = LAYERS, ranks: int = RANKS) -> Placement:
@@ -121,7 +125,9 @@ def random_target(seed: int, layers: int = LAYERS, ranks: int = RANKS) -> Placem
     return Placement(home.argsort(axis=1), EXPERTS, ranks, home)
 
 
-def go_there_and_back(rank: int, staging_bytes: int) -> tuple[Outcome, Outcome, bool, bool, list[int]]:
+def go_there_and_back(
+    rank: int, staging_bytes: int
+) -> tuple[MigrationProgress, MigrationProgress, bool, bool, list[int]]:
     start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
     cluster = Cluster(rank, start, staging_bytes)
     there = cluster.migrate(target)
@@ -175,7 +181,9 @@ def corrupt_at(committed: int) -> Callable[[Phase, Any], None]:
     return probe
 
 
-def fail_before_the_vote(rank: int, phase: str, committed: int) -> tuple[Outcome, bool, int, Outcome, bool]:
+def fail_before_the_vote(
+    rank: int, phase: str, committed: int
+) -> tuple[MigrationProgress, bool, int, MigrationProgress, bool]:
     start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
     cluster = Cluster(rank, start)
     if rank == 2:
@@ -191,12 +199,12 @@ FAILURES = [("prepared", 0), *((phase, count) for phase in ("staged", "verified"
 """Phase, and rounds committed before; there is one preparation."""
 
 
-def fail_in_all_ways(rank: int) -> list[tuple[Outcome, bool, int, Outcome, bool]]:
+def fail_in_all_ways(rank: int) -> list[tuple[MigrationProgress, bool, int, MigrationProgress, bool]]:
     return [fail_before_the_vote(rank, *failure) for failure in FAILURES]
 
 
 @functools.cache
-def failures() -> dict[tuple[str, int], list[tuple[Outcome, bool, int, Outcome, bool]]]:
+def failures() -> dict[tuple[str, int], list[tuple[MigrationProgress, bool, int, MigrationProgress, bool]]]:
     """By way of failing: what each rank has seen. The ways follow one another on the same ranks."""
     by_rank = run_ranks(RANKS, fail_in_all_ways)
     return dict(zip(FAILURES, (list(results) for results in zip(*by_rank, strict=True)), strict=True))
@@ -303,8 +311,8 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
             for layer in round_.layers:
                 engine.commit(posted, layer)
             engine.finish(posted)
-        migration.standing = posted.after
-    assert cluster.stands_by(migration.standing)
+        migration.current = posted.after
+    assert cluster.stands_by(migration.current)
     return before.found, after.found
 
 
@@ -314,7 +322,7 @@ def test_all_memory_is_there_before_the_vote() -> None:
         assert after == []
 
 
-def migrate_two_stages(rank: int, staging_bytes: int) -> tuple[Outcome, bool]:
+def migrate_two_stages(rank: int, staging_bytes: int) -> tuple[MigrationProgress, bool]:
     """Ranks 0 and 1 hold layers 0 and 1, ranks 2 and 3 layer 2: two pipeline stages, two EP groups."""
     stage = rank // 2
     start = Placement.initial(LAYERS, EXPERTS, 2)
@@ -333,7 +341,7 @@ def test_pipeline_stages_migrate_at_once_each_its_own_layers() -> None:
         assert outcome.rounds == len(apart.rounds) < len(together.rounds)
 
 
-def migrate_with_odd_ranks(rank: int, odd: Sequence[int], stages: bool) -> Outcome:
+def migrate_with_odd_ranks(rank: int, odd: Sequence[int], stages: bool) -> MigrationProgress:
     stage = rank // 2
     ranks = 2 if stages else RANKS
     cluster = Cluster(

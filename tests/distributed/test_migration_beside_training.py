@@ -26,16 +26,16 @@ from eplb_runtime.distributed.transports.nvshmem import Nvshmem
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped
 from eplb_runtime.migration.engine import MigrationEngine, Phase
-from eplb_runtime.migration.overlapped import BackgroundMigration
+from eplb_runtime.migration.overlapped import Overlapped
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 
 @contextmanager
 def late_in(job: Job, layer: int) -> Iterator[None]:
     """One rank finds, before anybody can have voted, that it waits no longer for the experts of a layer."""
-    open_gate = BackgroundMigration._open_gate
+    open_gate = Overlapped._open_gate
 
-    def impatient(self: BackgroundMigration) -> None:
+    def impatient(self: Overlapped) -> None:
         if self is job.background and job.rank == 1 and not self._gate.is_set():
             for flight in self._flights:
                 if flight.layer == layer:
@@ -44,11 +44,11 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
                     )
         open_gate(self)
 
-    BackgroundMigration._open_gate = impatient
+    Overlapped._open_gate = impatient
     try:
         yield
     finally:
-        BackgroundMigration._open_gate = open_gate
+        Overlapped._open_gate = open_gate
 
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
-    with at(job, 0, Phase.STAGED, lambda staged: balancer._groups.hang_up(balancer._groups.standing)):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up(balancer._runtime.groups.standing)):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)
@@ -107,11 +107,11 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     average = torch.zeros_like(dict(job.model.named_parameters())[name])
     balancer.register(name, "average", average)
     job.until_sent()
-    while balancer._rebalancer._beside:
+    while balancer._rebalancer._migration is job.background:
         average.data.add_(1.0)  # leaves no version
         job.step()
     job.until(RebalanceCommitted)
-    said["written"] = job.background.under_way
+    said["written"] = job.background.in_flight
     said["average"] = sorted({float(value) for value in average.flatten()[:1]})
 
     said |= {"losses": job.losses, "state": job.state(), "epoch": balancer.placement.epoch}
@@ -172,7 +172,7 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
                 job.step()
         job.until(RebalanceCommitted)
         heard["paused"] = len(job.balancer.events.of_type(BalancingPaused))
-        carrier = job.engine._exchanger._transport
+        carrier = job.engine._executor._transport
         with at(job, 0, Phase.STAGED, lambda staged, carrier=carrier: carrier.close()):
             heard["closed"] = bool(job.until(BalancingPaused).cause)
         job.until(BalancingResumed, most=2000)
@@ -232,7 +232,7 @@ def static_in_float64(rank: int, steps: int) -> dict[str, Any]:
 def damaged(rank: int, what: str) -> bool:
     """The same job with one rule broken: whether its losses are those of training without."""
     if what == "nobody looks whether experts were written":
-        BackgroundMigration._written = lambda self: ""
+        Overlapped._written = lambda self: ""
     if what == "committed behind the layer's back":
         commit = MigrationEngine.commit
         MigrationEngine.commit = lambda self, posted, layer: None if layer == 1 else commit(self, posted, layer)

@@ -173,7 +173,7 @@ def abandoned(rank: int, shared: bool) -> float:
             optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         balancer.reduce_gradients()
-        gradients.append([p.grad.clone() for p in balancer._registry.parameters()])
+        gradients.append([p.grad.clone() for p in balancer._runtime.registry.parameters()])
         balancer.close()
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True))
 

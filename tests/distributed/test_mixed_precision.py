@@ -118,7 +118,7 @@ def make_scaler(job: Job, balancer: Balancer) -> torch.amp.GradScaler | None:
     options = {"init_scale": 1024.0, "growth_interval": 1000}
     if job.scaler == "ours":
         return eplb.GradScaler(balancer, **options)
-    return torch.amp.GradScaler(balancer.device.type, **options) if job.scaler == "torch" else None
+    return torch.amp.GradScaler(balancer._runtime.device.type, **options) if job.scaler == "torch" else None
 
 
 def train(rank: int, policy: str, job: Job) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def test_copies_shared_between_layers_compute_alike_in_backward_under_autocast()
 def skip_alone(rank: int, agree: bool) -> tuple[dict[str, torch.Tensor], float]:
     if not agree:
         alone = dist.new_group([rank], use_local_synchronization=True)
-        Balancer.gradient_group = property(lambda self: alone)
+        Balancer._gradient_group = property(lambda self: alone)
     model = make_model("olmoe", experts=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = eplb.BalancerConfig(dense_gradients="allreduce", policy="static", guard="auto" if agree else "off")

@@ -106,7 +106,7 @@ def train(rank: int, job: Job) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         imbalances.append(rank_imbalance(rows))
-    replicas = balancer._rebalancer._maps.replicas
+    replicas = balancer._rebalancer._runtime.maps.replicas
     result = {
         "handed_on": sum(len(stage) for links in replicas._links.values() for stage in links.weights[1:])
         if replicas
@@ -379,7 +379,7 @@ def watch_the_exchange(rank: int, shared: bool, keep_back: bool) -> dict:
         loss.backward()
     events.append("backward over")
     optimizer.step()
-    banks = balancer._maps.replicas._banks
+    banks = balancer._runtime.maps.replicas._banks
     places = [[rows.data_ptr() for rows in bank.replicas] for bank in banks.values()]
     behind = [p.data_ptr() + p.nbytes for p in banks[0].parameters]
     balancer.close()

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 from eplb_runtime.distributed.points import Phase
-from eplb_runtime.migration.exchange import Exchanger
+from eplb_runtime.migration.exchange import RoundExecutor
 from eplb_runtime.tools.bench.soak import SETTINGS, Life, Soak
 from eplb_runtime.tools.bench.soak_faults import FAULTS, KILL, NOT_RAISED, RAISE, Deck
 from eplb_runtime.tools.bench.soak_lives import of_life
@@ -45,16 +45,16 @@ def test_faults_at_points_of_the_protocol_part_no_ranks_and_change_no_bit(number
 
 
 def leave_a_row() -> None:
-    commit, done = Exchanger.commit, []
+    commit, done = RoundExecutor.commit, []
 
-    def spoil(self: Exchanger, exchange: Any, layer: int, record_format: Any) -> None:
+    def spoil(self: RoundExecutor, exchange: Any, layer: int, record_format: Any) -> None:
         commit(self, exchange, layer, record_format)
         if not done and layer == 1:
             done.append(True)
             with torch.no_grad():
                 record_format.fields[0].source.memory[0][0].add_(1)
 
-    Exchanger.commit = spoil
+    RoundExecutor.commit = spoil
 
 
 def spoil_what_outlives() -> None:

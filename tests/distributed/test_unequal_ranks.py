@@ -102,7 +102,7 @@ def meeting(rank: int, slots: int) -> list[tuple[str, list[str]]]:
     def parted() -> None:
         """As after a commit that has reached one rank only."""
         if rank == 0:
-            job.balancer._maps.table.prepare(job.balancer.placement, [1])()
+            job.balancer._runtime.maps.table.prepare(job.balancer.placement, [1])()
         job.step(0)
 
     said.append(job.heard(parted))
@@ -192,7 +192,7 @@ def waits_as_the_host_says(rank: int) -> tuple[set[float], bool]:
     own = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     own.options._timeout = timedelta(seconds=20)
     job = Job(rank, 1, timeout_seconds=30)
-    groups = job.balancer._groups
+    groups = job.balancer._runtime.groups
     waits = {
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in (groups.everyone, groups.dispatch, groups.counts, groups.data, groups.replicas)
@@ -258,10 +258,10 @@ def waits(rank: int) -> dict[str, tuple[str, list[str]]]:
     for case in (*cases, close_on_one_rank):
         copies = {"replica_slots": 1, "initial_placement": with_copies()} if case is close_on_one_rank else {}
         job = Job(rank, **copies)
-        for group in job.balancer._groups._made:
+        for group in job.balancer._runtime.groups._made:
             group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=8))
         said[case.__name__] = job.heard(lambda case=case, job=job: case(job))
-        job.balancer._watch.close()
+        job.balancer._runtime.watch.close()
     return said
 
 

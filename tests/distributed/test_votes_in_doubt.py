@@ -18,7 +18,7 @@ from eplb_runtime.distributed.store import JobStore, StoreError
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationBroken, Phase
-from eplb_runtime.migration.overlapped import BackgroundMigration
+from eplb_runtime.migration.overlapped import Overlapped
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 SECONDS = 2.0
@@ -29,7 +29,7 @@ SECONDS = 2.0
 def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
     """Inside, the launcher's store hears nothing on this rank, until it was asked in vain a few times. What it was."""
     asked, answers, ask = [], threading.Event(), JobStore._ask
-    store = job.balancer._groups.store
+    store = job.balancer._runtime.groups.store
 
     def asking(self: JobStore, *arguments: Any) -> Any:
         try:
@@ -101,15 +101,15 @@ def lose_one_count() -> None:
 def interrupted(job: Job) -> bool:
     """Ctrl-C on every rank, between the outcome of a round and its commit; the loop catches it, looks at what it has,
     and repeats the step. Whether what it saw was whole."""
-    commit, broke_off = BackgroundMigration._commit, []
+    commit, broke_off = Overlapped._commit, []
 
-    def break_off(self: BackgroundMigration, flight: Any) -> None:
+    def break_off(self: Overlapped, flight: Any) -> None:
         if self is job.background and flight.layer == 1 and not broke_off:
             broke_off.append(True)
             raise KeyboardInterrupt
         commit(self, flight)
 
-    BackgroundMigration._commit = break_off
+    Overlapped._commit = break_off
     before = {}
     while not broke_off:
         before = job.state()
@@ -143,13 +143,13 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
     migration has ended with it."""
     job.until_sent()
-    job.balancer._groups.hang_up(job.balancer._groups.standing)
+    job.balancer._runtime.groups.hang_up(job.balancer._runtime.groups.standing)
     said, rebalancer = "", job.balancer._rebalancer
     try:
         rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))
     except RuntimeError as error:
         said = str(error)
-    return said, not job.background.under_way
+    return said, not job.background.in_flight
 
 
 def in_doubt(rank: int) -> dict[str, Any]:
@@ -216,14 +216,14 @@ def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
     job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
     job.balancer._plan_with(plan_shuffle)
-    refresh = job.balancer._maps.replicas.refresh
+    refresh = job.balancer._runtime.maps.replicas.refresh
 
     def fail(layers: Any = None) -> None:
         if layers is not None:
             raise OSError("a test says: connection closed by peer")
         refresh()
 
-    job.balancer._maps.replicas.refresh = fail
+    job.balancer._runtime.maps.replicas.refresh = fail
     try:
         job.until(RebalanceCommitted)
     except MigrationBroken as error:

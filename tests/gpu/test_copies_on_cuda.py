@@ -55,7 +55,7 @@ def train(rank: int, way: str, shared: bool) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    replicas = balancer._maps.replicas
+    replicas = balancer._runtime.maps.replicas
     torch.cuda.synchronize()
     torch.distributed.barrier()
     with no_host_sync() if way != "torch" else nullcontext():

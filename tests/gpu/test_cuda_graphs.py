@@ -83,8 +83,8 @@ def follow(rank: int, copied_map: bool) -> list[tuple[bool, bool]]:
         copied_map: control: the graph is made over a copy of the map from experts to slots.
     """
     job = Job()
-    table = job.balancer._maps.table
-    own, counter = table._home_LE, job.balancer._counter
+    table = job.balancer._runtime.maps.table
+    own, counter = table._home_LE, job.balancer._runtime.counter
     found = []
     with torch.no_grad():
         if copied_map:

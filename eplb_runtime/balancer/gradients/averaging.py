@@ -1,8 +1,8 @@
-"""Sums of gradients over ranks, a few large messages at a time, and of each contribution once.
+"""Sums gradients over ranks, each contribution once, in a few large messages.
 
-The sum over ranks is linear. What they have alike from an earlier sum, one of them alone brings to the next; where sums
-are divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding
-to them, and never zero them.
+The sum over ranks is linear. One rank alone brings what all have from an earlier sum to the next one; where sums are
+divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding to
+them, and never zero them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...distributed.ranks import gather_rows
 from ..guard_samples import bit_sums
 
 BUCKET_BYTES = 32 << 20
-"""Gradients of one dtype travel together up to this size."""
+"""Size up to which gradients of one dtype travel together."""
 NONE, ALIKE, REPLACED, NEW = range(4)
-"""What a rank has of a parameter's gradient: nothing, what all ranks have, a tensor of the loop's in its place, or
-something that the others have not."""
+"""Kinds of a parameter's gradient on a rank: none, the same as on all ranks, a tensor of the loop's in its place, or
+one with contributions that the other ranks do not have."""
 
 
 class Averaging:
@@ -31,8 +31,8 @@ class Averaging:
     Args:
         parameters: by name; the same, in the same order, on every rank of the group. More may join.
         divisor: of the sums.
-        in_rank_order: sum each element in the order of the ranks, wherever it stands; for rows that change places.
-        told: the caller calls `arrives`; else hooks do.
+        in_rank_order: sum each element in the order of the ranks, wherever it is; for rows that move.
+        hooked_by_caller: the caller calls `arrives`; else hooks do.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Averaging:
         divisor: int,
         *,
         in_rank_order: bool = False,
-        told: bool = False,
+        hooked_by_caller: bool = False,
     ) -> None:
         self._parameters = parameters
         self._group = group
         self._divisor = divisor
         self._in_rank_order = in_rank_order
         self._any_may_bring_it = group.size() == divisor
-        self._told = told
+        self._hooked_by_caller = hooked_by_caller
         self._watched: set[Tensor] = set()
         self._joined = 0
         self._arrived: set[Tensor] = set()
@@ -66,11 +66,11 @@ class Averaging:
 
     @property
     def has_replaced(self) -> bool:
-        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
+        """Whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
         return any(map(self._is_replaced, self._alike))
 
     def arrives(self, parameter: Tensor) -> None:
-        """A backward pass is about to add to this gradient."""
+        """Note that a backward pass is about to add to this gradient."""
         self._arrived.add(parameter)
         if parameter in self._alike:
             self._alike.discard(parameter)
@@ -79,16 +79,16 @@ class Averaging:
             self._captured.add(parameter)  # replays bring gradients that nobody hears of
 
     def step_is_over(self) -> None:
-        """The optimizers have used the gradients. What is left of them may stay, be added to or be used again."""
+        """Note that the optimizers have used the gradients, which may stay, be added to or be used again."""
         if not self._any_may_bring_it:
             gradients = [(parameter, parameter.grad) for parameter in self._alike]
             self._left = {p: (weakref.ref(g), g._version) for p, g in gradients if g is not None}
 
     @torch.no_grad()
     def reduce(self, *, first: bool) -> None:
-        """Sum what is new, in place. Collective over the group.
+        """Sum new gradients in place. Collective over the group.
 
-        A parameter without a gradient on some ranks takes part with zeros; one without a gradient on every rank stays
+        A parameter without a gradient on some ranks takes part with zeros. One without a gradient on every rank stays
         so.
 
         Args:
@@ -105,15 +105,15 @@ class Averaging:
         here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
         everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
-        gradients = []
-        for parameter, mine, most in zip(parameters, here, self._kinds_by_rank(everywhere.tolist()), strict=True):
-            if most == NEW:
+        kinds, gradients = self._kinds_by_rank(everywhere.tolist()), []
+        for parameter, own_kind, highest in zip(parameters, here, kinds, strict=True):
+            if highest == NEW:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                elif mine == ALIKE:
+                elif own_kind == ALIKE:
                     self._leave_to_the_first(parameter)
                 gradients.append(parameter.grad)
-            if most != NONE:
+            if highest != NONE:
                 self._alike.add(parameter)
         self._average(gradients)
         self._arrived.clear()
@@ -147,16 +147,15 @@ class Averaging:
         left, gradient = self._reduced.get(parameter), parameter.grad
         return left is not None and gradient is not None and left() is not gradient
 
-    def _kinds_by_rank(self, most: list[int]) -> list[int]:
-        """Tell gradients in place of reduced ones that are alike on all ranks still from new ones. Collective if there
-        are any.
+    def _kinds_by_rank(self, highest: list[int]) -> list[int]:
+        """Distinguish replaced gradients that are still equal on all ranks from new ones. Collective if there are any.
 
         Raises:
-            RuntimeError: they are not alike, and to sum them might sum what is summed already.
+            RuntimeError: they are not equal, and a sum of them might add contributions twice.
         """
-        replaced = [number for number, one in enumerate(most) if one == REPLACED]
+        replaced = [number for number, one in enumerate(highest) if one == REPLACED]
         if not replaced:
-            return most
+            return highest
         named = list(self._parameters.items())
         gradients = [named[number][1].grad for number in replaced]
         device = named[0][1].device
@@ -165,7 +164,7 @@ class Averaging:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         for number, high, low in zip(replaced, *both.tolist(), strict=True):
             if high == -low:
-                most[number] = ALIKE
+                highest[number] = ALIKE
                 continue
             if not self._any_may_bring_it:
                 raise RuntimeError(
@@ -173,11 +172,11 @@ class Averaging:
                     "that differ from rank to rank: nobody can tell what of them is summed already; put gradients "
                     "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
                 )
-            most[number] = NEW
-        return most
+            highest[number] = NEW
+        return highest
 
     def _leave_to_the_first(self, parameter: Tensor) -> None:
-        """Let one rank alone bring what all have alike."""
+        """Let one rank alone bring a gradient that all have alike."""
         gradient = parameter.grad
         if gradient is None or self._any_may_bring_it:
             return
@@ -188,7 +187,7 @@ class Averaging:
                 gradient.mul_(self._divisor)
 
     def _join(self) -> None:
-        """Watch parameters that were given since the last time, or are trained since."""
+        """Watch parameters that have joined since the last call, or are trained since."""
         if self._joined == len(self._parameters):
             return
         self._joined = len(self._parameters)
@@ -201,7 +200,7 @@ class Averaging:
         self._watched.add(parameter)
         if parameter.grad is not None:
             self._arrived.add(parameter)
-        if self._told:
+        if self._hooked_by_caller:
             return
         # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
         parameter.register_hook(partial(self._hook, parameter))
@@ -235,9 +234,9 @@ def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         return flat_N
     part = -(-flat_N.numel() // ranks)
     padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
-    parts_RN = torch.empty_like(padded)
-    dist.all_to_all_single(parts_RN, padded, group=group)
-    first, *others = parts_RN.view(ranks, part)
+    shards_RN = torch.empty_like(padded)
+    dist.all_to_all_single(shards_RN, padded, group=group)
+    first, *others = shards_RN.view(ranks, part)
     for other in others:
         first.add_(other)
     return gather_rows(first, group).view(-1)[: flat_N.numel()]

@@ -21,11 +21,11 @@ from ...moe.experts.slices import is_sliced
 
 @dataclass(frozen=True)
 class Divisors:
-    """What gradients of whole experts are divided by; both together are `distributed.ranks.Job.gradient_divisor`.
+    """Divisors of gradients of whole experts; their product is `distributed.ranks.Job.gradient_divisor`.
 
     Args:
-        in_layers: where a layer computes with them, besides what follows.
-        at_parameters: whatever reaches a parameter.
+        in_layers: where a layer computes with the experts, besides the other one.
+        at_parameters: applied to every gradient that reaches a parameter.
     """
 
     in_layers: float
@@ -33,12 +33,12 @@ class Divisors:
 
     @classmethod
     def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
-        """For the experts of this rank.
+        """Divisors for the experts of this rank.
 
         Args:
             by_host: the framework computes the experts itself: nobody sees which gradient comes from where.
-            dense_is_sharded: each rank has a part of the other parameters and gets the gradient of that past the
-                sums over ranks, once.
+            dense_is_sharded: each rank has a part of the other parameters, and gets its gradient past the sums over
+                ranks, once.
         """
         divisor = job.gradient_divisor
         if by_host:
@@ -51,8 +51,8 @@ class Divisors:
 
 
 def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """What others have called ``register_hook`` or ``register_post_accumulate_grad_hook`` of a parameter with: neither
-    this package nor torch's own wrappers of models."""
+    """Foreign hooks on the gradient of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``): neither
+    this package's nor those of torch's own wrappers of models."""
     both = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
     return [hook for hooks in both for hook in (hooks or {}).values() if not _is_known(hook)]
 
@@ -96,10 +96,10 @@ class Division:
             self._hook(self._parameters[name])
 
     def follow(self) -> None:
-        """Parameters that are trained since the last call join.
+        """Divide gradients of parameters that are trained since the last call.
 
         Raises:
-            RuntimeError: copies have no place for their gradients, or hooks would not see those.
+            RuntimeError: replicas have no place for their gradients, or hooks would not see those.
         """
         for name, parameter in self._watched.items():
             if foreign_hooks(parameter):

@@ -1,6 +1,6 @@
-"""The parts of one gradient norm over a model whose experts and stages are spread over ranks.
+"""Parts of one gradient norm over a model whose experts and stages are spread over ranks.
 
-Each logical expert counts once and sums are taken in logical order: where experts stand does not change the norm.
+Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement.
 """
 
 from __future__ import annotations

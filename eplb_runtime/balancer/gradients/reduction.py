@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts are spread over ranks: reduced once a step, and clipped by one norm over all."""
+"""Reduces the gradients of a model with spread experts once a step, and clips them by one norm."""
 
 from __future__ import annotations
 
@@ -7,75 +7,68 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...distributed.process_groups import ProcessGroups
-from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
-from ...replicas.sync import ReplicaSync
 from ...utils.spans import phase
+from ..runtime import Runtime
 from .averaging import Averaging
 from .norm import squares_of_dense, squares_of_experts, sum_over_stages
 
 
 class Gradients:
-    """Gradients on their way to the optimizer: each contribution is reduced once, and all are clipped by one norm.
+    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
 
     Args:
-        registry: has the expert parameters.
-        experts: those, home rows by name.
-        replicas: brings copies' gradients home; None: there are no copies.
-        dense_parameters: the rest of the model, by name; more may join.
-        average_dense: whether the rest is averaged here, or by the host.
-
-    Attributes:
-        reduced: called whenever gradients have been reduced.
-        follow: called before, to learn of parameters that have joined.
+        dense_parameters: all parameters outside the experts, by name; more may join.
+        follow: called before each reduction, to learn of parameters that have joined.
+        reduced: called after each reduction of new gradients.
     """
 
     def __init__(
         self,
-        registry: ExpertTensors,
-        experts: Mapping[str, Tensor],
-        replicas: ReplicaSync | None,
+        runtime: Runtime,
         dense_parameters: Mapping[str, Tensor],
-        groups: ProcessGroups,
         *,
-        average_dense: bool,
+        follow: Callable[[], None],
+        reduced: Callable[[], None],
     ) -> None:
-        self._registry = registry
-        self._replicas = replicas
+        groups = runtime.groups
+        self._registry = runtime.registry
+        self._replicas = runtime.maps.replicas
         self._dense_parameters = dense_parameters
         self._groups = groups
-        self._sliced = any(is_sliced(parameter) for parameter in registry.parameters())
+        self._follow = follow
+        self._reduced = reduced
+        self._sliced = any(is_sliced(parameter) for parameter in self._registry.parameters())
         self._averaged: list[Averaging] = []
-        if average_dense:
+        if runtime.averages_dense:
             self._averaged.append(Averaging(dense_parameters, groups.data, groups.job.gradient_divisor))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and not self._sliced:
-            self._of_experts = Averaging(experts, groups.expert_data, 1, in_rank_order=True, told=True)
+            self._of_experts = Averaging(
+                runtime.parameters, groups.expert_data, 1, in_rank_order=True, hooked_by_caller=True
+            )
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True
-        self.reduced: Callable[[], None] = lambda: None
-        self.follow: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """The optimizer has stepped: new gradients come."""
+        """Begin new gradients after an optimizer's step."""
         self._first = True
         self.moved()
 
     def moved(self) -> None:
-        """Between steps, experts have moved, and gradients with them."""
+        """Note that experts have moved between steps, with their gradients."""
         for averaging in self._averaged:
             averaging.step_is_over()
 
     def forward_begins(self) -> None:
-        """New gradients may come, of slices where no hook sees them."""
+        """Expect new gradients, of slices where no hook sees them."""
         self._new = self._new or self._sliced
         if self._sliced and self._registry.has_left_behind:
             self._registry.forget_zeroed()
 
     def arrives(self, parameter: Tensor) -> None:
-        """A backward pass, or a copy, is about to add to the gradient of an expert parameter."""
+        """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter."""
         self._new = True
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind(parameter)
@@ -83,8 +76,8 @@ class Gradients:
             self._of_experts.arrives(parameter)
 
     def reduce(self) -> None:
-        """Make every gradient what the optimizer is to see; nothing more until there are new ones. Collective."""
-        self.follow()
+        """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
+        self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
         if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
@@ -98,7 +91,7 @@ class Gradients:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
         if new:  # else what the loop has done since the last time is still to be told of
-            self.reduced()
+            self._reduced()
 
     @torch.no_grad()
     def clip(
@@ -154,12 +147,12 @@ class Gradients:
     def square_of_experts(
         self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Tensor:
-        """The squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on
-        every rank and wherever experts stand. Collective.
+        """Squared norm over all experts of the model, for a host that clips by itself: a float64 scalar, equal on every
+        rank and for every placement. Collective.
 
         Args:
             logical_of_rows_LH, num_experts: as of `clip`.
-            gradient_of: what the host would take as the gradient of an expert parameter.
+            gradient_of: the host's gradient of an expert parameter.
         """
         squares = self._squares_of_experts(logical_of_rows_LH, num_experts, gradient_of)
         none = torch.zeros((), dtype=torch.float64, device=logical_of_rows_LH.device)

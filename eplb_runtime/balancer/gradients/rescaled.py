@@ -1,11 +1,11 @@
-"""Notices gradients, and experts between steps, that a rank changes by its own measure, as clipping by its own norm
-does, in whichever step.
+"""Finds gradients, and experts between steps, that a rank scales by a factor of its own, as clipping by its own norm
+does.
 
-A factor that differs from rank to rank leaves no trace: the average of what each rank has scaled otherwise is the same
-on all of them, and each expert has its gradient on its owners alone. So a few elements of a few gradients are kept, on
-the device, as a backward pass leaves them, ahead of their reduction, after it, and after the optimizer's step; and of a
-few expert parameters, as a step leaves them, and as the next forward finds them. The next decision brings them to the
-host and compares factors over ranks.
+Such a factor leaves no trace: the average of gradients that each rank has scaled differently is the same on all of
+them, and an expert has its gradient on its owners alone. So a few elements of a few gradients are sampled on the
+device: after a backward pass, ahead of their reduction, after it, and after the optimizer's step. Of a few expert
+parameters elements are sampled after a step and at the next forward. The next decision brings them to the host and
+compares factors over ranks.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from ...load.aggregate import HostCopy
 from ...moe.experts.slices import is_sliced, local
 
 DENSE, EXPERTS = 2, 2
-"""Tensors of each kind that are watched at a time."""
+"""Tensors of each kind that are sampled at a time."""
 WATCHED = DENSE + EXPERTS
 ARRIVED, COMPLETE, REDUCED, STEPPED, LEFT, FOUND = range(6)
-"""When gradients are looked at, and in the last two, experts themselves. Between the two of each pair, none should
-change by a factor of its own on each rank."""
+"""Times at which gradients are sampled, and for the last two, experts. Between the two of each pair no rank should
+change them by a factor of its own."""
 WHEN = (
     "before they were reduced",
     "between their reduction and the end of the optimizer's step",
     "ahead of its forward",
 )
-"""What lies between them, in words."""
+"""The windows between those pairs, in words."""
 WEIGHTS = 2
-"""Which of these is of experts themselves."""
+"""The window in which experts themselves are compared."""
 _ELEMENTS = 32
 _MOST_STEPS = 512
 _UNIFORM, _UNIFORM_HALF = 1e-4, 3e-2
-"""By how much elements that are multiplied by one factor may seem to differ; for gradients of 16 bits."""
+"""Tolerance of the ratios of elements that are multiplied by one factor; for gradients of 16 bits."""
 _EQUAL, _EQUAL_HALF = 3e-6, 5e-3
-"""By how much factors may, each of which is the mean of many elements."""
+"""Tolerance of factors, each of which is the mean of many elements."""
 _SMALLEST = 1e-3
-"""Elements that are smaller by so much than the largest are too coarse for a factor."""
+"""Elements that are smaller than the largest by this factor are too coarse."""
 _LEAST, _LEAST_CLIPPED = 3, 12
-"""So many elements must agree in a factor, and so many must have become no larger where they were clipped by value:
-fewer may by chance, as the few rows of an embedding that a batch has used."""
+"""Number of elements that must agree in a factor, and number that must have become no larger where they were clipped
+by value. Fewer may agree by chance, as the few rows of an embedding that a batch has used."""
 
 
 @dataclass(frozen=True)
-class Watching:
-    """One tensor in some steps.
+class WatchedTensor:
+    """A tensor that is sampled for some steps.
 
     Args:
-        elements: how many of them are kept.
-        rows: which row each is of, where rows are experts; None: the tensor is the same on all ranks that compare it.
+        elements: number of sampled elements.
+        rows: row of each element, if rows are experts; None: the tensor is the same on all ranks that compare it.
     """
 
     name: str
@@ -66,29 +66,29 @@ class Watching:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What was kept in some steps.
+class GradientSamples:
+    """Samples of some steps.
 
     Args:
-        elements: float32 ``[T, 6, ...]``, the elements of all watched tensors side by side; NaN: none.
-        steps: the number of each step ``[T]``.
-        watched: the tensors; None: fewer are there than could be.
+        elements: float32 ``[T, 6, ...]``, the elements of all sampled tensors side by side; NaN: none.
+        steps: number of each step ``[T]``.
+        watched: the tensors; None: there are fewer than could be sampled.
         has_halves: whether gradients of 16 bits are among them.
     """
 
     elements: HostCopy = field(repr=False)
     steps: tuple[int, ...]
-    watched: tuple[Watching | None, ...]
+    watched: tuple[WatchedTensor | None, ...]
     has_halves: bool
 
     @property
     def tolerance(self) -> float:
-        """By how much factors that are meant to be equal may differ."""
+        """Largest difference of factors that count as equal."""
         return _EQUAL_HALF if self.has_halves else _EQUAL
 
     def factors(self) -> NDArray[np.float64]:
-        """``[3, T, WATCHED]``, by what each tensor was multiplied between two looks at it; NaN: nobody can tell."""
-        kept_T4N = self.elements.wait().numpy().astype(np.float64)
+        """``[3, T, WATCHED]``, factor by which each tensor was multiplied in each window; NaN: unknown."""
+        elements_T6N = self.elements.wait().numpy().astype(np.float64)
         found = np.full((len(WHEN), len(self.steps), WATCHED), np.nan)
         first, uniform = 0, _UNIFORM_HALF if self.has_halves else _UNIFORM
         for number, one in enumerate(self.watched):
@@ -97,7 +97,7 @@ class Kept:
             here = slice(first, first + one.elements)
             first += one.elements
             for window, (before, after) in enumerate(((ARRIVED, COMPLETE), (REDUCED, STEPPED), (LEFT, FOUND))):
-                before_TN, after_TN = kept_T4N[:, before, here], kept_T4N[:, after, here]
+                before_TN, after_TN = elements_T6N[:, before, here], elements_T6N[:, after, here]
                 found[window, :, number] = _factors(before_TN, after_TN, one.rows, uniform)
         return found
 
@@ -109,32 +109,32 @@ def _factors(
     with np.errstate(all="ignore"):
         size_TN = np.where(np.isfinite(before_TN) & np.isfinite(after_TN), np.abs(before_TN), 0.0)
         # A rank may drop its batch by zeros: that is no scaling of what others have.
-        tells_TN = (size_TN > _SMALLEST * size_TN.max(axis=1, keepdims=True)) & (after_TN != 0)
+        is_usable_TN = (size_TN > _SMALLEST * size_TN.max(axis=1, keepdims=True)) & (after_TN != 0)
         ratio_TN = after_TN / before_TN
-        low_T = np.where(tells_TN, ratio_TN, np.inf).min(axis=1)
-        high_T = np.where(tells_TN, ratio_TN, -np.inf).max(axis=1)
-        found_T = np.where(tells_TN, ratio_TN, 0.0).sum(axis=1) / tells_TN.sum(axis=1)
+        low_T = np.where(is_usable_TN, ratio_TN, np.inf).min(axis=1)
+        high_T = np.where(is_usable_TN, ratio_TN, -np.inf).max(axis=1)
+        found_T = np.where(is_usable_TN, ratio_TN, 0.0).sum(axis=1) / is_usable_TN.sum(axis=1)
         uniform_T = high_T - low_T <= tolerance * np.maximum(np.abs(low_T), np.abs(high_T))
-        uniform_T &= tells_TN.sum(axis=1) >= _LEAST
+        uniform_T &= is_usable_TN.sum(axis=1) >= _LEAST
     if rows is None:
         # Clipped by value: where gradients are equal, all have changed the largest element alike.
         largest_T = np.take_along_axis(ratio_TN, size_TN.argmax(axis=1)[:, None], axis=1)[:, 0]
-        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (tells_TN.sum(axis=1) >= _LEAST_CLIPPED)
+        clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (is_usable_TN.sum(axis=1) >= _LEAST_CLIPPED)
         return np.where(uniform_T, found_T, np.where(clipped_T, largest_T, np.nan))
     # An expert may be scaled by itself, wherever it stands.
     row_N = np.asarray(rows)
-    several_T = np.where(tells_TN, row_N, -1).max(axis=1) > np.where(tells_TN, row_N, row_N.max()).min(axis=1)
+    several_T = np.where(is_usable_TN, row_N, -1).max(axis=1) > np.where(is_usable_TN, row_N, row_N.max()).min(axis=1)
     return np.where(uniform_T & several_T, found_T, np.nan)
 
 
-class Samples:
-    """Keeps a few elements of some gradients. No host sync; between two decisions no memory is taken.
+class GradientSampler:
+    """Samples a few elements of some gradients. No host sync; no memory is taken between two decisions.
 
     Args:
         dense: parameters outside the experts, by name; in the same order on all ranks that share them.
         experts: home rows ``[E/R, ...]`` by name, likewise.
-        average_dense: whether the balancer averages the dense gradients, of which each rank has its own till then.
-        steps: how many there are between two decisions.
+        average_dense: whether the balancer averages the dense gradients; until then each rank has its own.
+        steps: number of steps between two decisions.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Samples:
         self._dense, self._experts = dense, experts
         self._average_dense = average_dense
         self._most = max(4, min(steps, _MOST_STEPS))
-        self._turn = 0
+        self._selection = 0
         self._pass = -1
         self._has_arrived = False
         self._arrivals: list[weakref.ref[Tensor] | None] = []
@@ -156,16 +156,16 @@ class Samples:
         self._has_left = False
         self._row = 0
         self._numbers: dict[int, int] = {}
-        self._watched: tuple[Watching | None, ...] = ()
+        self._watched: tuple[WatchedTensor | None, ...] = ()
         self._widths: list[int] = []
         self._elements = torch.empty(0, device=device)
         self._begin()
-        watched: tuple[Watching | None, ...] = self._watched if average_dense else self._watched[DENSE:]
+        watched: tuple[WatchedTensor | None, ...] = self._watched if average_dense else self._watched[DENSE:]
         arriving = [one.parameter for one in watched if one is not None and not is_sliced(one.parameter)]
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in arriving]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop sampling."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -173,12 +173,12 @@ class Samples:
     # -- keeping -------------------------------------------------------------------------------------------------------
 
     def again(self) -> None:
-        """Whoever made the gradients has scaled or completed them by itself: what is there now is what arrived."""
+        """Sample gradients as arrived again: a schedule has scaled or completed them by itself."""
         if self._handles:
             self._arrived()
 
     def before_reduction(self) -> None:
-        """Gradients are about to be reduced, if new ones have arrived."""
+        """Sample gradients that are about to be reduced, if new ones have arrived."""
         if not self._has_arrived:
             return
         self._has_arrived = False
@@ -189,49 +189,49 @@ class Samples:
             self._keep(COMPLETE)
 
     def reduced(self) -> None:
-        """Gradients are what the optimizer is to see."""
+        """Sample reduced gradients."""
         self._keep(REDUCED)
 
     def stepped(self) -> None:
-        """An optimizer has stepped, and gradients are still there: what it did to them first is in them."""
+        """Sample gradients after an optimizer's step: changes that it made to them first are visible."""
         self._keep(STEPPED)
 
     def left(self) -> None:
-        """The step is over, and experts have moved if they do: they stay as they are until the next forward."""
+        """Sample experts after the step and its moves: they stay as they are until the next forward."""
         self._has_left = True
         self._keep(LEFT)
 
     def forward_begins(self) -> None:
-        """The first one after a step finds experts as they are now."""
+        """Sample experts at the first forward after a step."""
         if self._has_left and not (self._elements.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._has_left = False
             self._keep(FOUND)
 
     def step_is_over(self, number: int) -> None:
-        """The step of this number is."""
+        """Close the step of this number."""
         self._has_arrived = self._taken_away = False
         self._numbers[self._row] = number
         self._row = (self._row + 1) % self._most
         if self._numbers.pop(self._row, None) is not None:
             self._elements[self._row].fill_(torch.nan)
 
-    def now(self, number: int) -> Kept:
-        """Of the running step."""
-        return self._kept(self._elements[self._row : self._row + 1], (number,))
+    def now(self, number: int) -> GradientSamples:
+        """Samples of the running step."""
+        return self._samples_of(self._elements[self._row : self._row + 1], (number,))
 
-    def take(self) -> Kept:
-        """Of all steps since the last time; other tensors are watched from now on."""
+    def take(self) -> GradientSamples:
+        """Samples of all steps since the last call; other tensors are sampled from now on."""
         rows = sorted(self._numbers, key=lambda row: self._numbers[row])
         numbers = tuple(self._numbers[row] for row in rows)
         wrapped = rows != list(range(len(rows)))
-        kept = self._kept(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
-        self._turn += 1
+        kept = self._samples_of(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
+        self._selection += 1
         self._begin()
         return kept
 
-    def _kept(self, elements: Tensor, numbers: tuple[int, ...]) -> Kept:
+    def _samples_of(self, elements: Tensor, numbers: tuple[int, ...]) -> GradientSamples:
         widths = [one.parameter.element_size() for one in self._watched if one is not None]
-        return Kept(HostCopy(elements), numbers, self._watched, min(widths, default=4) < 4)
+        return GradientSamples(HostCopy(elements), numbers, self._watched, min(widths, default=4) < 4)
 
     def _begin(self) -> None:
         self._row, self._numbers = 0, {}
@@ -242,26 +242,26 @@ class Samples:
         self._watched = watched
         self._elements.fill_(torch.nan)
 
-    def _chosen(self, tensors: Mapping[str, Tensor], most: int, least_rows: int | None) -> list[Watching | None]:
-        """The next few in turn."""
+    def _chosen(self, tensors: Mapping[str, Tensor], most: int, least_rows: int | None) -> list[WatchedTensor | None]:
+        """The next few tensors in rotation."""
         fit = [
             (name, p)
             for name, p in tensors.items()
             if p.requires_grad and p.numel() and (not is_sliced(p) if least_rows is None else len(local(p)) > 1)
         ]
         stride = max(1, -(-len(fit) // most))
-        chosen: list[Watching | None] = []
-        for name, parameter in fit[self._turn % stride :: stride][:most]:
+        chosen: list[WatchedTensor | None] = []
+        for name, parameter in fit[self._selection % stride :: stride][:most]:
             here = local(parameter)
             elements, per_row = min(here.numel(), _ELEMENTS), here[0].numel() if here.ndim else 1
             places = [place * (here.numel() // elements) for place in range(elements)]
             rows = None if least_rows is None else tuple(place // per_row for place in places)
-            chosen.append(Watching(name, parameter, elements, rows))
+            chosen.append(WatchedTensor(name, parameter, elements, rows))
         return [*chosen, *[None] * (most - len(chosen))]
 
     @torch.compiler.disable
     def _accumulated(self, parameter: Tensor) -> None:
-        """A gradient has arrived; all have when the backward pass is over."""
+        """Note that a gradient has arrived; all have when the backward pass is over."""
         number = torch._C._current_graph_task_id()
         if number != self._pass:
             self._pass = number

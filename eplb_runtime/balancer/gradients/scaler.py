@@ -1,12 +1,12 @@
 """Loss scaling for float16: a step is skipped on every rank or on none.
 
 Each rank looks at the gradients of its own experts, so an overflow may show on one rank alone. Torch's GradScaler would
-skip the step there and take it elsewhere. And gradients that copies kept back must come home before they are unscaled.
+skip the step on that rank and take it elsewhere. Gradients that replicas hold back are reduced before they are
+unscaled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from ..runtime import Runtime
+
 
 class GradientOwner(Protocol):
-    """What scaling asks of a balancer."""
+    """A balancer, as far as scaling needs it."""
 
     @property
-    def device(self) -> torch.device: ...
+    def _runtime(self) -> Runtime: ...
 
     @property
-    def gradient_group(self) -> dist.ProcessGroup: ...
+    def _gradient_group(self) -> dist.ProcessGroup: ...
 
-    @property
-    def _turn_of(self) -> Callable[[torch.optim.Optimizer], AbstractContextManager[None]]:
-        """Around the step of an optimizer, which may be left out on all ranks."""
+    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Encloses the step of an optimizer, which may be skipped on all ranks."""
 
     def reduce_gradients(self) -> None: ...
 
@@ -40,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, balancer: GradientOwner, **options: Any) -> None:
-        super().__init__(balancer.device.type, **options)
+        super().__init__(balancer._runtime.device.type, **options)
         self._balancer = balancer
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,16 +52,16 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         # As torch's ShardedGradScaler does it for FSDP, whose flag has a shape that fused optimizers cannot take.
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = self._balancer.device
+        device = self._balancer._runtime.device
         anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer.gradient_group)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer._gradient_group)
         for key in found or [device]:
             found[key] = anywhere.to(key)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Fused optimizers, which would unscale by themselves, are told what the ranks agreed on. Where one
-        of several optimizers has an overflow, the others step."""
+        """Step as torch's does. Fused optimizers, which would unscale by themselves, get the result that the ranks
+        agreed on. If one of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        with self._balancer._turn_of(optimizer):
+        with self._balancer._optimizer_turn(optimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ...balancer.balancer import Balancer
 from ...balancer.gradients.division import Divisors
-from ...balancer.model_check import Structure
+from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Parts
+from ...balancer.runtime import Runtime
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
 from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
@@ -198,7 +198,7 @@ class _Attaching:
         self.copies.open()
         experts = {id(p) for p in self.registry.parameters()}
         self.balancer = Balancer(
-            Parts(
+            Runtime(
                 config=self.config,
                 groups=self.groups,
                 topology=self.topology,
@@ -206,7 +206,6 @@ class _Attaching:
                 registry=self.registry,
                 counter=self.counter,
                 maps=self.maps,
-                transport=self.transport,
                 dense_parameters={
                     stage.prefix + name: parameter
                     for stage in self.stages
@@ -219,17 +218,19 @@ class _Attaching:
                 layers=self.layers,
                 watch=self.watch,
                 lanes=self.lanes,
-                structure=Structure(
+                model_check=ModelCheck(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
                     self.replaced,
                 ),
                 kernels=self.kernels,
                 divisors=self._divisors,
-                come=self._come,
-            )
+                barrier=self._come,
+            ),
+            self.transport,
+            self._hook_optimizers,
         )
-        self.balancer._close_together_with(self.dispatcher.close)
+        self.balancer._close_on_all_ranks_with(self.dispatcher.close)
 
     def hook(self) -> None:
         """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
@@ -239,7 +240,11 @@ class _Attaching:
         for index, name, layer in self._layers():
             homes = partial(homes_of, self.balancer, index)
             mark_state(layer.experts, name, homes, made_with=homes().here if layer.slots else None)
-        _hook(self.balancer, self.stages, self.optimizers, self.container)
+        _watch_forwards(self.balancer, self.stages)
+        if self.container is None:
+            self.hooked.add(self.optimizers)
+        else:
+            self.hooked.add_container(self.container, _of_torch(self.optimizers))
         _forget_graphs()
         self.groups.go_with([stage.model for stage in self.stages])
 
@@ -269,6 +274,11 @@ class _Attaching:
         self.balancer._shown = shown
         shown.follow(self.balancer.events)
         self.balancer._close_with(shown.close)
+
+    def _hook_optimizers(self, balancer: Balancer) -> Optimizers:
+        named = {stage.prefix + name: p for stage in self.stages for name, p in stage.model.named_parameters()}
+        self.hooked = Optimizers(balancer, named)
+        return self.hooked
 
     @property
     def _come(self) -> Callable[[str], None]:
@@ -457,23 +467,10 @@ def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
 
-def _hook(
-    balancer: Balancer,
-    stages: Sequence[Stage],
-    optimizers: Sequence[AnyOptimizer],
-    container: torch.optim.Optimizer | None,
-) -> None:
-    """Let batches, forwards and optimizer steps reach the balancer."""
+def _watch_forwards(balancer: Balancer, stages: Sequence[Stage]) -> None:
+    """Let batches and forwards reach the balancer."""
     for stage in stages:
         balancer._end_with(stage.host.watch_batches())
         names = balancer.layer_of_parameter
         layers = frozenset(layer for name, layer in names.items() if name.startswith(stage.prefix))
         balancer._forwards.append(Forwards(balancer, stage, layers))
-    parameters = {stage.prefix + name: p for stage in stages for name, p in stage.model.named_parameters()}
-    hooked = Optimizers(balancer, parameters)
-    if container is None:
-        hooked.add(optimizers)
-    else:
-        hooked.add_container(container, _of_torch(optimizers))
-    balancer._adopt, balancer._turn_of = hooked.adopt, hooked.turn_of
-    balancer._gradients.follow = hooked.follow

@@ -204,7 +204,7 @@ class Optimizers:
 
     def _replaced_in(self, optimizer: AnyOptimizer) -> str:
         """The name of a parameter that attach has replaced; empty: there is none."""
-        replaced = {id(parameter): name for name, parameter in self._balancer._structure.replaced().items()}
+        replaced = {id(parameter): name for name, parameter in self._balancer._runtime.model_check.replaced().items()}
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
         return next((replaced[key] for key in held if key in replaced), "")
 
@@ -274,7 +274,7 @@ class Optimizers:
                 optimizer._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]
 
     @contextmanager
-    def turn_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def optimizer_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
         number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
         before = self._turns.get(number, 0)
@@ -331,8 +331,8 @@ class Optimizers:
 
 def homes_of(balancer: Balancer, layer: int) -> Homes:
     """Where the experts of a layer stand now."""
-    homes_RH = balancer.placement.homes_LRH[layer]
-    return Homes(homes_RH.ravel().tolist(), balancer._job.ep_rank, len(homes_RH), balancer._rebalancer.has_moved(layer))
+    homes_RH, has_moved = balancer.placement.homes_LRH[layer], balancer._rebalancer.has_moved(layer)
+    return Homes(homes_RH.ravel().tolist(), balancer._runtime.job.ep_rank, len(homes_RH), has_moved)
 
 
 def _count(optimizer: AnyOptimizer) -> int:

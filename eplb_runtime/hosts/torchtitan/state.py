@@ -35,11 +35,11 @@ class LogicalOrder:
 
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
-        self.come: Callable[[str], None] = balancer._come
+        self.come: Callable[[str], None] = balancer._runtime.barrier
         self.weights_changed = balancer.weights_changed
-        everyone, seconds = list(balancer._job.ranks), balancer.config.timeout_seconds
+        everyone, seconds = list(balancer._runtime.job.ranks), balancer.config.timeout_seconds
         self.wait_for_all: Callable[[str], None] = lambda what: meet(everyone, what, seconds, patient=True)
-        registry = balancer._registry
+        registry = balancer._runtime.registry
         self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
 
     def layer_of(self, parameter: Tensor) -> int | None:
@@ -59,13 +59,13 @@ class LogicalOrder:
         return self._rearranged(tensor, np.arange(len(stand_E)), stand_E, name)
 
     def _rearranged(self, tensor: Tensor, here_E: Any, wanted_E: Any, name: str) -> DTensor:
-        rows = len(here_E) // len(self._balancer._job.row_ranks)
+        rows = len(here_E) // len(self._balancer._runtime.job.row_ranks)
         if not isinstance(tensor, DTensor) or local(tensor).shape[0] != rows:
             raise StateError(
                 f"{name} is no DTensor whose rows are divided over ranks as the model's are: load and save with "
                 "torchtitan's checkpointer (config.checkpoint)"
             )
-        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._groups)
+        moved = rearranged(local(tensor), here_E, wanted_E, self._balancer._runtime.groups)
         return DTensor.from_local(
             moved,
             tensor.device_mesh,

@@ -117,7 +117,7 @@ def _refuse(view: LogicalView) -> None:
 
 def _job(view: LogicalView) -> Job:
     assert view.balancer is not None
-    return view.balancer._job
+    return view.balancer._runtime.job
 
 
 # -- who writes what -------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class _Variant:
         block more: decisions fall into the middle of blocks."""
         self.steps(INTERVAL + INTERVAL // 2)
         self._warm_events = len(list(self.balancer.events))
-        self._warm_late_bytes = self.balancer._rebalancer.background.late_bytes
+        self._warm_late_bytes = self.balancer._rebalancer.overlapped.late_bytes
         self._copied_seconds = 0.0
 
     def _time_copies(self) -> None:
@@ -137,7 +137,7 @@ class _Variant:
         if aborted or not planned:
             raise RuntimeError(f"a migration was dropped: {aborted}")
         mine = [sum(e.pause_seconds for e in committed), sum(e.received_bytes for e in committed)]
-        late = self.balancer._rebalancer.background.late_bytes - self._warm_late_bytes
+        late = self.balancer._rebalancer.overlapped.late_bytes - self._warm_late_bytes
         most = torch.tensor([*mine, self._copied_seconds, float(late), *self.block_seconds], dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         pauses, received, copied, late_bytes, *blocks = most.tolist()

@@ -19,6 +19,7 @@ from ...distributed.transports.automatic import probe
 from ...distributed.transports.base import Message, Pending, Transport
 from ...distributed.transports.meeting import tell_all
 from ...distributed.transports.neighbours import node_of_this_rank
+from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
@@ -128,6 +129,7 @@ def _row(
     placement = Placement.initial(1, homes * ranks, ranks, 0)
     rows = placement.home_rows()
     engine = MigrationEngine(registry, transport, agreement, rows, groups.job.ep_rank, staging_bytes, 60.0)
+    migration = BetweenSteps(engine, lambda *_: lambda: None)
     payload = RecordFormat.of(registry.of_home(0)).payload_bytes
     # Written once: memory that nobody has touched is read from one page of zeros, faster than any other.
     messages = [torch.ones(payload, dtype=torch.uint8, device=device) for _ in range(2 * homes)]
@@ -137,7 +139,8 @@ def _row(
         transport.nbytes = 0
         dist.barrier(group=groups.control)
         key = f"bench/{carrier}/{hidden}x{width}/{repeat}"
-        outcome = engine.migrate(placement, target, key, lambda *_: lambda: None)
+        migration.begin(placement, target, key)
+        outcome = migration.advance()
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement

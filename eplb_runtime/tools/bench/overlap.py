@@ -244,8 +244,8 @@ class _Measured:
     def __init__(self, balancer: Balancer, schedule: ScheduleDualPipeV, link: SlowLink, spans: Spans) -> None:
         self.way = IN_TURN
         together: Any = pipelining.overlap(schedule, balancer)
-        layer: Any = balancer._layers[0]
-        lanes, watch, dispatcher = balancer._lanes, balancer._watch, layer._dispatcher
+        layer: Any = balancer._runtime.layers[0]
+        lanes, watch, dispatcher = balancer._runtime.lanes, balancer._runtime.watch, layer._dispatcher
         self._spans, self._at_once = spans, lanes.both
         for instance, name, value in (
             (together, "forward", spans.part("forward", together.forward)),

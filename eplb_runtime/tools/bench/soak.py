@@ -235,7 +235,7 @@ class Soak:
         except RuntimeError as error:
             faulthandler.cancel_dump_traceback_later()
             try:
-                self._job.balancer._rebalancer.end_beside()
+                self._job.balancer._rebalancer.drain()
             except MigrationBroken as broken:
                 if STALE_COPIES not in str(broken):
                     raise
@@ -365,7 +365,7 @@ class Soak:
             "aborted": self._seen[RebalanceAborted],
             "paused": self._seen[BalancingPaused],
             "resumed": self._seen[BalancingResumed],
-            "late": self._job.balancer._rebalancer.background.late_rounds,
+            "late": self._job.balancer._rebalancer.overlapped.late_rounds,
             "held": [max(pair) for pair in zip(first, second, strict=True)],
         }
 

@@ -101,11 +101,11 @@ class Faults:
     """
 
     def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
-        self.groups = balancer._groups
+        self.groups = balancer._runtime.groups
         self.timeout_seconds = timeout_seconds
         self._rank = rank
-        self._exchanger = balancer._rebalancer._engine._exchanger
-        self._exchanger._add = self._send  # type: ignore[method-assign]
+        self._executor = balancer._rebalancer._engine._executor
+        self._executor._add = self._send  # type: ignore[method-assign]
         self._passed: dict[Draw, int] = {}
         self._acted: set[Draw] = set()
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class Faults:
 
     def lose_what_is_sent(self) -> None:
         """From here on nothing that this rank sends arrives, until it connects anew."""
-        self._deaf = weakref.ref(self._exchanger._transport)
+        self._deaf = weakref.ref(self._executor._transport)
 
     def stall_store(self, seconds: float) -> None:
         if not self.groups.store._worker.closed:
@@ -166,9 +166,9 @@ class Faults:
             FAULTS[draw.fault](self, draw, subject)
 
     def _send(self, exchange: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        if self._deaf is not None and self._deaf() is self._exchanger._transport:
+        if self._deaf is not None and self._deaf() is self._executor._transport:
             sends = []
-        return type(self._exchanger)._add(self._exchanger, exchange, sends, receives)
+        return type(self._executor)._add(self._executor, exchange, sends, receives)
 
 
 def _stop(faults: Faults, draw: Draw, subject: Any) -> None:

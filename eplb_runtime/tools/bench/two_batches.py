@@ -77,8 +77,8 @@ class _Job:
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._batches = torch.randn(2, tokens, HIDDEN, generator=generator)
         self.link, self._spans = SlowLink(), Spans()
-        layer: Any = self.balancer._layers[0]
-        watch, dispatcher = self.balancer._watch, layer._dispatcher
+        layer: Any = self.balancer._runtime.layers[0]
+        watch, dispatcher = self.balancer._runtime.watch, layer._dispatcher
         setattr(watch, "waiting", self._spans.watching(watch.waiting))  # noqa: B010
         dispatcher._exchange = self.link.slowed(dispatcher._exchange)
 

@@ -26,7 +26,7 @@ from moe_models import batch_of, make_model
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ballot import Ballot, Verdict
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.migration.engine import Phase, Posted
+from eplb_runtime.migration.engine import Phase, PostedRound
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 STEPS, INTERVAL, TIMEOUT_SECONDS = 40, 4, 4.0
@@ -47,7 +47,7 @@ class CableCutter:
             self._vote, engine.vote = engine.vote, self._vote_beside  # type: ignore[method-assign]
         balancer.events.subscribe(self._on_event)
 
-    def _vote_beside(self, posted: Posted, ballot: Ballot) -> Verdict:
+    def _vote_beside(self, posted: PostedRound, ballot: Ballot) -> Verdict:
         """On the thread that carries experts: training waits for the other host, too, and hears of it later."""
         verdict = self._vote(posted, ballot)
         if self._open is not None:
@@ -124,7 +124,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
-    carrier = balancer._rebalancer._engine._exchanger._transport
+    carrier = balancer._rebalancer._engine._executor._transport
     carriers = vars(carrier.choice) if transport == "auto" else transport
     balancer.close()
     return losses, state, balancer, carriers

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eplb_runtime.distributed.ballot import Act, Ballot, Heard, Verdict
-from eplb_runtime.migration.overlapped import BackgroundMigration, _Flight
+from eplb_runtime.migration.overlapped import InFlightRound, Overlapped
 from eplb_runtime.migration.schedule import Round
 
 
@@ -28,7 +28,7 @@ class _Engine:
         staged: list[Any] = []
         return SimpleNamespace(number=round_.number, problem="", exchange=SimpleNamespace(staged=staged))
 
-    def is_here(self, posted: Any) -> bool:
+    def has_arrived(self, posted: Any) -> bool:
         return ("post", posted.number + 1) in self.did
 
     def arrive(self, posted: Any, get_ready: Any, meanwhile: Any) -> None:
@@ -43,7 +43,7 @@ class _Engine:
 def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> None:
     engine = _Engine()
     registry = SimpleNamespace(layers=range(4), num_layers=4, parameters=lambda: [torch.zeros(1)])
-    background = BackgroundMigration(
+    background = Overlapped(
         engine,  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
@@ -51,13 +51,14 @@ def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> N
         maps=SimpleNamespace(prepare=None),  # type: ignore[arg-type]
         is_planner=True,
         timeout_seconds=1.0,
+        link_seconds_per_byte=0.0,
         max_pause_seconds=None,
     )
     rounds = [Round(number, np.zeros((0, 4), dtype=np.int64), (number,), (number,)) for number in range(4)]
-    flights = [_Flight(round_, Ballot(str(round_.number)), True, 0.0, "") for round_ in rounds]
+    flights = [InFlightRound(round_, Ballot(str(round_.number)), True, 0.0, "") for round_ in rounds]
     gate = threading.Event()
     gate.set()
-    background._carry(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
+    background._transfer_rounds(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
     assert all(flight.ballot.verdict == Verdict(True) for flight in flights)
     order = engine.did
     for number in range(2):

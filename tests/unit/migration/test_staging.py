@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.migration.staging import DIRECT_BYTES, Arena, in_turn, packed_bytes, runs_of
+from eplb_runtime.migration.staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
 from eplb_runtime.moe.experts.record import RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 
@@ -30,7 +30,7 @@ def test_chains_bring_every_slot_where_it_goes(example: tuple[int, list[tuple[in
     rows, expected = list(range(slots)), list(range(slots))
     for source, to in moves:
         expected[to] = source
-    chains = in_turn(moves)
+    chains = chains_of(moves)
     assert sorted(move for chain in chains for move in chain) == sorted(moves)
     for chain in chains:
         end = chain[0][1]

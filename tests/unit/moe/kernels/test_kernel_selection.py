@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from water_filling_torch import assign_slots
 
-from eplb_runtime.migration import verifying
+from eplb_runtime.migration import exchange
 from eplb_runtime.moe import kernel_selection
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.moe.kernel_selection import Kernels, if_equal, kernels_for
@@ -73,7 +73,7 @@ def test_a_splitter_deals_by_what_it_is_given() -> None:
 
 
 def test_hashes_of_a_device_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifying, "HASH_CHUNK_BYTES", 4 * HASH_BLOCK_BYTES)
+    monkeypatch.setattr(exchange, "HASH_CHUNK_BYTES", 4 * HASH_BLOCK_BYTES)
     sizes = []
 
     def hashed(data: Tensor) -> Tensor:
@@ -81,4 +81,4 @@ def test_hashes_of_a_device_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
         return block_hashes(data)
 
     data = torch.randint(256, (10 * HASH_BLOCK_BYTES,), dtype=torch.uint8)
-    assert torch.equal(verifying.in_chunks(data, hashed), block_hashes(data)) and sizes == [4, 4, 2]
+    assert torch.equal(exchange.in_chunks(data, hashed), block_hashes(data)) and sizes == [4, 4, 2]
