@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
+from observed import job as job_record
 
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
+from eplb_runtime.observe.event_log import EventWriter
 from eplb_runtime.tools.assess import (
     LEAST_SAVED,
     MOE_SHARE,
@@ -225,3 +228,25 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
     assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
+
+
+def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_measured_with(tmp_path: Path) -> None:
+    """With experts in logical order its steps would take longer."""
+    writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0))
+    load = np.full((30, LAYERS, EXPERTS), 100)
+    load[:, :, : EXPERTS // RANKS] = 500
+    writer.append(load, 1)
+    writer.close()
+    events = EventWriter(tmp_path, job_record())
+    for record in records(with_troubles=False)[1:]:
+        events.write(record)
+    events.close()
+    found = recorded(tmp_path, load.astype(np.float64))
+    assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
+    assert found.bandwidths == (TOPOLOGY.intra_node_bandwidth / 1e9, TOPOLOGY.inter_node_bandwidth / 1e9)
+    assert 1 < found.imbalance < 1.5
+    given = replace(GIVEN, stall_seconds=0.0)
+    way = assess(found, given).replicas
+    assert way is not None
+    seconds = way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
+    assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.imbalance / 2.5), rel=1e-3)
