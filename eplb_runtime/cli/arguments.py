@@ -14,7 +14,7 @@ BAD_INPUT = 2
 """Exit status of every refusal."""
 
 LOAD = (
-    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron-LM's "
+    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
     "router trace, or the word `sample`"
 )
 POLICY = "static, deepseek, free, hierarchical or incremental"

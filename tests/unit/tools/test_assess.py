@@ -147,6 +147,7 @@ def test_a_verdict_that_hangs_on_the_share_says_from_which_on() -> None:
         (skewed(), JOB, replace(GIVEN, ranks=1), ("There is one rank (EP 1)", "Give --ranks R")),
         (skewed(), JOB, replace(GIVEN, ranks=3), ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
+        (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(
@@ -213,10 +214,26 @@ def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
 
 
 def test_a_long_record_is_judged_by_its_newest_windows() -> None:
-    load = np.concatenate([skewed(400), even(204)])
+    load = np.concatenate([skewed(400), even(84)])
     found = judged(load)
-    assert found.windows == 200 and found.pays is False
-    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 150
+    assert found.windows == 80 and found.pays is False
+    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 60
+
+
+@pytest.mark.parametrize(
+    ("file", "now", "saved"),
+    [
+        ("gpt_oss_20b_expert_load_by_domain", 1.70, 0.12),
+        ("gpt_oss_20b_expert_load_shuffled", 1.63, 0.11),
+        ("deepseek_v3_expert_load", 1.91, 0.14),
+    ],
+)
+def test_measured_loads_of_public_models_pay(shared_data: Path, file: str, now: float, saved: float) -> None:
+    from eplb_runtime.tools.formats.loads import read_load
+
+    found = assess(recorded(shared_data / f"{file}.npz", read_load(shared_data / f"{file}.npz")), Given())
+    assert found.pays is True and found.now is not None and found.saved is not None
+    assert found.now.imbalance == pytest.approx(now, abs=0.06) and found.saved[0] == pytest.approx(saved, abs=0.02)
 
 
 def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
