@@ -337,9 +337,11 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     windows, _, experts = recorded.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
     ranks = settle(given.ranks, job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks", "--ranks")
-    node = job.ranks_per_node if job.ranks_per_node and ranks % job.ranks_per_node == 0 else 0
-    if ranks == 1 or (given.ranks is None and job.ranks_per_node > ranks):
-        node = ranks  # an EP group inside a node
+    node = 0
+    if ranks <= max(1, job.ranks_per_node):
+        node = ranks
+    elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
+        node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
     node = settle(given.ranks_per_node, node, whole_nodes, "ranks of a node", "--ranks-per-node")
     choices = float(recorded.load.sum(axis=2).mean()) / ranks

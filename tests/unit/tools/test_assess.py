@@ -207,6 +207,18 @@ def test_a_step_recorded_without_expert_parallelism_would_take_longer_with_it() 
     assert step_seconds(replace(JOB, ep_size=1)) == pytest.approx(0.5 / (0.6 + 0.4 * 7 / 16))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "asked", "is_assumed"),
+    [(2, 2, 2, False), (2, 2, 8, True), (4, 2, 8, False), (8, 8, 4, False), (6, 3, 8, True)],
+)
+def test_a_job_on_one_node_does_not_say_how_large_nodes_are(
+    ranks: int, per_node: int, asked: int, is_assumed: bool
+) -> None:
+    job = replace(JOB, ranks=ranks, ranks_per_node=per_node, ep_size=1)
+    found = judged(skewed(), job, replace(GIVEN, ranks=asked))
+    assert ("--ranks-per-node" in [one.option for one in found.assumed]) is is_assumed
+
+
 def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
     few, many = (judged(skewed(), given=replace(GIVEN, ranks=ranks)) for ranks in (2, 4))
     assert few.ranks == 2 and few.now is not None and many.now is not None
