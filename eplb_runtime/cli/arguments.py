@@ -14,8 +14,8 @@ BAD_INPUT = 2
 """Exit status of every refusal."""
 
 LOAD = (
-    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, or the word "
-    "`sample`"
+    "tokens per expert: .npz or .safetensors with `load`, .json, a run's folder, a serving engine's dump, Megatron's "
+    "router trace, or the word `sample`"
 )
 POLICY = "static, deepseek, free, hierarchical, swaps or incremental"
 

@@ -37,7 +37,7 @@ class Recording:
         recorder: of rank 0; None on the others.
         group: gloo, for the sums over ranks; None: there is one rank.
         real_tokens: as a host says it.
-        optimizer_bytes: bytes that the optimizer keeps for one expert now; 0: none yet, or unknown.
+        optimizer_bytes: bytes that the optimizer keeps for one expert; 0: unknown. Asked once, after the first steps.
         in_training_only: whether forwards in evaluation mode are left out. False: until the first in training mode,
             since then the model is trained, and what is evaluated in between is not its load.
     """
@@ -63,6 +63,7 @@ class Recording:
         self._real_tokens = real_tokens
         self._in_training_only = in_training_only
         self._optimizer_bytes = optimizer_bytes
+        self._bytes_kept: int | None = None
         self._hidden_size = self._top_k = 0
         self._clock = StepClock(0.0)
         self._counter = LoadCounter(len(watch), num_experts, interval, device)
@@ -123,10 +124,12 @@ class Recording:
         copy = HostCopy(self._counter.take())
         job = None
         if self._recorder is not None:
+            if self._bytes_kept is None:  # once: with each expert a module of its own these are many tensors
+                self._bytes_kept = self._optimizer_bytes()
             job = RecordedJob(
                 hidden_size=self._hidden_size,
                 top_k=self._top_k,
-                optimizer_bytes=self._optimizer_bytes(),
+                optimizer_bytes=self._bytes_kept,
                 step_seconds=self._clock.step_seconds,
             )
         self._worker.submit(lambda: self._sum_and_write(copy, job))

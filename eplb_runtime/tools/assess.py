@@ -32,7 +32,7 @@ LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
 LEAST_INTERVALS = 3
 """One is planned on, two are judged at least."""
-MOST_INTERVALS = 50
+MOST_INTERVALS = 20
 """Of a longer record, the newest are judged."""
 HORIZON_INTERVALS = 10
 """Over at least so many plans the moves of the first are spread: a longer job has them once, too."""
@@ -230,7 +230,7 @@ def count_plans(recorded: Recorded, given: Given) -> int:
     settled = _settle(recorded, given)
     if _why_not(recorded.load, settled)[0]:
         return 0
-    windows = min(len(recorded.load), settled.most_windows)
+    windows = len(_judged_load(recorded.load, settled))
     return num_replans(windows, settled.every_windows) * (3 if settled.replica_slots else 2)
 
 
@@ -275,16 +275,12 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     refresh = model.refresh_seconds(series.load.shape[1], slots, topology)
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
 
-    def judge(name: str, run: PolicyRun | None, refresh_seconds: float = 0.0) -> Placing | None:
-        return None if run is None else _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
+    def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Placing:
+        return _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
 
-    now, by_homes, by_replicas = (
-        judge("as it is", static),
-        judge("homes moved", moved),
-        judge(named, replicated, refresh),
-    )
-    assert now is not None and by_homes is not None
     steps = len(recorded.load) * settled.steps_per_window
+    now, by_homes = judge("as it is", static), judge("homes moved", moved)
+    by_replicas = None if replicated is None else judge(named, replicated, refresh)
     return _weigh(settled, now_seconds, steps, len(static.windows), now, by_homes, by_replicas)
 
 
@@ -341,9 +337,11 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     windows, _, experts = recorded.load.shape
     fitting = next((ranks for ranks in (8, 4, 2) if experts % ranks == 0), 1)
     ranks = settle(given.ranks, job.ep_size if job.ep_size > 1 else job.ranks, fitting, "ranks", "--ranks")
-    node = job.ranks_per_node if job.ranks_per_node and ranks % job.ranks_per_node == 0 else 0
-    if ranks == 1 or (given.ranks is None and job.ranks_per_node > ranks):
-        node = ranks  # an EP group inside a node
+    node = 0
+    if ranks <= max(1, job.ranks_per_node):
+        node = ranks
+    elif job.ranks > job.ranks_per_node and ranks % max(1, job.ranks_per_node) == 0:
+        node = job.ranks_per_node  # a job on one node does not say how many ranks another may have there
     whole_nodes = next(size for size in range(min(ranks, 8), 0, -1) if ranks % size == 0)
     node = settle(given.ranks_per_node, node, whole_nodes, "ranks of a node", "--ranks-per-node")
     choices = float(recorded.load.sum(axis=2).mean()) / ranks
@@ -397,7 +395,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
 
 def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
     """Why the record cannot say whether it pays, and what would help; empty: it can."""
-    windows, _, experts = load.shape
+    windows, experts = int(load.any(axis=(1, 2)).sum()), load.shape[2]
     ranks, steps = settled.ranks, settled.steps_per_window
     if ranks == 1:
         on_one = "The record is of one rank" if settled.was_on_one_rank else "There is one rank"
@@ -407,7 +405,7 @@ def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
         near = sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])
         sizes = " or ".join(map(str, near))
         return f"{ranks} ranks do not divide {experts} experts, as homes need.", f"Give --ranks {sizes}."
-    if not load.any():
+    if not windows:
         return "No token has been recorded.", "Record a job that trains."
     least = LEAST_INTERVALS * settled.every_windows
     if windows < least:

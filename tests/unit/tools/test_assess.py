@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
+from observed import job as job_record
 
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
+from eplb_runtime.observe.event_log import EventWriter
 from eplb_runtime.tools.assess import (
     LEAST_SAVED,
     MOE_SHARE,
@@ -144,6 +147,7 @@ def test_a_verdict_that_hangs_on_the_share_says_from_which_on() -> None:
         (skewed(), JOB, replace(GIVEN, ranks=1), ("There is one rank (EP 1)", "Give --ranks R")),
         (skewed(), JOB, replace(GIVEN, ranks=3), ("3 ranks do not divide 8 experts", "Give --ranks 2 or 4.")),
         (0 * skewed(), JOB, GIVEN, ("No token", "Record")),
+        (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
     ],
 )
 def test_a_record_that_cannot_say_says_what_would_help(
@@ -203,6 +207,18 @@ def test_a_step_recorded_without_expert_parallelism_would_take_longer_with_it() 
     assert step_seconds(replace(JOB, ep_size=1)) == pytest.approx(0.5 / (0.6 + 0.4 * 7 / 16))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "asked", "is_assumed"),
+    [(2, 2, 2, False), (2, 2, 8, True), (4, 2, 8, False), (8, 8, 4, False), (6, 3, 8, True)],
+)
+def test_a_job_on_one_node_does_not_say_how_large_nodes_are(
+    ranks: int, per_node: int, asked: int, is_assumed: bool
+) -> None:
+    job = replace(JOB, ranks=ranks, ranks_per_node=per_node, ep_size=1)
+    found = judged(skewed(), job, replace(GIVEN, ranks=asked))
+    assert ("--ranks-per-node" in [one.option for one in found.assumed]) is is_assumed
+
+
 def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
     few, many = (judged(skewed(), given=replace(GIVEN, ranks=ranks)) for ranks in (2, 4))
     assert few.ranks == 2 and few.now is not None and many.now is not None
@@ -210,10 +226,26 @@ def test_each_rank_keeps_its_tokens_where_other_ranks_are_asked_about() -> None:
 
 
 def test_a_long_record_is_judged_by_its_newest_windows() -> None:
-    load = np.concatenate([skewed(400), even(204)])
+    load = np.concatenate([skewed(400), even(84)])
     found = judged(load)
-    assert found.windows == 200 and found.pays is False
-    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 150
+    assert found.windows == 80 and found.pays is False
+    assert count_plans(Recorded(load, 1, JOB), GIVEN) == 60
+
+
+@pytest.mark.parametrize(
+    ("file", "now", "saved"),
+    [
+        ("gpt_oss_20b_expert_load_by_domain", 1.70, 0.12),
+        ("gpt_oss_20b_expert_load_shuffled", 1.63, 0.11),
+        ("deepseek_v3_expert_load", 1.91, 0.14),
+    ],
+)
+def test_measured_loads_of_public_models_pay(shared_data: Path, file: str, now: float, saved: float) -> None:
+    from eplb_runtime.tools.formats.loads import read_load
+
+    found = assess(recorded(shared_data / f"{file}.npz", read_load(shared_data / f"{file}.npz")), Given())
+    assert found.pays is True and found.now is not None and found.saved is not None
+    assert found.now.imbalance == pytest.approx(now, abs=0.06) and found.saved[0] == pytest.approx(saved, abs=0.02)
 
 
 def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
@@ -225,3 +257,25 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
     assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
+
+
+def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_measured_with(tmp_path: Path) -> None:
+    """With experts in logical order its steps would take longer."""
+    writer = SeriesWriter(tmp_path, LAYERS, EXPERTS, replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0))
+    load = np.full((30, LAYERS, EXPERTS), 100)
+    load[:, :, : EXPERTS // RANKS] = 500
+    writer.append(load, 1)
+    writer.close()
+    events = EventWriter(tmp_path, job_record())
+    for record in records(with_troubles=False)[1:]:
+        events.write(record)
+    events.close()
+    found = recorded(tmp_path, load.astype(np.float64))
+    assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
+    assert found.bandwidths == (TOPOLOGY.intra_node_bandwidth / 1e9, TOPOLOGY.inter_node_bandwidth / 1e9)
+    assert 1 < found.imbalance < 1.5
+    given = replace(GIVEN, stall_seconds=0.0)
+    way = assess(found, given).replicas
+    assert way is not None
+    seconds = way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
+    assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.imbalance / 2.5), rel=1e-3)
