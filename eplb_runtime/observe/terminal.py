@@ -77,11 +77,26 @@ def picture(shown: RenderableType, columns: int) -> str:
     return re.sub(r"@font-face\s*{.*?}", "", drawn, flags=re.DOTALL).replace("Fira Code", "monospace")
 
 
+PATIENCE_SECONDS, PATIENCE_INTERVALS = 60.0, 5
+"""A job that has been silent for longer than both may have been killed."""
+
+
+def _is_silent(view: View, now: float) -> bool:
+    """Whether a job that did not say that it ended has said nothing for long."""
+    progress, measured = view.get("progress"), [value for value in view["curve"]["step_seconds"] if value]
+    step_seconds = float(progress["step_seconds"] if progress else measured[-1] if measured else 0.0)
+    usual = PATIENCE_INTERVALS * int(view["job"]["interval"]) * step_seconds
+    silent = float(progress["idle_seconds"]) if progress else now - float(view["time"])
+    return silent > max(PATIENCE_SECONDS, usual)
+
+
 def _head(view: View, now: float) -> RenderableType:
     job, progress = view["job"], view.get("progress")
     step = view["step"] if progress is None else max(int(view["step"]), int(progress["step"]))
     standing = str(view["standing"])
-    colour = {"balancing": "green", "paused": "yellow"}.get(standing, "red")
+    if standing == "balancing" and _is_silent(view, now):
+        standing = "no news"
+    colour = {"balancing": "green", "paused": "yellow", "no news": "yellow"}.get(standing, "red")
     why = f": {view['cause']}" if view["cause"] and view["cause"] != "closed" else ""
     lines = [
         Text.assemble(

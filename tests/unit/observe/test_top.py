@@ -51,9 +51,9 @@ def page() -> Iterator[str]:
         server.close()
 
 
-def shown(view: dict[str, Any], width: int = 80) -> str:
+def shown(view: dict[str, Any], width: int = 80, after: float = 61.0) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(view, view["time"] + 61))
+    console.print(screen(view, view["time"] + after))
     return console.export_text()
 
 
@@ -65,6 +65,18 @@ def test_a_run_is_shown_in_eighty_columns(run: Path, capsys: pytest.CaptureFixtu
     assert f"{told['totals']['rebalances']} rebalances in {told['totals']['decisions']} decisions" in said
     measured = unpacked(told["measured"]["imbalance"])
     assert measured is not None and f"imbalance {measured.mean():.3f} mean, {measured.max():.3f} worst layer" in said
+
+
+def test_a_job_that_says_nothing_for_long_is_not_called_balancing() -> None:
+    alive = VIEW | {"standing": "balancing", "cause": "", "curve": VIEW["curve"] | {"step_seconds": [0.1]}}
+    usual = 5 * VIEW["job"]["interval"] * 0.1
+    assert "balancing" in shown(alive, after=5.0)
+    silent = shown(alive, after=max(60.0, usual) + 13 * 60)
+    assert "no news" in silent and "min ago" in silent and "balancing" not in silent
+    slow = alive | {"curve": VIEW["curve"] | {"step_seconds": [600.0]}}
+    assert "balancing" in shown(slow, after=13 * 60), "control: its next decision is hours away"
+    ended = VIEW | {"standing": "ended", "cause": "closed"}
+    assert "no news" not in shown(ended, after=1e6)
 
 
 def test_a_picture_shows_what_the_terminal_shows_and_fetches_nothing(
