@@ -8,6 +8,7 @@ asserts, this asserts.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,11 @@ NODE = 8
 """Ranks of one node where there are several. The real one has no other number."""
 _between_nodes: list[Any] = []
 """Buffers of this process that have RDMA: NVSHMEM is started once."""
+
+
+def imported(asked: str = "") -> Any:
+    """Stands in for `deepep_package.imported`."""
+    return sys.modules[__name__]
 
 
 @dataclass

@@ -65,9 +65,10 @@ def local(experts: torch.Tensor, seen: list) -> LocalExperts:
 def there_and_back(dispatcher: Dispatcher, batch: Batch, rank: int, **options: object) -> dict:
     hidden, slots, weights = batch.of(rank)
     experts, seen = experts_here(batch, rank), []
-    arrived = dispatcher.dispatch(hidden, None if "manifest" in options else slots, weights, **options)
+    metadata = options["metadata"] if "metadata" in options else dispatcher.plan(slots, **options)
+    arrived = dispatcher.dispatch(hidden, weights, metadata)
     out = local(experts, seen)(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
-    out = dispatcher.combine(out, arrived.handle)
+    out = dispatcher.combine(out, arrived)
     if out.requires_grad:
         out.square().sum().backward()
     return {
@@ -76,7 +77,7 @@ def there_and_back(dispatcher: Dispatcher, batch: Batch, rank: int, **options: o
         "weights": weights.grad,
         "experts": experts.grad,
         "rows": seen[0] if seen else None,
-        "manifest": arrived.handle.manifest,
+        "metadata": arrived.metadata,
     }
 
 
@@ -162,9 +163,9 @@ def placed(
     def compute(rows: torch.Tensor, counts: SlotCounts, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         return rows * parameters[0][counts.slot_of_rows(len(rows))]
 
-    arrived = dispatcher.dispatch(hidden, slot_of_expert[ids], weights)
+    arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slot_of_expert[ids]))
     out = LocalExperts(compute, lambda: [mine])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
-    out = dispatcher.combine(out, arrived.handle)
+    out = dispatcher.combine(out, arrived)
     out.square().sum().backward()
     return [out.detach(), hidden.grad, weights.grad]
 

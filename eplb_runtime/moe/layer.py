@@ -1,10 +1,11 @@
-"""One expert-parallel MoE layer: count, pick slots, dispatch, compute, combine - for experts of any framework; or count
-and pick slots alone, where the framework does the rest."""
+"""One expert-parallel MoE layer: count -> slots -> plan -> dispatch -> compute -> combine, for experts of any
+framework; or count and slots alone, where the framework does the rest."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..distributed.hang_watchdog import Meeting
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .custom_ops import in_graphs
-from .dispatch.base import CountExchange, Dispatcher
+from .dispatch.base import Dispatcher
+from .dispatch.count_exchange import CountExchange
 from .dispatch.in_flight import InFlight
 from .dispatch.lanes import Lanes
 from .experts.compute import LocalExperts
@@ -29,19 +31,51 @@ from .layer_op import LayerInGraph
 from .routing.lookup import SlotTable
 from .routing.splitter import BatchSplitter, Counted, RowCounts
 
-_Found = tuple[Tensor | None, Counted | None]
-"""What counting has found of a batch's way: its slots, or its counts of each expert."""
-
 
 def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:
-    """Selective activation checkpointing takes the n-th call of an operator in the repeated forward for the n-th in the
-    first one, and a repeated forward here leaves out what is known already. So all of it is repeated."""
+    """Selective activation checkpointing matches saved operators by call index. A repeated forward here makes fewer
+    calls than the first one, so its modes are disabled inside, and all of the layer is repeated."""
     if not _len_torch_dispatch_stack():
         return contextlib.nullcontext()
     modes = _get_current_dispatch_mode_stack()
     selective = any(isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode)) for mode in modes)
     without: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return without if selective else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What counting found of a batch: its slots, or its counts of each expert, or neither."""
+
+    slots_TK: Tensor | None = None
+    counts: Counted | None = None
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What the layers of a model share.
+
+    Args:
+        counter: load of each layer's experts.
+        table: the slot of each expert.
+        splitter: splits tokens over replicas; None: there are no replica slots, ``table`` says where an expert is.
+        dispatcher: exchanges tokens.
+        exchange_counts: exchanges the counts that a split starts from.
+        meeting: where this rank is, as the other ranks are told.
+        lanes: the ways of this rank's exchanges.
+        meet_in_backward: as `distributed.hang_watchdog.BackwardMeeting`.
+        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: ``counter`` and ``table`` do it.
+    """
+
+    counter: LoadCounter
+    table: SlotTable
+    splitter: BatchSplitter | None
+    dispatcher: Dispatcher
+    exchange_counts: CountExchange
+    meeting: Meeting
+    lanes: Lanes
+    meet_in_backward: Callable[[int, int], None] = lambda layer, step: None
+    count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 class ExpertParallelLayer:
@@ -51,12 +85,8 @@ class ExpertParallelLayer:
         index: the layer's index among the model's MoE layers.
         module: the host's experts module; its ``training`` flag decides what counts as load.
         experts: the slots of this rank.
-        splitter: shares tokens out over copies; None: there are no replica slots, a table look-up does.
-        meeting: where this rank is, as the other ranks are told.
-        lanes: the ways of this rank's exchanges.
-        real_tokens: bool ``[T]`` mask of the running batch, or None; asked once a forward.
-        meet_in_backward: as `distributed.hang_watchdog.BackwardMeeting`.
-        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: the counter and the table do it.
+        context: what it shares with the model's other layers.
+        real_tokens: bool ``[T]`` mask of the running batch, or None; called once a forward.
 
     Attributes:
         before: called with the layer's index when a forward begins, before anything is routed; not when one is
@@ -71,38 +101,23 @@ class ExpertParallelLayer:
         index: int,
         module: nn.Module,
         experts: LocalExperts,
-        *,
-        counter: LoadCounter,
-        table: SlotTable,
-        splitter: BatchSplitter | None,
-        dispatcher: Dispatcher,
-        exchange_counts: CountExchange,
-        meeting: Meeting,
-        lanes: Lanes,
+        context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
-        meet_in_backward: Callable[[int, int], None] = lambda layer, step: None,
-        count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         self.index = index
-        self._count_and_look_up = count_and_look_up
         self._module = module
         self._experts = experts
-        self._counter = counter
-        self._table = table
-        self._splitter = splitter
-        self._dispatcher = dispatcher
-        self._exchange_counts = exchange_counts
-        self._meeting = meeting
-        self.counts_in_evaluation = True
+        self._context = context
         self._real_tokens = real_tokens
-        self._lanes = lanes
+        self._counter, self._table, self._dispatcher = context.counter, context.table, context.dispatcher
         self._in_flight = InFlight(
-            lambda: lanes.busy,
-            lambda: int(table.changes_L[index]),
-            lanes.before_backward,
-            lambda: meet_in_backward(index, counter.closed_steps),
+            lambda: context.lanes.busy,
+            lambda: int(context.table.changes_L[index]),
+            context.lanes.before_backward,
+            lambda: context.meet_in_backward(index, context.counter.closed_steps),
         )
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
+        self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
         leaves = experts.leaves if in_graphs() else None
@@ -120,100 +135,92 @@ class ExpertParallelLayer:
         hidden_TD: Tensor,
         topk_ids_TK: Tensor,
         topk_weights_TK: Tensor,
-        standing: Sequence[Tensor] | None = None,
+        grad_inputs: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Outside of graphs; standing: as of `LocalExperts`."""
+        """Outside of graphs; grad_inputs: as of `LocalExperts`."""
         with _unseen_by_selective_checkpointing():
-            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK, grad_inputs)
 
     def _forward(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
+        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, grad_inputs: Sequence[Tensor] | None
     ) -> Tensor:
-        copies = standing is not None and self._splitter is not None and self._splitter.splits(self.index)
-        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, self._table.epoch, copies)
-        if in_recompute():
-            return self._repeat(hidden_TD, topk_ids_TK, topk_weights_TK, standing)
+        epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
+        replicas = grad_inputs is not None and self._splitter is not None
+        self._context.meeting.enter(self.index, self._counter.closed_steps, training, epoch, replicas)
+        if repeated:  # nothing counts again, and metadata that is known is used again
+            metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()
+        else:
+            metadata, counted = None, self._begin(hidden_TD, topk_ids_TK)
+        with phase("route", "F", self.index, epoch):
+            slots_TK, row_counts = counted.slots_TK, None
+            if metadata is None and slots_TK is None:
+                slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
+        self._experts.ahead_of_forward()
+        with phase("dispatch", "F", self.index, epoch):
+            if metadata is None:
+                assert slots_TK is not None
+                metadata = self._dispatcher.plan(slots_TK, row_counts)
+            dispatched = self._dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
+        with phase("compute", "F", self.index, epoch), self._one_at_a_time:
+            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, grad_inputs)
+        with phase("combine", "F", self.index, epoch):
+            combined_TD = self._dispatcher.combine(out_MD, dispatched)
+        combined_TD = self._experts.ahead_of_backward(combined_TD)
+        if repeated:
+            return self._in_flight.again(combined_TD)
+        return self._in_flight.until_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
+
+    def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> _Counted:
+        """A forward that repeats none: count its load."""
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
-        self._meeting.routes(int(self._table.changes_L[self.index]))
-        found: _Found = None, None
+        self._context.meeting.routes(int(self._table.changes_L[self.index]))
+        counted = _Counted()
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
-                with phase("count", "F", self.index, self._table.epoch), self._lanes.shared("counts"):
-                    found = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
+                with phase("count", "F", self.index, self._table.epoch), self._context.lanes.shared("counts"):
+                    counted = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()
             # A vector travels in dispatch and in combine, and in training back again in both.
             vectors = 4 if torch.is_grad_enabled() else 2
             self._counter.token_bytes = vectors * hidden_TD.shape[1] * hidden_TD.element_size()
         self._in_flight.begin(self._counter.closed_steps)
-        combined_TD, manifest = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, None, standing, found)
-        return self._in_flight.until_backward(combined_TD, topk_ids_TK, manifest, self._module.training)
+        return counted
 
-    def _repeat(
-        self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, standing: Sequence[Tensor] | None
-    ) -> Tensor:
-        """Activation checkpointing repeats a forward: nothing counts again, and what is known is used again."""
-        manifest = self._in_flight.repeated(topk_ids_TK)
-        combined_TD, _ = self._run(hidden_TD, topk_ids_TK, topk_weights_TK, manifest, standing)
-        return self._in_flight.again(combined_TD)
+    @property
+    def _splitter(self) -> BatchSplitter | None:
+        """Splits this layer's batches; None: its experts have no replicas now."""
+        splitter = self._context.splitter
+        return splitter if splitter is not None and splitter.splits(self.index) else None
 
-    def _run(
-        self,
-        hidden_TD: Tensor,
-        topk_ids_TK: Tensor,
-        topk_weights_TK: Tensor,
-        manifest: Any,
-        standing: Sequence[Tensor] | None,
-        found: _Found = (None, None),
-    ) -> tuple[Tensor, Any]:
-        """The layer's output, and the manifest of its dispatch; by what is found already."""
-        epoch = self._table.epoch
-        with phase("route", "F", self.index, epoch):
-            slots_TK, counts = found[0], None
-            if manifest is None and slots_TK is None:
-                slots_TK, counts = self._route(topk_ids_TK, found[1])
-        self._experts.ahead_of_forward()
-        with phase("dispatch", "F", self.index, epoch):
-            dispatched = self._dispatcher.dispatch(
-                hidden_TD, slots_TK, topk_weights_TK, counts=counts, manifest=manifest
-            )
-        with phase("compute", "F", self.index, epoch), self._one_at_a_time:
-            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, standing)
-        with phase("combine", "F", self.index, epoch):
-            combined_TD = self._dispatcher.combine(out_MD, dispatched.handle)
-        return self._experts.ahead_of_backward(combined_TD), dispatched.handle.manifest
-
-    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Found:
-        """Count load."""
-        splits = self._splitter is not None and self._splitter.splits(self.index)
-        counts_E = self._counter.counts[self.index]
-        if splits and real_T is None:
-            assert self._splitter is not None
-            counted = self._splitter.counts(topk_ids_TK)
-            counts_E.add_(counted[0])
-            return None, counted
-        if splits or self._count_and_look_up is None:
+    def _count(self, topk_ids_TK: Tensor, real_T: Tensor | None) -> _Counted:
+        splitter, counts_E = self._splitter, self._counter.counts[self.index]
+        if splitter is not None and real_T is None:
+            counts = splitter.counts(topk_ids_TK)
+            counts_E.add_(counts[0])
+            return _Counted(counts=counts)
+        if splitter is not None or self._context.count_and_look_up is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
-            return None, None
+            return _Counted()
         home_E = self._table.home_of_experts(self.index)
-        return self._count_and_look_up(topk_ids_TK, home_E, counts_E, real_T), None
+        return _Counted(self._context.count_and_look_up(topk_ids_TK, home_E, counts_E, real_T))
 
-    def _route(self, topk_ids_TK: Tensor, counted: Counted | None) -> tuple[Tensor, RowCounts | None]:
-        """Slots of this batch, and how many rows go where if the split has told that already."""
-        if self._splitter is None or not self._splitter.splits(self.index):
+    def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
+        """The slot of each choice, and how many rows go where if the split was made on the host."""
+        splitter, exchange_counts = self._splitter, self._context.exchange_counts
+        if splitter is None:
             return self._table.slots(self.index, topk_ids_TK), None
-        counts_E, begins = counted or self._splitter.counts(topk_ids_TK)
-        if not self._splitter.wants_counts:
-            if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
-                    "the copies' new weights, nor follow a commit; capture with replica_slots=0"
-                )
-            counts_RE = self._exchange_counts.on_device(counts_E)
-            return self._splitter.route_on_device(self.index, topk_ids_TK, counts_RE, begins), None
-        return self._splitter.route(self.index, topk_ids_TK, self._exchange_counts(counts_E), begins)
+        counts_E, begins = counts or splitter.counts(topk_ids_TK)
+        if splitter.wants_counts:
+            return splitter.route(self.index, topk_ids_TK, exchange_counts(counts_E), begins)
+        if topk_ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph of MoE layer {self.index}, whose experts have copies: replays would not wait for "
+                "the copies' new weights, nor follow a commit; capture with replica_slots=0"
+            )
+        return splitter.route_on_device(self.index, topk_ids_TK, exchange_counts.on_device(counts_E), begins), None
 
 
 class HostDispatchedLayer:

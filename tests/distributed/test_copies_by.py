@@ -25,7 +25,6 @@ from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts.attaching import attach, copies
 from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.moe.dispatch.deepep_buffer import BufferCarrier
 from eplb_runtime.replicas import copy_engine, multicast, node_memory, tree
 from eplb_runtime.replicas.node_memory import NodeMemory
 
@@ -50,7 +49,7 @@ def use_the_doubles() -> None:
     deepep_package.unfit = lambda num_ranks, ranks_per_node: ""
     multicast.CALL_ROWS = 5  # a layer takes several calls
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {"deepep": partial(BufferCarrier, package=deepep_double)}
+    deepep_package.imported = deepep_double.imported
     carry = multicast._Call.carry
 
     def counted_too(self: multicast._Call, by: multicast.Multicast) -> None:

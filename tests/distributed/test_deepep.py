@@ -8,8 +8,6 @@ from __future__ import annotations
 import io
 import logging
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from typing import Any
 
 import deepep_double
@@ -31,29 +29,26 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.config import DispatchConfig
+from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.moe.dispatch.choosing import CARRIERS
-from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
-ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
+ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) > 1}
 IN_BFLOAT16 = Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4)
-KINDS = list(product(CARRIERS, ORDERS))
-Kind = tuple[str, str]
 WIDE = 9000
 """Columns of bfloat16 that one call of DeepEP does not take."""
 
 
-def over(group: dist.ProcessGroup, kind: Kind, slots: int = SLOTS, in_float8: bool = False) -> Carried:
-    carrier, order = kind
-    make = partial(CARRIERS[carrier], package=deepep_double)
-    return ORDERS[order](group, slots, make_carrier=make, in_float8=in_float8)
+def over(group: dist.ProcessGroup, order: str, slots: int = SLOTS, in_float8: bool = False) -> DeepEPDispatcher:
+    config = DispatchConfig("deepep", combine_order=order, dtype="float8" if in_float8 else "model")
+    return ORDERS[order](group, slots, config=config)
 
 
-def without_manifest(result: dict) -> dict:
-    return {name: value for name, value in result.items() if name != "manifest"}
+def without_metadata(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "metadata"}
 
 
 def all_of_it(rank: int) -> dict[str, Any]:
@@ -61,38 +56,37 @@ def all_of_it(rank: int) -> dict[str, Any]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, place = pairs[rank // 2], rank % 2
     whole = dist.group.WORLD
+    deepep_package.imported = deepep_double.imported
     found: dict[str, Any] = {}
-    for kind in KINDS:
-        for name, batch in cases_of(kind).items():
+    for order in ORDERS:
+        for name, batch in cases_of(order).items():
             group, mine = (whole, rank) if len(batch.tokens) == 4 else (pair, place)
-            found[kind, name] = without_manifest(there_and_back(over(group, kind), batch, mine))
-        dispatcher, batch = over(whole, kind), IN_BFLOAT16
+            found[order, name] = without_metadata(there_and_back(over(group, order), batch, mine))
+        dispatcher, batch = over(whole, order), IN_BFLOAT16
         deepep_double.CALLS.clear()
         first = there_and_back(dispatcher, batch, rank)
         with_counts = there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank))
-        again = there_and_back(dispatcher, batch, rank, manifest=first["manifest"])
-        found[kind, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
-        found[kind, "calls"] = [call for call in deepep_double.CALLS if call != "handle"]
-        found[kind, "placed"] = [placed(place, over(pair, kind, 6), one, torch.bfloat16) for one in PLACEMENTS]
-    for carrier in CARRIERS:
-        kind = carrier, "logical"
-        found[kind, "placed in float32"] = [placed(place, over(pair, kind, 6), one) for one in PLACEMENTS]
-        found[kind, "wide"] = wide(pair, place, kind)
-    for kind in KINDS:
-        found[kind, "float8"] = rounded(place, pair, kind)
+        again = there_and_back(dispatcher, batch, rank, metadata=first["metadata"])
+        found[order, "known"] = [without_metadata(result) for result in (first, with_counts, again)]
+        found[order, "calls"] = [call for call in deepep_double.CALLS if call != "handle"]
+        found[order, "placed"] = [placed(place, over(pair, order, 6), one, torch.bfloat16) for one in PLACEMENTS]
+    found["logical", "placed in float32"] = [placed(place, over(pair, "logical", 6), one) for one in PLACEMENTS]
+    found["logical", "wide"] = wide(pair, place, "logical")
+    for order in ORDERS:
+        found[order, "float8"] = rounded(place, pair, order)
     found["low latency"] = {
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
     }
     plain = AllToAll(whole, SLOTS)
     found["attached"] = attached(rank)
-    found["all_to_all"] = without_manifest(there_and_back(plain, IN_BFLOAT16, rank))
+    found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
     return found
 
 
 def attached(rank: int) -> dict[str, Any]:
     """The loss of a step of an attached model, and what attach has said."""
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {name: partial(make, package=deepep_double) for name, make in CARRIERS.items()}
+    deepep_package.imported = deepep_double.imported
 
     def new_batch(step: int) -> dict[str, torch.Tensor]:
         ids = batch_of(rank, step)
@@ -118,15 +112,14 @@ def attached(rank: int) -> dict[str, Any]:
     return found
 
 
-def cases_of(kind: Kind) -> dict[str, Batch]:
+def cases_of(order: str) -> dict[str, Batch]:
     """By rank, only bfloat16 is summed."""
-    _, order = kind
     if order == "logical":
         return CASES
     return {name: replace(batch, dtype=torch.bfloat16, weights_dtype=torch.float32) for name, batch in CASES.items()}
 
 
-def rounded(rank: int, group: dist.ProcessGroup, kind: Kind) -> dict[str, Any]:
+def rounded(rank: int, group: dist.ProcessGroup, order: str) -> dict[str, Any]:
     """Hidden states that travel in float8, ones that were rounded so before they were dispatched, and ones that are not
     rounded; each with experts in several places."""
     found: dict[str, Any] = {}
@@ -141,23 +134,23 @@ def rounded(rank: int, group: dist.ProcessGroup, kind: Kind) -> dict[str, Any]:
     }
     for name, (in_float8, change) in ways.items():
         deepep_double.DTYPES.clear()
-        dispatcher = over(group, kind, 6, in_float8)
+        dispatcher = over(group, order, 6, in_float8)
         found[name] = [placed(rank, dispatcher, one, torch.bfloat16, change) for one in PLACEMENTS]
         found[name, "dtypes"] = deepep_double.DTYPES[:4]
     hidden, weights = torch.randn(4, 128).bfloat16(), torch.rand(4, 3)
-    dispatcher = over(group, kind, 6, True)
-    first = dispatcher.dispatch(hidden, torch.tensor([[0, 7, 3]] * 4), weights)
-    again = dispatcher.dispatch(hidden, None, weights, manifest=first.handle.manifest)
+    dispatcher = over(group, order, 6, True)
+    first = dispatcher.dispatch(hidden, weights, dispatcher.plan(torch.tensor([[0, 7, 3]] * 4)))
+    again = dispatcher.dispatch(hidden, weights, first.metadata)
     found["again"] = torch.equal(first.rows_MD, again.rows_MD)
     return found
 
 
 def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_float8: bool) -> dict[str, Any]:
     """Up to eight tokens a rank go by the low-latency kernels where nothing learns; one rank may have none."""
-    low_latency = partial(LowLatency, most_tokens=8, in_float8=in_float8, package=deepep_double)
-    make = partial(CARRIERS["deepep"], package=deepep_double)
-    dispatcher = CarriedByRank(group, 6, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
-    slow = CarriedByRank(group, 6, make_carrier=make, in_float8=in_float8)
+    slow = over(group, "by_rank", 6, in_float8)
+    dtype = "float8" if in_float8 else "model"
+    config = DispatchConfig("deepep", combine_order="by_rank", dtype=dtype, low_latency_tokens=8)
+    dispatcher = DeepEPByRank(group, 6, config=config)
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]
@@ -168,11 +161,11 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
         ids = torch.rand(tokens[rank], 12, generator=generator).argsort(dim=1)[:, :4]
         weights = torch.rand(tokens[rank], 4, generator=generator)
         with torch.set_grad_enabled(name == "learns"):
-            expected = slow.dispatch(hidden, slot_of_expert[ids], weights)
+            expected = slow.dispatch(hidden, weights, slow.plan(slot_of_expert[ids]))
             deepep_double.CALLS.clear()
-            arrived = dispatcher.dispatch(hidden, slot_of_expert[ids], weights)
+            arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slot_of_expert[ids]))
             slots_M = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
-            out = dispatcher.combine(arrived.rows_MD * experts[mine][slots_M], arrived.handle)
+            out = dispatcher.combine(arrived.rows_MD * experts[mine][slots_M], arrived)
         rounded = float8.unpack(float8.pack(hidden, None), torch.arange(len(hidden))) if in_float8 else hidden
         rows = (rounded.unsqueeze(1) * experts[ids]).double()
         found[name] = {
@@ -185,12 +178,12 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     return found
 
 
-def wide(group: dist.ProcessGroup, rank: int, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+def wide(group: dist.ProcessGroup, rank: int, order: str) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
     slots, weights = torch.tensor([[0, 5], [4, 1], [2, 3]]), torch.full((3, 2), 0.5)
-    dispatcher = over(group, kind)
-    arrived = dispatcher.dispatch(hidden, slots, weights)
-    return hidden, dispatcher.combine(arrived.rows_MD, arrived.handle)
+    dispatcher = over(group, order)
+    arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
+    return hidden, dispatcher.combine(arrived.rows_MD, arrived)
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +191,13 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(4, all_of_it)
 
 
-LOGICAL = [kind for kind in KINDS if kind[1] == "logical"]
+LOGICAL = ["logical"]
 
 
-@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind in KINDS for case in cases_of(kind)])
-def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, kind: Kind, case: str) -> None:
-    batch = cases_of(kind)[case]
-    results = [dict(result[kind, case]) for result in ranks[: len(batch.tokens)]]
+@pytest.mark.parametrize(("order", "case"), [(order, case) for order in ORDERS for case in cases_of(order)])
+def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, order: str, case: str) -> None:
+    batch = cases_of(order)[case]
+    results = [dict(result[order, case]) for result in ranks[: len(batch.tokens)]]
     for result in results:
         assert result["out"].dtype == batch.dtype
         result["out"] = result["out"].to(batch.weights_dtype or batch.dtype)
@@ -212,76 +205,74 @@ def test_values_and_gradients_are_those_of_a_dense_computation(ranks: list, kind
     assert_as_reference(results, batch, **tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, kind: Kind) -> None:
-    assert_rows_in_order([result[kind, "uneven"] for result in ranks], cases_of(kind)["uneven"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_arrive_ordered_by_slot_then_source_then_position(ranks: list, order: str) -> None:
+    assert_rows_in_order([result[order, "uneven"] for result in ranks], cases_of(order)["uneven"])
 
 
-@pytest.mark.parametrize("kind", LOGICAL)
-def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", LOGICAL)
+def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, order: str) -> None:
     for result in ranks:
         for name, value in result["all_to_all"].items():
-            mine = result[kind, "known"][0][name]
+            mine = result[order, "known"][0][name]
             assert all(map(torch.equal, value, mine)) if isinstance(value, tuple) else torch.equal(value, mine), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_known_counts_and_a_manifest_from_before_change_nothing(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_known_counts_and_metadata_from_before_change_nothing(ranks: list, order: str) -> None:
     for result in ranks:
-        first, *others = result[kind, "known"]
+        first, *others = result[order, "known"]
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in ("out", "hidden", "weights", "experts"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, order: str) -> None:
     passes = ["dispatch", "combine", "again", "combine"]
     for result in ranks:
-        assert result[kind, "calls"] == [*passes, *passes, "again", *passes[1:]]
+        assert result[order, "calls"] == [*passes, *passes, "again", *passes[1:]]
 
 
 @pytest.mark.parametrize("dtype", ["placed", "placed in float32"])
-@pytest.mark.parametrize("kind", LOGICAL)
-def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, kind: Kind, dtype: str) -> None:
+@pytest.mark.parametrize("order", LOGICAL)
+def test_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, order: str, dtype: str) -> None:
     for result in ranks:
-        first, *others = result[kind, dtype]
+        first, *others = result[order, dtype]
         for other in others:
             assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_control_by_rank_it_does(ranks: list, carrier: str) -> None:
-    found = [result[(carrier, "by_rank"), "placed"] for result in ranks]
+def test_control_by_rank_it_does(ranks: list) -> None:
+    found = [result["by_rank", "placed"] for result in ranks]
     assert any(not torch.equal(first[0], third[0]) for first, _, third in found)
 
 
-@pytest.mark.parametrize("kind", LOGICAL)
-def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", LOGICAL)
+def test_rows_that_one_call_does_not_take_go_in_several(ranks: list, order: str) -> None:
     for result in ranks:
-        sent, came_back = result[kind, "wide"]
+        sent, came_back = result[order, "wide"]
         assert torch.equal(sent, came_back)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(ranks: list, order: str) -> None:
     for result in ranks:
-        found = result[kind, "float8"]
+        found = result[order, "float8"]
         assert all(all(map(torch.equal, *pair)) for pair in zip(found["travel"], found["before"], strict=True))
         assert not torch.equal(found["travel"][0][0], found["not"][0][0]), "control: it is a rounding"
         assert found["again"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_way_to_the_experts_is_in_float8(ranks: list, kind: Kind) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_the_way_to_the_experts_is_in_float8(ranks: list, order: str) -> None:
     for result in ranks:
-        there, *others = result[kind, "float8"]["travel", "dtypes"]
+        there, *others = result[order, "float8"]["travel", "dtypes"]
         assert there == float8.FLOAT8 and others == [torch.bfloat16] * 3
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_in_float8_where_experts_stand_changes_no_bit_in_logical_order(ranks: list, carrier: str) -> None:
+def test_in_float8_where_experts_stand_changes_no_bit_in_logical_order(ranks: list) -> None:
     for result in ranks:
-        first, *others = result[(carrier, "logical"), "float8"]["travel"]
+        first, *others = result["logical", "float8"]["travel"]
         assert all(all(map(torch.equal, first, other)) for other in others)
 
 

@@ -20,17 +20,17 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError, config_from_settings
+from eplb_runtime.config import ConfigError, DispatchConfig, config_from_settings
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.hosts.attaching import copies
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.moe.dispatch.choosing import CARRIERS
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
+ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
 CASES = {name: batch for name, batch in BATCHES.items() if len(batch.tokens) == 4} | {
     "bfloat16": Batch((5, 4, 0, 3), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=4),
     "none on a node": Batch((5, 4, 0, 0), dtype=torch.bfloat16, weights_dtype=torch.float32, top_k=3),
@@ -44,16 +44,17 @@ def cases_of(order: str) -> dict[str, Batch]:
 
 
 def nodes_of_two() -> None:
+    deepep_package.imported = deepep_double.imported
     deepep_package.RANKS_OF_A_NODE = deepep_double.NODE = 2
 
 
-def over(order: str, in_float8: bool = False) -> Carried:
-    make = partial(CARRIERS["deepep"], package=deepep_double)
-    return ORDERS[order](dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8)
+def over(order: str, in_float8: bool = False) -> DeepEPDispatcher:
+    config = DispatchConfig("deepep", combine_order=order, dtype="float8" if in_float8 else "model")
+    return ORDERS[order](dist.group.WORLD, SLOTS, config=config)
 
 
-def without_manifest(result: dict) -> dict:
-    return {name: value for name, value in result.items() if name != "manifest"}
+def without_metadata(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "metadata"}
 
 
 def all_of_it(rank: int) -> dict[Any, Any]:
@@ -62,18 +63,18 @@ def all_of_it(rank: int) -> dict[Any, Any]:
     for order in ORDERS:
         for name, batch in cases_of(order).items():
             first = there_and_back(over(order), batch, rank)
-            again = there_and_back(over(order), batch, rank, manifest=first["manifest"])
-            found[order, name] = without_manifest(first)
-            found[order, name, "again"] = without_manifest(again)
+            again = there_and_back(over(order), batch, rank, metadata=first["metadata"])
+            found[order, name] = without_metadata(first)
+            found[order, name, "again"] = without_metadata(again)
             if order == "logical":
-                found[name, "all_to_all"] = without_manifest(
+                found[name, "all_to_all"] = without_metadata(
                     there_and_back(AllToAll(dist.group.WORLD, SLOTS), batch, rank)
                 )
         found[order, "float8"] = rounded(rank, order)
     found["buffers"] = len(deepep_double._between_nodes)
     with pytest.raises(ConfigError) as refused:
-        choice = CARRIERS["deepep"](dist.group.WORLD, SLOTS, 22, package=deepep_double)
-        choice.carry(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64))
+        choice = DeepEPBuffer(dist.group.WORLD, SLOTS, 22)
+        choice.dispatch(torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64))
     found["refused"] = str(refused.value)
     return found
 
@@ -86,8 +87,8 @@ def rounded(rank: int, order: str) -> bool:
     before = float8.unpack(float8.pack(hidden, None), torch.arange(4))
     for in_float8, given in ((True, hidden), (False, before)):
         dispatcher = over(order, in_float8)
-        arrived = dispatcher.dispatch(given, slots, weights)
-        outs.append(dispatcher.combine(arrived.rows_MD * 2, arrived.handle))
+        arrived = dispatcher.dispatch(given, weights, dispatcher.plan(slots))
+        outs.append(dispatcher.combine(arrived.rows_MD * 2, arrived))
     return torch.equal(*outs)
 
 
@@ -170,7 +171,6 @@ def trained(rank: int) -> dict[str, list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     deepep_package.missing = lambda device=None: ""
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
     copies._imported = lambda: deepep_double
     TRANSPORTS["deepep"] = partial(DeepEP, package=deepep_double)
     found = {}

@@ -17,13 +17,13 @@ from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
 from eplb_runtime.config import BalancerConfig, ConfigError, MigrationConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, deepep
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.moe.dispatch.deepep_buffer import BufferCarrier
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 CPU = torch.device("cpu")
@@ -136,13 +136,14 @@ def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
 
 
 def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
-    carrier = BufferCarrier(dist.group.WORLD, 2, 20, package=PACKAGE)
+    deepep_package.imported = lambda *_: PACKAGE
+    carrier = DeepEPBuffer(dist.group.WORLD, 2, 20)
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()
     rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    arrival = carrier.carry(rows, torch.tensor([[0], [2], [4]]))
+    received = carrier.dispatch(rows, torch.tensor([[0], [2], [4]]))
     assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
-    assert torch.equal(carrier.back(arrival.rows_UC, arrival.ticket), rows)
+    assert torch.equal(carrier.combine(received.rows_UC, received.handle), rows)
     assert CALLS == ["tokens", "experts", "back"]
 
 

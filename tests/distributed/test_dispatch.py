@@ -28,7 +28,7 @@ from dispatchers import ByRank
 from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.base import CountExchange
+from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 
 KINDS = {"all_to_all": AllToAll, "reduced on each rank": ByRank}
 LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logical"]
@@ -36,7 +36,7 @@ LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logica
 
 def run(rank: int, kind: str, batch: Batch) -> dict:
     result = there_and_back(KINDS[kind](dist.group.WORLD, SLOTS), batch, rank)
-    del result["manifest"]
+    del result["metadata"]
     return result
 
 
@@ -97,15 +97,15 @@ def run_with_what_is_known(rank: int, kind: str, batch: Batch) -> list[dict]:
     dispatcher = KINDS[kind](dist.group.WORLD, SLOTS)
     results = [there_and_back(dispatcher, batch, rank)]
     results.append(there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank)))
-    results.append(there_and_back(dispatcher, batch, rank, manifest=results[0]["manifest"]))
+    results.append(there_and_back(dispatcher, batch, rank, metadata=results[0]["metadata"]))
     for result in results:
-        del result["manifest"]
+        del result["metadata"]
     return results
 
 
 @pytest.mark.parametrize("batch", [BATCHES["a rank without tokens"], SENT_ONCE], ids=["each choice", "sent once"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_counts_and_a_manifest_from_before_change_nothing(kind: str, batch: Batch) -> None:
+def test_known_counts_and_metadata_from_before_change_nothing(kind: str, batch: Batch) -> None:
     """Layers with copies know counts, and send a row for each choice; elsewhere tokens may be sent once."""
     for first, *others in run_ranks(len(batch.tokens), run_with_what_is_known, kind, batch):
         for other in others:
@@ -113,7 +113,7 @@ def test_known_counts_and_a_manifest_from_before_change_nothing(kind: str, batch
 
 
 def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
-    """Names of the collectives that a forward calls: by itself, with counts, with a manifest."""
+    """Names of the collectives that a forward calls: by itself, with counts, with a metadata."""
     dispatcher, called = KINDS[kind](dist.group.WORLD, SLOTS), []
 
     def recorded(name: str, call: Callable) -> Callable:
@@ -127,18 +127,18 @@ def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
         setattr(dist, name, recorded(name, getattr(dist, name)))
     hidden, slots, weights = batch.of(rank)
     called.append([])
-    manifest = dispatcher.dispatch(hidden, slots, weights).handle.manifest
+    metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
     called.append([])
-    dispatcher.dispatch(hidden, slots, weights, counts=row_counts(batch, rank))
+    dispatcher.dispatch(hidden, weights, dispatcher.plan(slots, row_counts(batch, rank)))
     called.append([])
-    dispatcher.dispatch(hidden, None, weights, manifest=manifest)
+    dispatcher.dispatch(hidden, weights, metadata)
     return called
 
 
 def test_what_is_known_is_not_exchanged() -> None:
-    for alone, with_counts, with_manifest in run_ranks(2, collectives_of, "all_to_all", Batch((5, 4), tuple(range(6)))):
+    for alone, with_counts, with_metadata in run_ranks(2, collectives_of, "all_to_all", Batch((5, 4), tuple(range(6)))):
         # counts, which row a choice means, rows, router weights
-        assert (len(alone), len(with_counts), len(with_manifest)) == (4, 2, 2)
+        assert (len(alone), len(with_counts), len(with_metadata)) == (4, 2, 2)
 
 
 def rows_that_leave(rank: int, batch: Batch) -> int:
@@ -194,8 +194,8 @@ def kept_bytes(rank: int, kind: str, learns: bool) -> dict[str, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        arrived = dispatcher.dispatch(hidden, slots, weights)
-        out = dispatcher.combine(arrived.rows_MD * 1.0, arrived.handle)
+        arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
+        out = dispatcher.combine(arrived.rows_MD * 1.0, arrived)
     nodes, seen = [out.grad_fn], 0
     while nodes:
         node = nodes.pop()
@@ -208,7 +208,7 @@ def kept_bytes(rank: int, kind: str, learns: bool) -> dict[str, int]:
 
 
 def sizes_within(holder: object) -> list[int]:
-    """Of tensors in an object's attributes, and in those of the handles and manifests there."""
+    """Of tensors in an object's attributes, and in those of the metadata there."""
     found = []
     for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
         if isinstance(value, torch.Tensor):

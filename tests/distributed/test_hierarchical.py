@@ -38,8 +38,8 @@ COMPARED = {"many choices": GROUP_LIMITED, "bfloat16": IN_BFLOAT16, "two choices
 NODES = {"two nodes": 2, "four nodes": 1, "one node": 4}
 
 
-def without_manifest(result: dict) -> dict:
-    return {name: value for name, value in result.items() if name != "manifest"}
+def without_metadata(result: dict) -> dict:
+    return {name: value for name, value in result.items() if name != "metadata"}
 
 
 def all_of_it(rank: int) -> dict[Any, Any]:
@@ -52,20 +52,20 @@ def all_of_it(rank: int) -> dict[Any, Any]:
         on_pair = kind(pair, SLOTS, ranks_per_node=1)
         for name, batch in CASES.items():
             there = (kind(whole, SLOTS, ranks_per_node=2), rank) if len(batch.tokens) == 4 else (on_pair, place)
-            found[order, name] = without_manifest(there_and_back(there[0], batch, there[1]))
+            found[order, name] = without_metadata(there_and_back(there[0], batch, there[1]))
         dispatcher = kind(whole, SLOTS, ranks_per_node=2)
         first = there_and_back(dispatcher, GROUP_LIMITED, rank)
         with_counts = there_and_back(dispatcher, GROUP_LIMITED, rank, counts=row_counts(GROUP_LIMITED, rank))
-        again = there_and_back(dispatcher, GROUP_LIMITED, rank, manifest=first["manifest"])
-        found[order, "known"] = [without_manifest(result) for result in (first, with_counts, again)]
+        again = there_and_back(dispatcher, GROUP_LIMITED, rank, metadata=first["metadata"])
+        found[order, "known"] = [without_metadata(result) for result in (first, with_counts, again)]
         found[order, "placed"] = [placed(place, kind(pair, 6, ranks_per_node=1), one) for one in PLACEMENTS]
         found[order, "asked for"] = collectives_of(dispatcher, rank)
     plain = AllToAll(whole, SLOTS)
     for name, batch in COMPARED.items():
-        found["all_to_all", name] = without_manifest(there_and_back(plain, batch, rank))
+        found["all_to_all", name] = without_metadata(there_and_back(plain, batch, rank))
         for nodes, on_node in NODES.items():
             over = Hierarchical(whole, SLOTS, ranks_per_node=on_node)
-            found[nodes, name] = without_manifest(there_and_back(over, batch, rank))
+            found[nodes, name] = without_metadata(there_and_back(over, batch, rank))
     found["asked for"] = collectives_of(plain, rank)
     found["losses"] = {name: losses(rank, config) for name, config in CONFIGS.items()}
     return found
@@ -98,10 +98,10 @@ def collectives_of(dispatcher: AllToAll, rank: int) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch, Syncs() as syncs:
         patch.setattr(torch.Tensor, "cpu", reads)
-        manifest = dispatcher.dispatch(hidden, slots, weights).handle.manifest
+        metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
         patch.setattr(dist, "all_to_all_single", calls)
-        arrived = dispatcher.dispatch(hidden, None, weights, manifest=manifest)
-        dispatcher.combine(arrived.rows_MD, arrived.handle)
+        arrived = dispatcher.dispatch(hidden, weights, metadata)
+        dispatcher.combine(arrived.rows_MD, arrived)
     return {**called, "syncs": syncs.count}
 
 
@@ -165,7 +165,7 @@ def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: st
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_known_counts_and_a_manifest_from_before_change_nothing(ranks: list, order: str) -> None:
+def test_known_counts_and_metadata_from_before_change_nothing(ranks: list, order: str) -> None:
     for result in ranks:
         first, *others = result[order, "known"]
         for other in others:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib import util
 from itertools import product
 from typing import Any
@@ -24,17 +23,17 @@ from ranks import run_ranks
 from torch.nn import functional
 
 import eplb_runtime as eplb
-from eplb_runtime.config import ConfigError, config_from_settings
+from eplb_runtime.config import ConfigError, DispatchConfig, config_from_settings
 from eplb_runtime.distributed.hang_watchdog import OutOfStepError
+from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.moe.dispatch.choosing import CARRIERS
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.moe.routing.splitter import OnDevice
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
+ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
 MODEL, IN_FLOAT8 = False, True
 WAYS = list(product(ORDERS, (MODEL, IN_FLOAT8)))
 NAMES = ("out", "hidden", "weights", "experts")
@@ -49,9 +48,11 @@ def cases() -> dict[str, Batch]:
     } | {f"{name}, float64": found[name] for name in ("uneven", "many choices a token", "nothing at all")}
 
 
-def over(group: dist.ProcessGroup, order: str, most_tokens: int, in_float8: bool = False) -> Carried:
-    make = partial(CARRIERS["deepep"], package=deepep_double)
-    return ORDERS[order](group, SLOTS, make_carrier=make, in_float8=in_float8, most_tokens=most_tokens)
+def over(group: dist.ProcessGroup, order: str, most_tokens: int, in_float8: bool = False) -> DeepEPDispatcher:
+    deepep_package.imported = deepep_double.imported
+    dtype = "float8" if in_float8 else "model"
+    config = DispatchConfig("deepep", combine_order=order, dtype=dtype, most_tokens=most_tokens)
+    return ORDERS[order](group, SLOTS, config=config)
 
 
 class _NotANumber(torch.autograd.Function):
@@ -90,14 +91,14 @@ class Grouped:
         return _NotANumber.apply(out, ends, True)
 
 
-def stepped(dispatcher: Carried, batch: Batch, rank: int, manifest: Any = None) -> dict[str, Any]:
+def stepped(dispatcher: DeepEPDispatcher, batch: Batch, rank: int, metadata: Any = None) -> dict[str, Any]:
     """As `there_and_back`, by `Grouped`, and nothing waits."""
     hidden, slots, weights = batch.of(rank)
     experts = experts_here(batch, rank)
     with no_waits((*ON_CPUS_ALONE, *DOUBLES)):
-        arrived = dispatcher.dispatch(hidden, None if manifest is not None else slots, weights, manifest=manifest)
+        arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots) if metadata is None else metadata)
         out = LocalExperts(Grouped(), lambda: [experts])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
-        out = dispatcher.combine(out, arrived.handle)
+        out = dispatcher.combine(out, arrived)
         if out.requires_grad:
             out.square().sum().backward()
     return {
@@ -105,7 +106,7 @@ def stepped(dispatcher: Carried, batch: Batch, rank: int, manifest: Any = None) 
         "hidden": hidden.grad,
         "weights": weights.grad,
         "experts": experts.grad,
-        "manifest": arrived.handle.manifest,
+        "metadata": arrived.metadata,
     }
 
 
@@ -132,8 +133,8 @@ def compared(rank: int) -> dict[Any, Any]:
         expected = there_and_back(plain, batch, mine)
         exact = there_and_back(host_free, batch, mine)
         spare = stepped(host_free, batch, mine)
-        again = stepped(host_free, batch, mine, spare["manifest"])
-        reference = stepped(plain, batch, mine, expected["manifest"])
+        again = stepped(host_free, batch, mine, spare["metadata"])
+        reference = stepped(plain, batch, mine, expected["metadata"])
         found[order, name] = equal(expected, exact), equal(reference, spare), equal(reference, again)
         rows = [one["rows"] for one in (expected, exact)]
         found[order, name, "rows"] = rows[0] is rows[1] is None or all(map(torch.equal, *rows))
@@ -149,8 +150,8 @@ def rounded(group: dist.ProcessGroup, rank: int, order: str) -> bool:
     outs = []
     for most in (0, MOST):
         dispatcher = over(group, order, most, in_float8=True)
-        arrived = dispatcher.dispatch(hidden, slots, weights)
-        outs.append(dispatcher.combine(arrived.rows_MD * 2, arrived.handle))
+        arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
+        outs.append(dispatcher.combine(arrived.rows_MD * 2, arrived))
     return torch.equal(*outs)
 
 
@@ -160,7 +161,7 @@ def refused(group: dist.ProcessGroup, rank: int, order: str) -> tuple[str, list[
     deepep_double.CALLS.clear()
     hidden, weights = torch.randn(MOST + 1, 128).bfloat16(), torch.rand(MOST + 1, 2)
     with pytest.raises(ConfigError) as error:
-        dispatcher.dispatch(hidden, torch.zeros(MOST + 1, 2, dtype=torch.int64), weights)
+        dispatcher.dispatch(hidden, weights, dispatcher.plan(torch.zeros(MOST + 1, 2, dtype=torch.int64)))
     return str(error.value), list(deepep_double.CALLS)
 
 
@@ -241,7 +242,7 @@ def train(
 ) -> dict[str, torch.Tensor]:
     """State and losses after steps in which experts move, rank 1 with fewer tokens."""
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
+    deepep_package.imported = deepep_double.imported
     leave_no_numbers_behind()
     model = make_model(family, experts=8, layers=2, width=width).bfloat16()
     model.set_experts_implementation(implementation)
@@ -355,7 +356,7 @@ def with_copies(rank: int, checkpointing: bool) -> tuple[list[str], int, str]:
 
 def in_other_forwards(rank: int) -> str:
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
+    deepep_package.imported = deepep_double.imported
     model = make_model("olmoe", experts=8, layers=2).bfloat16()
     config = eplb.BalancerConfig(dense_gradients="allreduce", dispatch=eplb.DispatchConfig("deepep", most_tokens=64))
     balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=config)

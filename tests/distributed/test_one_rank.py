@@ -17,9 +17,8 @@ from ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
 from eplb_runtime.moe.dispatch.base import Dispatcher
-from eplb_runtime.moe.dispatch.one_rank import OneRank
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.moe.routing.splitter import RowCounts
@@ -56,7 +55,7 @@ def known(batch: Batch) -> RowCounts:
 def ways(dispatcher: Dispatcher, batch: Batch) -> list[dict]:
     """By itself, the same way again, and with counts that are known."""
     first = there_and_back(dispatcher, batch, 0)
-    again = there_and_back(dispatcher, batch, 0, manifest=first["manifest"])
+    again = there_and_back(dispatcher, batch, 0, metadata=first["metadata"])
     return [first, again, there_and_back(dispatcher, batch, 0, counts=known(batch))]
 
 
@@ -98,12 +97,12 @@ def forward_and_backward(dispatcher: Dispatcher) -> None:
     slots = torch.randint(SLOTS, (40, 2))
     experts = torch.randn(SLOTS, 64, 64).bfloat16().requires_grad_()
     with no_waits():
-        manifest = None
+        metadata = None
         for _ in range(2):
-            arrived = dispatcher.dispatch(hidden, slots, weights, manifest=manifest)
+            arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots) if metadata is None else metadata)
             out = LocalExperts(grouped, lambda: [experts])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
-            dispatcher.combine(out, arrived.handle).float().square().sum().backward()
-            manifest = arrived.handle.manifest
+            dispatcher.combine(out, arrived).float().square().sum().backward()
+            metadata = arrived.metadata
 
 
 def waits(rank: int) -> list[str]:

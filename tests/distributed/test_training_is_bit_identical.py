@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import Dispatched
+from eplb_runtime.moe.dispatch.metadata import AllToAllMetadata
 from eplb_runtime.moe.experts.registry import ExpertTensors
+from eplb_runtime.moe.routing.splitter import RowCounts
 
 EXPERTS = 16
 
@@ -34,15 +37,18 @@ def forget_second_moment() -> None:
 
 def combine_in_physical_order() -> None:
     """Each token's results summed in the order of their slots, as a scatter-add over arriving rows would."""
-    dispatch = AllToAll.dispatch
+    plan, dispatch = AllToAll.plan, AllToAll.dispatch
 
-    def by_slot(
-        self: AllToAll, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, **options: object
-    ) -> Dispatched:
+    def plan_by_slot(self: AllToAll, slots: torch.Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         order = slots.argsort(dim=1, stable=True)
-        return dispatch(self, hidden, slots.gather(1, order), weights.gather(1, order), **options)
+        metadata = plan(self, slots.gather(1, order), counts)
+        object.__setattr__(metadata, "order", order)
+        return metadata
 
-    AllToAll.dispatch = by_slot
+    def by_slot(self: AllToAll, hidden: torch.Tensor, weights: torch.Tensor, metadata: Any) -> Dispatched:
+        return dispatch(self, hidden, weights.gather(1, metadata.order), metadata)
+
+    AllToAll.plan, AllToAll.dispatch = plan_by_slot, by_slot
 
 
 @dataclass(frozen=True)

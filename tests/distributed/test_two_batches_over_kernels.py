@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from itertools import product
 from typing import Any
 
 import deepep_double
@@ -17,12 +16,11 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
 from eplb_runtime.planner.shuffle import plan_shuffle
 
-CARRIERS = choosing.CARRIERS
-KINDS = list(product(CARRIERS, ("logical", "by_rank")))
+KINDS = [("deepep", order) for order in ("logical", "by_rank")]
 MICRO_BATCHES = 3
 
 
@@ -30,7 +28,7 @@ def attached(
     kind: tuple[str, str], replica_slots: int, recompute: bool
 ) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {name: partial(make, package=deepep_double) for name, make in CARRIERS.items()}
+    deepep_package.imported = deepep_double.imported
     carrier, order = kind
     model = make_model("olmoe", experts=8, top_k=2, layers=2).bfloat16()
     if recompute:
@@ -132,8 +130,7 @@ def test_four_ranks_with_copies_and_recompute_too() -> None:
 def small_batches(rank: int, in_float8: bool, receives: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Outputs in evaluation by the low-latency kernels, in turn and at once, and what was called at once."""
     choosing.lacks = lambda *_: ""
-    choosing.CARRIERS = {"deepep": partial(CARRIERS["deepep"], package=deepep_double)}
-    choosing.LowLatency = partial(LowLatency, package=deepep_double)
+    deepep_package.imported = deepep_double.imported
     config = eplb.BalancerConfig(
         dispatch=eplb.DispatchConfig(
             "deepep", combine_order="by_rank", low_latency_tokens=32, dtype="float8" if in_float8 else "model"

@@ -5,7 +5,7 @@ GPU is enough.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from device import DEVICE, NCCL, device_of, no_host_sync, use
 from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
+from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, packages
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
-from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 
 pytestmark = [
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(bool(packages.no_gpu()), reason=packages.no_gpu()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
-ORDERS = {"logical": Carried, "by_rank": CarriedByRank}
+ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
 
 
 def skip_without_deepep() -> None:
@@ -37,8 +38,13 @@ def skip_without_deepep() -> None:
         pytest.skip(lacks)
 
 
+def over(order: str, dtype: Literal["float8", "model"] = "model", **settings: int) -> DeepEPDispatcher:
+    config = DispatchConfig("deepep", combine_order=order, dtype=dtype, **settings)
+    return ORDERS[order](dist.group.WORLD, SLOTS, config=config)
+
+
 def step(
-    kind: tuple[str, str] | None,
+    order: str | None,
     rank: int,
     device: torch.device,
     tokens: int,
@@ -59,67 +65,59 @@ def step(
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()
     experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, dtype)
     dispatcher = AllToAll(dist.group.WORLD, SLOTS)
-    if kind is not None:
-        make = choosing.CARRIERS[kind[0]]
-        dispatcher = ORDERS[kind[1]](dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8 == "on the way")
+    if order is not None:
+        dispatcher = over(order, "float8" if in_float8 == "on the way" else "model")
 
     def compute(rows: torch.Tensor, counts: SlotCounts, parameters: list[torch.Tensor]) -> torch.Tensor:
         return rows * parameters[0][counts.slot_of_rows(len(rows))]
 
-    found, manifest = [], None
+    found, metadata = [], None
     for _ in range(2):
-        arrived = dispatcher.dispatch(
-            hidden, slots.to(device) if manifest is None else None, weights, manifest=manifest
-        )
+        arrived = dispatcher.dispatch(hidden, weights, metadata or dispatcher.plan(slots.to(device)))
         out = LocalExperts(compute, lambda: [experts])(arrived.rows_MD, arrived.counts_S, arrived.weights_M)
-        out = dispatcher.combine(out, arrived.handle)
+        out = dispatcher.combine(out, arrived)
         grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights])
         found += [one.detach().cpu() for one in (out, *grads)]
-        manifest = arrived.handle.manifest
+        metadata = arrived.metadata
     return found
 
 
-def both(rank: int, kind: tuple[str, str], tokens: tuple[int, ...], dtype: torch.dtype) -> tuple[list, list]:
+def both(rank: int, order: str, tokens: tuple[int, ...], dtype: torch.dtype) -> tuple[list, list]:
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    return step(None, rank, device, tokens[rank], dtype), step(kind, rank, device, tokens[rank], dtype)
+    return step(None, rank, device, tokens[rank], dtype), step(order, rank, device, tokens[rank], dtype)
 
 
 @pytest.mark.parametrize("tokens", [(512, 300), (64, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("carrier", choosing.CARRIERS)
-def test_in_logical_order_every_bit_is_that_of_all_to_all(
-    carrier: str, tokens: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_in_logical_order_every_bit_is_that_of_all_to_all(tokens: tuple[int, ...], dtype: torch.dtype) -> None:
     skip_without_deepep()
-    job = ((carrier, "logical"), tokens, dtype)
+    job = ("logical", tokens, dtype)
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("carrier", choosing.CARRIERS)
-def test_by_rank_is_the_same_to_rounding(carrier: str) -> None:
+def test_by_rank_is_the_same_to_rounding() -> None:
     skip_without_deepep()
-    job = ((carrier, "by_rank"), (512, 300), torch.bfloat16)
+    job = ("by_rank", (512, 300), torch.bfloat16)
     for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
         for one, another in zip(expected, found, strict=True):
             torch.testing.assert_close(one.float(), another.float(), rtol=0.05, atol=0.1 * float(one.abs().max()))
 
 
-def in_float8(rank: int, carrier: str, order: str) -> tuple[list, list]:
+def in_float8(rank: int, order: str) -> tuple[list, list]:
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    job = ((carrier, order), rank, device, 300, torch.bfloat16)
+    job = (order, rank, device, 300, torch.bfloat16)
     return step(*job, "before"), step(*job, "on the way")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("carrier", choosing.CARRIERS)
-def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(carrier: str, order: str) -> None:
+def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(order: str) -> None:
     skip_without_deepep()
-    for expected, found in run_ranks(RANKS, in_float8, carrier, order, backend=NCCL, start_method="spawn"):
+    for expected, found in run_ranks(RANKS, in_float8, order, backend=NCCL, start_method="spawn"):
         assert all(map(torch.equal, expected, found))
 
 
@@ -141,8 +139,7 @@ def with_most_tokens(rank: int, order: str, most_tokens: int) -> list[torch.Tens
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    make = choosing.CARRIERS["deepep"]
-    dispatcher = ORDERS[order](dist.group.WORLD, SLOTS, make_carrier=make, most_tokens=most_tokens)
+    dispatcher = over(order, most_tokens=most_tokens)
     experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, torch.bfloat16)
     found = []
     for seed, tokens in enumerate(((64, 5), (64, 0))):
@@ -151,9 +148,9 @@ def with_most_tokens(rank: int, order: str, most_tokens: int) -> list[torch.Tens
         slots = torch.rand(tokens[rank], RANKS * SLOTS, generator=generator).argsort(dim=1)[:, :TOP_K].to(device)
         weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device).requires_grad_()
         with no_host_sync() if most_tokens and seed else nullcontext():
-            arrived = dispatcher.dispatch(hidden, slots, weights)
+            arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
             local = LocalExperts(Scaled(experts), lambda: [experts])
-            out = dispatcher.combine(local(arrived.rows_MD, arrived.counts_S, arrived.weights_M), arrived.handle)
+            out = dispatcher.combine(local(arrived.rows_MD, arrived.counts_S, arrived.weights_M), arrived)
             grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights])
         found += [one.detach().cpu() for one in (out, *grads)]
     return found
@@ -174,10 +171,8 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
     device = device_of(rank)
     use(device)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    make = choosing.CARRIERS["deepep"]
-    low_latency = partial(LowLatency, most_tokens=64, in_float8=in_float8)
-    slow = CarriedByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8)
-    fast = CarriedByRank(dist.group.WORLD, SLOTS, make_carrier=make, in_float8=in_float8, make_low_latency=low_latency)
+    dtype: Literal["float8", "model"] = "float8" if in_float8 else "model"
+    slow, fast = over("by_rank", dtype), over("by_rank", dtype, low_latency_tokens=64)
     found = []
     for tokens in ((64, 20), (0, 3)):
         generator = torch.Generator().manual_seed(rank)
@@ -187,8 +182,8 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
         both = []
         with torch.no_grad():
             for dispatcher in (slow, fast):
-                arrived = dispatcher.dispatch(hidden, slots, weights)
-                out = dispatcher.combine(arrived.rows_MD, arrived.handle)
+                arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
+                out = dispatcher.combine(arrived.rows_MD, arrived)
                 both.append([arrived.rows_MD.cpu(), out.cpu()])
         found.append((both[0], both[1]))
     return found
@@ -214,7 +209,7 @@ def experts_between_tokens(rank: int) -> list[bool]:
     group = dist.new_group([0, 1], backend="nccl")
     transport = TRANSPORTS["deepep"](group, "nccl", device, 60.0)
     transport.warm_up(soon())
-    carrier = choosing.CARRIERS["deepep"](dist.group.WORLD, SLOTS, 20)
+    buffer = DeepEPBuffer(dist.group.WORLD, SLOTS, 20)
     hidden = torch.randn(256, WIDTH, device=device, dtype=torch.bfloat16)
     slots = torch.arange(256, device=device).remainder(RANKS * SLOTS).unsqueeze(1)
     right = []
@@ -222,8 +217,8 @@ def experts_between_tokens(rank: int) -> list[bool]:
         payload, into = random_bytes(rank, size, device), transport.empty(size)
         pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
         pending.wait(soon())
-        arrivals = [carrier.carry(hidden, slots) for _ in range(5)]
-        back = [carrier.back(arrival.rows_UC, arrival.ticket) for arrival in arrivals]
+        received = [buffer.dispatch(hidden, slots) for _ in range(5)]
+        back = [buffer.combine(one.rows_UC, one.handle) for one in received]
         right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]
     transport.close()
     return right

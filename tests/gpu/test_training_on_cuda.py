@@ -19,9 +19,8 @@ from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
-from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
 from eplb_runtime.moe.dispatch.base import Dispatcher
-from eplb_runtime.moe.dispatch.one_rank import OneRank
 from eplb_runtime.moe.experts.compute import weigh_gradients
 from eplb_runtime.moe.routing.splitter import RowCounts
 
@@ -50,10 +49,10 @@ def dispatch_alone(rank: int, kind: type[Dispatcher]) -> None:
         x, weight, matrices = inputs
         if dispatched:
             dispatcher = kind(dist.group.WORLD, EXPERTS)
-            arrived = dispatcher.dispatch(x, slots, weight)
+            arrived = dispatcher.dispatch(x, weight, dispatcher.plan(slots))
             slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
             out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
-            out = dispatcher.combine(weigh_gradients(out, arrived.weights_M), arrived.handle)
+            out = dispatcher.combine(weigh_gradients(out, arrived.weights_M), arrived)
         else:
             out = (torch.einsum("td,tkde->tke", x, matrices[slots]) * weight.unsqueeze(-1)).sum(1)
         out.square().sum().backward()
@@ -71,12 +70,12 @@ def dispatch_with_known_counts(rank: int) -> None:
     sent = np.bincount(slots.reshape(-1).numpy(), minlength=EXPERTS)
     counts, slots = RowCounts(sent, sent.reshape(1, EXPERTS)), slots.to(DEVICE)
     dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
-    dispatcher.dispatch(hidden, slots, weight, counts=counts)  # tables that stay are brought to the device once
+    dispatcher.plan(slots, counts)  # tables that stay are brought to the device once
     with no_host_sync():
-        arrived = dispatcher.dispatch(hidden, slots, weight, counts=counts)
+        arrived = dispatcher.dispatch(hidden, weight, dispatcher.plan(slots, counts))
         slot_of_rows = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
         out = weigh_gradients(arrived.rows_MD * slot_of_rows.unsqueeze(1), arrived.weights_M)
-        dispatcher.combine(out, arrived.handle).sum().backward()
+        dispatcher.combine(out, arrived).sum().backward()
 
 
 @pytest.mark.parametrize("kind", [AllToAll, OneRank])

@@ -22,7 +22,7 @@ from eplb_runtime.planner.shuffle import plan_shuffle
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RANKS, WIDTH = 2, 512
 WAYS = [("all_to_all", "logical", 0), ("all_to_all", "logical", 1)]
-WAYS += [(carrier, order, 0) for carrier in choosing.CARRIERS for order in ("logical", "by_rank")]
+WAYS += [("deepep", order, 0) for order in ("logical", "by_rank")]
 
 
 def skip_without(dispatch: str) -> None:

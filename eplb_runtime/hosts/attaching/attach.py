@@ -35,12 +35,12 @@ from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
-from ...moe.dispatch.base import CountExchange
+from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.dispatch.lanes import Lane, Lanes
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced
 from ...moe.kernel_selection import Kernels, kernels_for
-from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer
+from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
 from ...moe.routing.splitter import BatchSplitter
 from ...observe.recorder import Recorder
@@ -396,6 +396,17 @@ class _Attaching:
             if self.groups.backward is None or self._job.ep_size == 1
             else {"meet_in_backward": BackwardMeeting(self.groups.backward, self.watch)}
         )
+        context = LayerContext(
+            counter,
+            maps.table,
+            maps.splitter,
+            self.dispatcher,
+            exchange_counts,
+            meeting,
+            self.lanes,
+            **apart,
+            count_and_look_up=self.kernels.count_and_look_up,
+        )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
         whole = WholeCopies(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
@@ -418,16 +429,8 @@ class _Attaching:
                     whole,
                     self.kernels.regroup,
                 ),
-                counter=counter,
-                table=maps.table,
-                splitter=maps.splitter,
-                dispatcher=self.dispatcher,
-                exchange_counts=exchange_counts,
-                meeting=meeting,
-                lanes=self.lanes,
-                real_tokens=real_tokens[id(layer)],
-                **apart,
-                count_and_look_up=self.kernels.count_and_look_up,
+                context,
+                real_tokens[id(layer)],
             )
             layer.install(parallel)
             made.append(parallel)

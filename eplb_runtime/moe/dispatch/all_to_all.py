@@ -1,18 +1,16 @@
 """Dispatch over torch.distributed's all-to-all: uneven splits, empty ranks, exact.
 
-Exactness (the order of every sum is independent of where experts stand): a slot's rows come ordered by (source rank,
-position in the source's batch); the K results of a token are summed in the router's order, and so are the K gradients
-of its hidden state.
+Exactness (the order of each sum is independent of the placement): a slot's rows come ordered by (source rank, position
+in the source's batch); the K results of a token are summed in the router's order, and so are the K gradients of its
+hidden state.
 
-Two ways carry everything. To the experts: a row for each choice, or one for each rank that a token visits -> exchange
--> rows by slot. To the tokens: the results, or gradients, of each choice -> exchange -> sums. Dispatch goes the first,
-combine the second, and each one's gradient the other. Rows that stay on this rank do not enter the exchange.
+To the experts: a row for each choice, or one for each rank that a token visits -> exchange -> rows by slot. To the
+tokens: the result, or gradient, of each choice -> exchange -> sums. Rows that stay on this rank skip the exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -23,14 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...distributed.hang_watchdog import Meeting
-from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
-from .base import Dispatched, Dispatcher, Handle
+from .base import Dispatcher, DispatchMetadata
 from .lanes import Lane, Lanes
-from .manifest import Cargo, Choices, Leg, Manifest, worth_sending_once
 from .memory import RowMemory
+from .metadata import AllToAllMetadata, AllToAllSplits, RowRouting, worth_deduplicating
 
 
 class AllToAll(Dispatcher):
@@ -41,9 +38,9 @@ class AllToAll(Dispatcher):
         slots_per_rank: S.
         counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
             wait for each other there, where all messages are of one size; None: ``group``.
-        meeting: makes sure that ranks are in the same forward, and sees how long they wait; None: they are.
+        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
         lanes: where there may be a second way beside these groups.
-        moves: how rows are put in order and summed here.
+        moves: how rows are permuted and summed here.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
@@ -57,214 +54,205 @@ class AllToAll(Dispatcher):
         lanes: Lanes | None = None,
         moves: permute.Moves = permute.PLAIN,
     ) -> None:
+        super().__init__(meeting)
         self._moves = moves
         self._lanes = lanes or Lanes(Lane(group, counts_group if counts_group is not None else group))
-        self._meeting = meeting
         self._rank = group.rank()
         self._num_ranks = group.size()
         self._slots_per_rank = slots_per_rank
         self._memory = RowMemory()
 
-    def dispatch(
-        self,
-        hidden_TD: Tensor,
-        slots_TK: Tensor | None,
-        weights_TK: Tensor,
-        *,
-        counts: RowCounts | None = None,
-        manifest: Any = None,
-    ) -> Dispatched:
-        if manifest is None:
-            assert slots_TK is not None
-            manifest = self._manifest(slots_TK, counts)
-        learns = torch.is_grad_enabled()
-        weights = weights_TK if learns or self.combine_order == "by_rank" else None
-        rows_MD, weights_M = _Dispatch.apply(hidden_TD, weights, manifest, self)
-        weights = weights_TK if self.combine_order == "logical" else weights_M
-        assert weights is not None
-        handle = Handle(weights.detach(), hidden_TD.dtype, manifest)
-        return Dispatched(rows_MD, manifest.choices.counts_S, weights_M if learns else None, handle)
+    # -- the seam ------------------------------------------------------------------------------------------------------
 
-    def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
-        combined_TD: Tensor = _Combine.apply(out_MD, handle, self)
-        return combined_TD
-
-    # -- what others may do their own way ------------------------------------------------------------------------
-
-    def outward(self, source_TD: Tensor, manifest: Any) -> Callable[[], Tensor]:
-        """Send what a token has to its experts; a function that waits for it and gives ``[M, D]``, by slot."""
-        return self.to_experts(source_TD, manifest.tokens)
-
-    def homeward(self, rows_MD: Tensor, manifest: Any, weights: Tensor | None) -> Callable[[], Tensor]:
-        """Send rows by slot to their tokens; a function that waits for them and gives each token's sum ``[T, D]``.
-
-        Args:
-            weights: those of ``Handle``; None: a plain sum.
-        """
-        back = self.to_tokens(rows_MD, manifest)
-        return lambda: self._moves.sum_choices(back(), manifest.choices.place_TK, self._memory, weights)
-
-    # -- the two ways --------------------------------------------------------------------------------------------
-
-    def to_experts(self, source: Tensor, cargo: Cargo) -> Callable[[], Tensor]:
-        """Send rows of ``source`` ``[*, D]``; a function that waits for them and gives ``[M, D]``, by slot."""
-        there = self.to_ranks(source, cargo.leg)
-
-        def arrived() -> Tensor:
-            rows = there()
-            by_slot_MD = self._memory.like(rows, cargo.arrived_M.shape[0])
-            permute.gather(rows, cargo.arrived_M, by_slot_MD)
-            return by_slot_MD
-
-        return arrived
-
-    def to_tokens(self, rows_MD: Tensor, manifest: Any) -> Callable[[], Tensor]:
-        """Send rows of choices back; a function that waits for them and gives ``[N, D]``: ``place_TK`` says which
-        choice lies where."""
-        return self.to_ranks(rows_MD.contiguous(), manifest.choices.cargo.leg.back(manifest.choices.slot_place_M))
-
-    def to_ranks(self, source: Tensor, leg: Leg) -> Callable[[], Tensor]:
-        """Send rows of ``source`` ``[*, D]``; a function that waits for those that come and gives them: what has stayed
-        here first, then by rank."""
-        own, index_U, part = leg.own, leg.index_U, self._moves.part
-        there = self._memory.like(source, leg.arriving)
-        leaving = source[own:]
-        if index_U is not None:
-            leaving = self._memory.like(source, index_U.shape[0] - own)
-            if part is not None:
-                part(source, index_U, there[:own], leaving)
-            else:
-                permute.gather(source, index_U[own:], leaving)
-        work = self._exchange(there[own:], leaving, leg.received, leg.sent)
-        if index_U is None:
-            there[:own].copy_(source[:own])
-        elif part is None:
-            permute.gather(source, index_U[:own], there[:own])
-
-        def arrived() -> Tensor:
-            self._wait(work, leaving)
-            return there
-
-        return arrived
-
-    def place(self) -> tuple[int, int] | tuple[None, None]:
-        """Layer and epoch of the forward that this thread is in, for the names of its phases."""
-        return (None, None) if self._meeting is None else self._meeting.place
-
-    def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
-        if self._num_ranks == 1:
-            return None
-        with self._lanes.launching():
-            return dist.all_to_all_single(out, rows, received, sent, group=self._lanes.here().tokens, async_op=True)
-
-    def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
-        """``sent`` is named so that it stays while it is read."""
-        if work is not None:
-            with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
-                work.wait()
-
-    # -- what goes where -----------------------------------------------------------------------------------------
-
-    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Any:
-        """Of a batch whose way is new. Collective."""
-        slots, me = self._slots_per_rank, self._rank
-        once = counts is None and worth_sending_once(self._num_ranks, slots_TK.shape[1])
-        leaving = self._leaving(slots_TK, once, told=counts is None)
-        told = None
+    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
+        slots, rank = self._slots_per_rank, self._rank
+        dedup = counts is None and worth_deduplicating(self._num_ranks, slots_TK.shape[1])
+        leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
+        received_counts = None
         if counts is None:
-            both_2RW, told = self._exchange_counts(leaving.told_2RW)
+            both_2RW, received_counts = self._exchange_counts(leaving.told_2RW)
         else:
             both_2RW = np.stack([counts.sent_P.reshape(-1, slots), counts.received_RS])
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
-        choices_leg = Leg.of(leaving.choice_N, sent_R, received_R, me)
-        meant = tokens_leg = None
-        if once:
+        choice_splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, rank)
+        source_row_M1 = None
+        token_splits = replace(choice_splits, index_U=leaving.token_N)
+        if dedup:
             sent_R, received_R = both_2RW[:, :, slots]
-            tokens_leg = Leg.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, me)
+            token_splits = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
             assert leaving.meant_N1 is not None
-            meant = self.to_ranks(leaving.meant_N1, replace(choices_leg, index_U=None))()
-        arriving = self._moves.arriving(both_2RW[1], me, slots, slots_TK.device, meant, told)
-        tokens = Cargo(tokens_leg or replace(choices_leg, index_U=leaving.token_N), arriving.row_M)
-        return Manifest(self._choices(leaving, choices_leg, arriving, both_2RW[1]), tokens)
+            source_row_M1 = self._to_ranks(leaving.meant_N1, replace(choice_splits, index_U=None))()
+        arriving = self._moves.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
+        return self._metadata(leaving, arriving, choice_splits, token_splits, both_2RW[1])
 
-    def _leaving(self, slots_TK: Tensor, once: bool, told: bool) -> permute.Leaving:
-        """What leaves; ``told``: ranks are told of it, and of where this one is."""
-        word = self._meeting.word if told and self._meeting is not None else None
-        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, once=once, word=word)
+    def dispatch_rows(
+        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: AllToAllMetadata
+    ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
+        rows = self._tokens_to_experts(hidden_TD.contiguous(), metadata)
+        weights = None if weights_TK is None else self._to_experts(weights_TK.reshape(-1, 1), metadata.choices)
+        return rows(), None if weights is None else weights().squeeze(1), metadata.counts_S, metadata
 
-    def _choices(
-        self, leaving: permute.Leaving, leg: Leg, arriving: permute.Arriving, told_RW: NDArray[np.int64]
-    ) -> Choices:
-        rows_S = told_RW[:, : self._slots_per_rank].sum(axis=0).tolist()
-        return Choices(
-            Cargo(leg, arriving.arrived_M),
+    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        return self._sums_to_tokens(out_MD, metadata, weights)()
+
+    def combine_gradients(
+        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: AllToAllMetadata, hidden_needed: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        hidden = self._sums_to_tokens(grad_MD, metadata, None) if hidden_needed else None
+        weights = None if grad_M is None else self._choices_to_tokens(grad_M.unsqueeze(1), metadata)
+        return (
+            None if hidden is None else hidden(),
+            None if weights is None else weights().squeeze(1)[metadata.place_TK],
+        )
+
+    def dispatch_gradients(self, grad_TD: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        return self._tokens_to_experts(grad_TD.contiguous(), metadata)()
+
+    # -- transfers: each posts its exchange and returns a function that waits for it -----------------------------------
+
+    def _tokens_to_experts(self, source_TD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
+        """Send a value of each token to its experts; waiting returns ``[M, D]``, by slot."""
+        return self._to_experts(source_TD, metadata.tokens)
+
+    def _sums_to_tokens(
+        self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
+    ) -> Callable[[], Tensor]:
+        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``.
+
+        Args:
+            weights: ``Dispatched.combine_weights``; None: a plain sum.
+        """
+        rows = self._choices_to_tokens(rows_MD, metadata)
+        return lambda: self._moves.sum_choices(rows(), metadata.place_TK, self._memory, weights)
+
+    def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
+        """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
+        received = self._to_ranks(source, routing.splits)
+
+        def by_slot() -> Tensor:
+            rows = received()
+            rows_MD = self._memory.like(rows, routing.received_row_M.shape[0])
+            permute.gather(rows, routing.received_row_M, rows_MD)
+            return rows_MD
+
+        return by_slot
+
+    def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
+        """Send rows of choices back; waiting returns ``[N, D]``, ordered as ``place_TK`` says."""
+        return self._to_ranks(rows_MD.contiguous(), metadata.choices.splits.reversed(metadata.slot_place_M))
+
+    def _to_ranks(self, source: Tensor, splits: AllToAllSplits) -> Callable[[], Tensor]:
+        """Send rows of ``source`` ``[*, D]``; waiting returns those received: local ones first, then by rank."""
+        local, index_U, part = splits.num_local_rows, splits.index_U, self._moves.part
+        received = self._memory.like(source, splits.num_received_rows)
+        leaving = source[local:]
+        if index_U is not None:
+            leaving = self._memory.like(source, index_U.shape[0] - local)
+            if part is not None:
+                part(source, index_U, received[:local], leaving)
+            else:
+                permute.gather(source, index_U[local:], leaving)
+        work = self._exchange(received[local:], leaving, splits)
+        if index_U is None:
+            received[:local].copy_(source[:local])
+        elif part is None:
+            permute.gather(source, index_U[:local], received[:local])
+
+        def wait() -> Tensor:
+            self._wait(work, leaving)
+            return received
+
+        return wait
+
+    def _exchange(self, received: Tensor, leaving: Tensor, splits: AllToAllSplits) -> dist.Work | None:
+        if self._num_ranks == 1:
+            return None
+        group = self._lanes.here().tokens
+        with self._lanes.launching():
+            return dist.all_to_all_single(received, leaving, splits.received, splits.sent, group=group, async_op=True)
+
+    def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
+        """``sent`` is an argument so that it lives while it is read."""
+        if work is not None:
+            with self._watched():
+                work.wait()
+
+    # -- metadata ------------------------------------------------------------------------------------------------------
+
+    def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
+        """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
+        tag = self._meeting.word if with_counts and self._meeting is not None else None
+        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, once=dedup, word=tag)
+
+    def _metadata(
+        self,
+        leaving: permute.Leaving,
+        arriving: permute.Arriving,
+        choice_splits: AllToAllSplits,
+        token_splits: AllToAllSplits,
+        received_RW: NDArray[np.int64],
+    ) -> AllToAllMetadata:
+        rows_S = received_RW[:, : self._slots_per_rank].sum(axis=0).tolist()
+        return AllToAllMetadata(
+            RowRouting(choice_splits, arriving.arrived_M),
+            RowRouting(token_splits, arriving.row_M),
             leaving.place_TK,
             arriving.slot_place_M,
             SlotCounts(arriving.ends_S, rows_S),
         )
 
-    def _exchange_counts(self, told_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
+    def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
         Args:
-            told_2RW: as of `permute.Leaving`, with a word for `Meeting`.
+            counts_2RW: as of `permute.Leaving`, with a word for `Meeting`.
 
         Returns:
-            int64 ``[2, R, W]``: what was told to each rank, and by it; and the latter on the device.
+            int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
         """
-        with nullcontext() if self._meeting is None else self._meeting.watch.waiting():
+        with self._watched():
             with self._lanes.launching():
-                dist.all_to_all_single(told_2RW[1], told_2RW[0], group=self._lanes.here().counts)
-            both: NDArray[np.int64] = told_2RW.cpu().numpy()
+                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._lanes.here().counts)
+            both: NDArray[np.int64] = counts_2RW.cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])
-        return both, told_2RW[1]
+        return both, counts_2RW[1]
 
 
-class _Dispatch(torch.autograd.Function):
-    """Hidden states, and router weights if they travel. Backward sums the gradients of a token's choices in the
-    router's order."""
+class OneRank(AllToAll):
+    """`AllToAll` for a group of one: rows are only permuted by slot. The same rows and sums, bit for bit.
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, manifest: Any, wire: AllToAll
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.manifest, ctx.wire, ctx.place = manifest, wire, wire.place()
-        rows = wire.outward(hidden_TD.contiguous(), manifest)
-        if weights_TK is None:
-            return rows(), None
-        weights = wire.to_experts(weights_TK.reshape(-1, 1), manifest.choices.cargo)
-        rows_MD, weights_M = rows(), weights().squeeze(1)
-        needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
-        ctx.mark_non_differentiable(*(arrived for arrived, need in needs if not need))
-        return rows_MD, weights_M
+    Each choice is a row, so M = T * K. No host sync in a forward, a recompute or a backward pass, and no size that
+    depends on a value: a CUDA graph can capture them.
 
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None) -> tuple[Tensor | None, ...]:
-        manifest, wire = ctx.manifest, ctx.wire
-        hidden_need, weights_need, *_ = ctx.needs_input_grad
-        with phase("dispatch", "B", *ctx.place):
-            rows = wire.homeward(grad_MD, manifest, None) if hidden_need else None
-            weights = wire.to_tokens(grad_M.unsqueeze(1), manifest) if weights_need and grad_M is not None else None
-            return (
-                None if rows is None else rows(),
-                None if weights is None else weights().squeeze(1)[manifest.choices.place_TK],
-                None,
-                None,
-            )
+    Args: as of `AllToAll`.
 
+    Raises:
+        ValueError: there are more ranks.
+    """
 
-class _Combine(torch.autograd.Function):
-    """The weighted sum of a token's results, none of which is kept. Backward leaves weighing to the experts."""
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self._num_ranks > 1:
+            raise ValueError(f"OneRank is for a group of one rank, and this one has {self._num_ranks}: take AllToAll")
 
-    @staticmethod
-    def forward(ctx: Any, out_MD: Tensor, handle: Handle, wire: AllToAll) -> Tensor:
-        ctx.manifest, ctx.wire, ctx.dtype, ctx.place = handle.manifest, wire, out_MD.dtype, wire.place()
-        return wire.homeward(out_MD, handle.manifest, handle.weights)().to(handle.dtype)
+    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
+        leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
+        local = AllToAllSplits(None, slots_TK.numel(), [0], [0])
+        ends_S = leaving.told_2RW[0, 0].cumsum(0, dtype=torch.int32)
+        on_host = None if counts is None else counts.sent_P.tolist()
+        return AllToAllMetadata(
+            RowRouting(local, leaving.choice_N),
+            RowRouting(local, leaving.token_N),
+            leaving.place_TK,
+            leaving.place_TK.view(-1),
+            SlotCounts(ends_S, on_host),
+        )
 
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        with phase("combine", "B", *ctx.place):
-            return ctx.wire.outward(grad_TD.to(ctx.dtype).contiguous(), ctx.manifest)(), None, None
+    def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
+        rows_MD = self._memory.like(source, routing.received_row_M.shape[0])
+        permute.gather(source, routing.received_row_M, rows_MD)
+        return lambda: rows_MD
+
+    def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
+        return rows_MD.contiguous

@@ -1,7 +1,7 @@
-"""What every dispatcher does: carry tokens to the slots that were picked for them, and the results back.
+"""The seam that every dispatcher implements, and the one pair of autograd functions for all of them.
 
-``dispatch`` -> compute -> ``combine``, with whatever lies between them left to the caller, so that a schedule can put
-other work there. Both are differentiable, and each one's backward is the other's way.
+``plan`` -> ``dispatch`` -> compute -> ``combine``; what lies between is the caller's, so that a schedule can put other
+work there. The backward of each transfer is the other transfer with the same metadata.
 
 Shape suffixes of this room: T tokens of this rank, K top-k, M rows that arrive here, D model width, E logical experts,
 R ranks, S slots a rank, P = R * S slots.
@@ -9,94 +9,91 @@ R ranks, S slots a rank, P = R * S slots.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...distributed.hang_watchdog import Meeting
+from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
-from .in_flight import Differed
-from .lanes import Lane, Lanes
 
 
 @dataclass(frozen=True, eq=False)
-class Handle:
-    """What ``combine`` must know of the ``dispatch`` before it.
-
-    Args:
-        weights: the router weights as combine multiplies them: ``[T, K]`` where the tokens came from, or ``[M]`` where
-            they went.
-        dtype: of the hidden states, and so of what combine gives.
-        manifest: which row goes where; the dispatcher's own. It holds no value of this batch: the same choices of all
-            ranks can be dispatched again with it (activation recompute).
-    """
-
-    weights: Tensor
-    dtype: torch.dtype
-    manifest: Any
+class DispatchMetadata:
+    """Which row goes where; each kind of dispatcher has its own fields. It holds no value of the batch: hidden states
+    with the same choices on all ranks can be dispatched with it again (activation recompute)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """What has arrived here.
+    """The rows that arrived on this rank, and what `Dispatcher.combine` needs to bring their results back.
 
     Args:
         rows_MD: ordered by local slot; a slot's rows by source rank and position there.
-        counts_S: how many rows each slot has: offsets on the device, numbers on the host if the dispatcher knows them.
-        weights_M: the router weight of each row. Gradients of what the experts give come unweighted, and whoever
-            computes the rows weighs them and gives these weights theirs (`moe.experts.compute.weigh_gradients`): so
-            nobody keeps results for it where the tokens came from. None where there are no gradients.
-        handle: for ``combine``.
+        counts_S: rows of each slot: offsets on the device, numbers on the host if the dispatcher knows them.
+        weights_M: the router weight of each row; None without gradients. The backward of ``combine`` returns unweighted
+            gradients. The expert compute multiplies them by these weights and computes the weights' gradients
+            (`moe.experts.compute.weigh_gradients`), so ``combine`` need not save expert outputs.
+        combine_weights: the router weights that ``combine`` multiplies: ``[T, K]`` in ``"logical"`` order, ``[M]`` by
+            rank; without gradients.
+        dtype: of the hidden states, and of the result of ``combine``.
+        metadata: for another dispatch of the same choices.
     """
 
     rows_MD: Tensor
     counts_S: SlotCounts
     weights_M: Tensor | None
-    handle: Handle
+    combine_weights: Tensor
+    dtype: torch.dtype
+    metadata: DispatchMetadata
 
 
 class Dispatcher(ABC):
-    """Carries tokens within one EP group. Every method is collective over it.
+    """Exchanges tokens within one EP group. Every method is collective over it.
+
+    Args:
+        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
 
     Attributes:
-        combine_order: ``"logical"``: a token's results are summed in the router's order, wherever its experts stand, so
-            that placement changes no bit. ``"by_rank"``: first those of each rank, there, then over ranks.
+        combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
+            bit. ``"by_rank"``: summed on each rank first, then over ranks.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]]
 
+    def __init__(self, meeting: Meeting | None = None) -> None:
+        self._meeting = meeting
+
     @abstractmethod
-    def dispatch(
-        self,
-        hidden_TD: Tensor,
-        slots_TK: Tensor | None,
-        weights_TK: Tensor,
-        *,
-        counts: RowCounts | None = None,
-        manifest: Any = None,
-    ) -> Dispatched:
-        """Send every (token, choice) to its slot.
+    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
+        """Work out which row goes where.
 
         Args:
-            hidden_TD: ``[T, D]``; T may differ between ranks and may be 0.
-            slots_TK: int64 ``[T, K]``, physical slots; None with a manifest, which knows them.
-            weights_TK: ``[T, K]``, router weights.
-            counts: what goes where, if it is known already: by it, a dispatcher need not exchange counts.
-            manifest: of an earlier dispatch with these very slots, on every rank; nothing is worked out again then.
+            slots_TK: int64 ``[T, K]``, physical slots; T may differ between ranks and may be 0.
+            counts: rows between this rank and each slot, if known: a dispatcher may then skip its exchange of counts.
         """
 
-    @abstractmethod
-    def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
-        """Bring the experts' results back and sum each token's, times their router weights.
+    def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
+        """Send each (token, choice) to its slot. Differentiable.
+
+        Args:
+            hidden_TD: ``[T, D]``.
+            weights_TK: ``[T, K]``, router weights.
+            metadata: of `plan`, or of an earlier dispatch with the same choices on every rank.
+        """
+        learns, by_rank = torch.is_grad_enabled(), self.combine_order == "by_rank"
+        travelling = weights_TK if learns or by_rank else None
+        rows_MD, weights_M, counts_S, metadata = _Dispatch.apply(hidden_TD, travelling, metadata, self)
+        combine_weights = (weights_M if by_rank else weights_TK).detach()
+        return Dispatched(rows_MD, counts_S, weights_M if learns else None, combine_weights, hidden_TD.dtype, metadata)
+
+    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
+        """Bring the experts' results back and sum each token's, times their router weights. Differentiable.
 
         Args:
             out_MD: ``[M, D]``, in the order of ``rows_MD``; of any floating dtype.
@@ -104,129 +101,99 @@ class Dispatcher(ABC):
         Returns:
             ``[T, D]`` in the dtype of the hidden states. The gradient for ``out_MD`` is unweighted.
         """
+        combined_TD: Tensor = _Combine.apply(out_MD, dispatched, self)
+        return combined_TD
 
     def close(self, deadline: float) -> None:  # noqa: B027
-        """Give back what it holds of devices and of networks, if it can; not between a forward and its backward. What
-        is dispatched afterwards makes it anew.
+        """Free what it holds of devices and networks, if it can; not between a forward and its backward. The next
+        dispatch allocates it again.
 
         Args:
             deadline: a time of `time.monotonic`, for the other ranks to come.
         """
 
+    # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
-class CountExchange:
-    """Every rank's counts of a batch: what the split of tokens over copies starts from.
+    @abstractmethod
+    def dispatch_rows(
+        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: Any
+    ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
+        """Send hidden states and router weights (None: only the former).
 
-    Apart from the dispatcher, which may have other ways to find out sizes. One collective a call, and one host sync
-    where they are wanted on the host.
-
-    Args:
-        group: the EP group, on the counts' device.
-        meeting: makes sure that ranks are in the same forward; None: they are.
-        lanes: where there may be a second way beside this group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting | None = None, lanes: Lanes | None = None) -> None:
-        self._lanes = lanes or Lanes(Lane(group, group))
-        self._meeting = meeting
-        self._memory = _Memory()
-
-    def __call__(self, counts_E: Tensor) -> NDArray[np.int64]:
-        """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until this thread's next call. Collective."""
-        if self._meeting is None:
-            return self._gather(counts_E)
-        with self._meeting.watch.waiting():
-            both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)]))
-        self._meeting.check(both[:, -1])
-        memory = self._memory
-        if memory.counts_RE.shape != (both.shape[0], both.shape[1] - 1):
-            memory.counts_RE = np.empty((both.shape[0], both.shape[1] - 1), dtype=np.int64)
-        np.copyto(memory.counts_RE, both[:, :-1])
-        return memory.counts_RE
-
-    def on_device(self, counts_E: Tensor) -> Tensor:
-        """int64 ``[R, E]`` on the device from each rank's int64 ``[E]``; the host does not wait. Collective.
-
-        Raises:
-            OutOfStepError: ranks were in other forwards in an earlier call. (On a CPU in this one.)
+        Returns:
+            Rows ``[M, D]`` and weights ``[M]`` by slot, rows of each slot, and the metadata for the same way again.
         """
-        group = self._lanes.here().counts
-        apart = self._memory.apart
-        if apart is not None and self._meeting is not None:
-            apart.raise_if_found(self._meeting)
-        mine = counts_E
-        if self._meeting is not None:
-            mine = torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)])
-        all_ = mine.new_empty(group.size(), mine.shape[0])
-        waiting = nullcontext() if self._meeting is None else self._meeting.watch.waiting()
-        with waiting, self._lanes.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
-        if self._meeting is None:
-            return all_
-        if apart is None:
-            apart = self._memory.apart = _Apart(group.size(), group.rank(), mine.device)
-        apart.note(all_[:, -1])
-        if mine.device.type == "cpu":
-            apart.raise_if_found(self._meeting)
-        self._meeting.told()
-        return all_[:, :-1]
 
-    def _gather(self, mine: Tensor) -> NDArray[np.int64]:
-        group = self._lanes.here().counts
-        all_, on_host = self._memory.buffers(mine, group.size())
-        with self._lanes.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
-        if on_host is not all_:
-            on_host.copy_(all_, non_blocking=True)
-            torch.accelerator.current_stream(mine.device).synchronize()
-        result: NDArray[np.int64] = on_host.numpy()
-        return result
+    @abstractmethod
+    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: Any) -> Tensor:
+        """Send results back; ``[T, D]``: each token's sum, times the ``combine_weights``."""
 
+    @abstractmethod
+    def combine_gradients(
+        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: Any, hidden_needed: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Backward of `dispatch_rows`.
 
-class _Apart:
-    """Whether ranks have met in forwards that do not belong together: found out on the device, told to the host when it
-    looks next. The first such meeting is kept.
+        Args:
+            grad_MD: of rows.
+            grad_M: of weights; None: they need no gradient.
+            hidden_needed: whether hidden states need one; otherwise the first result may be None.
 
-    Args:
-        rank: this one's place in the group.
-    """
+        Returns:
+            ``[T, D]``, summed over a token's choices, and ``[T, K]``.
+        """
 
-    def __init__(self, ranks: int, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        with torch.inference_mode(False):
-            self._words_R = torch.zeros(ranks, dtype=torch.int64, device=device)
-        self._differed = Differed(device)
+    @abstractmethod
+    def dispatch_gradients(self, grad_TD: Tensor, metadata: Any) -> Tensor:
+        """Backward of `combine_rows`: the unweighted gradient ``[M, D]`` of each result."""
 
-    def note(self, words_R: Tensor) -> None:
-        """Compare what all ranks have said. No host sync."""
-        self._words_R.copy_(torch.where(self._differed.found, self._words_R, words_R))
-        self._differed.note((self._words_R != self._words_R[self._rank]).any())
+    # -- for every kind ------------------------------------------------------------------------------------------------
 
-    def raise_if_found(self, meeting: Meeting) -> None:
-        """Raises OutOfStepError as `Meeting.check` does; what is under way on the device is not waited for."""
-        if self._differed.on_host:
-            words = self._words_R.cpu().numpy()
-            meeting.check(words, int(words[self._rank]))
+    def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
+        """Of the forward that this thread is in; names profiler spans."""
+        return (None, None) if self._meeting is None else self._meeting.place
+
+    def _watched(self) -> AbstractContextManager[object]:
+        """A context in which waiting for other ranks counts as such."""
+        return nullcontext() if self._meeting is None else self._meeting.watch.waiting()
 
 
-class _Memory(threading.local):
-    """What one thread's exchanges use again and again."""
+class _Dispatch(torch.autograd.Function):
+    """Hidden states and, if they travel, router weights; the backward sums the gradients of a token's choices."""
 
-    def __init__(self) -> None:
-        self.counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
-        self._all_RE: Tensor | None = None
-        self._on_host_RE: Tensor | None = None
-        self.apart: _Apart | None = None
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: DispatchMetadata, dispatcher: Dispatcher
+    ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
+        ctx.dispatcher, ctx.place = dispatcher, dispatcher.layer_and_epoch()
+        rows_MD, weights_M, counts_S, ctx.layout = dispatcher.dispatch_rows(hidden_TD, weights_TK, metadata)
+        needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
+        ctx.mark_non_differentiable(*(rows for rows, need in needs if rows is not None and not need))
+        return rows_MD, weights_M, counts_S, ctx.layout
 
-    def buffers(self, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Rows of all ranks, where they arrive and on the host."""
-        if self._all_RE is None or self._on_host_RE is None or self._all_RE.shape[1:] != counts_E.shape:
-            with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to them
-                self._all_RE = self._on_host_RE = counts_E.new_empty(ranks, counts_E.shape[0])
-                if counts_E.device.type != "cpu":
-                    self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
-        return self._all_RE, self._on_host_RE
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        hidden_needed, weights_needed, *_rest = ctx.needs_input_grad
+        with phase("dispatch", "B", *ctx.place):
+            hidden_TD, weights_TK = ctx.dispatcher.combine_gradients(
+                grad_MD, grad_M if weights_needed else None, ctx.layout, hidden_needed
+            )
+            return hidden_TD if hidden_needed else None, weights_TK, None, None
 
 
-# The old name warns in torch 2.13, the new one is not there in torch 2.11.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+class _Combine(torch.autograd.Function):
+    """The weighted sum of a token's results, none of which is saved. The experts' backward weighs the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher) -> Tensor:
+        ctx.dispatcher, ctx.place = dispatcher, dispatcher.layer_and_epoch()
+        ctx.layout, ctx.dtype = dispatched.metadata, out_MD.dtype
+        combined_TD = dispatcher.combine_rows(out_MD, dispatched.combine_weights, dispatched.metadata)
+        return combined_TD.to(dispatched.dtype)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        with phase("combine", "B", *ctx.place):
+            return ctx.dispatcher.dispatch_gradients(grad_TD.to(ctx.dtype), ctx.layout), None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,17 +14,12 @@ from ...config import BalancerConfig, ConfigError
 from ...distributed.transports import deepep_package
 from ...distributed.transports.meeting import tell_all
 from ...topology import Topology
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, OneRank
 from .base import Dispatcher
-from .carried import Carried, CarriedByRank
-from .carrier import Carrier
-from .deepep_buffer import BufferCarrier
-from .deepep_low_latency import LowLatency
+from .deepep import DeepEPByRank, DeepEPDispatcher
 from .hierarchical import Hierarchical, HierarchicalByRank
-from .one_rank import OneRank
 from .permute import PLAIN, Moves
 
-CARRIERS: Mapping[str, Callable[..., Carrier]] = {"deepep": BufferCarrier}
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
 SUMS_BY_RANK = (
@@ -115,18 +110,7 @@ def maker(
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
         return partial(across_nodes, ranks_per_node=topology.ranks_per_node, moves=moves)
-    kind = CarriedByRank if by_rank else Carried
-    in_float8, most = config.dispatch.dtype == "float8", config.dispatch.low_latency_tokens
-    low_latency = partial(LowLatency, most_tokens=most, in_float8=in_float8) if most else None
-    return partial(
-        kind,
-        num_sms=config.dispatch.sms,
-        make_carrier=CARRIERS[choice.name],
-        in_float8=in_float8,
-        make_low_latency=low_latency,
-        most_tokens=config.dispatch.most_tokens,
-        moves=moves,
-    )
+    return partial(DeepEPByRank if by_rank else DeepEPDispatcher, config=config.dispatch, moves=moves)
 
 
 def wants_counts(config: BalancerConfig) -> bool:

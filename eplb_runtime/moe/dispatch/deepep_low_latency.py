@@ -17,7 +17,7 @@ from ...config import ConfigError
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from . import float8, row_bytes
-from .base import Dispatched, Handle
+from .base import Dispatched, DispatchMetadata
 from .lanes import Lane, Lanes
 
 _FLOAT8_STEP = 512
@@ -26,16 +26,16 @@ _LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True, eq=False)
-class LowLatencyRoute:
-    """Where the rows of one batch have gone.
+class LowLatencyLayout(DispatchMetadata):
+    """Where the rows of one batch went.
 
     Args:
-        ticket: DeepEP's handle.
+        handle: DeepEP's.
         slots_TK: int64, physical slots.
         index_M: int64, for each row by slot its place in DeepEP's ``[S, R * most tokens]``.
     """
 
-    ticket: Any
+    handle: Any
     slots_TK: Tensor
     index_M: Tensor
 
@@ -48,7 +48,6 @@ class LowLatency:
         slots_per_rank: S; physical slots are DeepEP's experts.
         most_tokens: of a rank and batch; equal on all ranks.
         in_float8: DeepEP rounds hidden states on their way.
-        package: `deep_ep`; None: imported.
         lanes: two batches at once take turns with one buffer, since a process starts NVSHMEM once.
 
     Raises:
@@ -61,7 +60,6 @@ class LowLatency:
         slots_per_rank: int,
         most_tokens: int,
         in_float8: bool = False,
-        package: Any = None,
         lanes: Lanes | None = None,
     ) -> None:
         if group.size() > deepep_package.RANKS_OF_A_NODE:
@@ -70,7 +68,7 @@ class LowLatency:
                 "NVSHMEM, and a process starts it once; leave low_latency_tokens out"
             )
         self.most_tokens = most_tokens
-        self._package = package if package is not None else deepep_package.imported()
+        self._package = deepep_package.imported()
         self._group = group
         self._slots = slots_per_rank
         self._num_experts = group.size() * slots_per_rank
@@ -78,7 +76,7 @@ class LowLatency:
         self._lanes = lanes or Lanes(Lane(group, group))
         self._made: tuple[int, Any] | None = None
 
-    def dispatch(self, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+    def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
         """As `Dispatcher.dispatch`, of bfloat16. One host sync, for the numbers of rows.
 
         Raises:
@@ -87,32 +85,33 @@ class LowLatency:
         self._check(hidden_TD)
         slots_TK = slots_TK.contiguous()
         hidden_there = hidden_TD.contiguous()
-        rows, counts_S, ticket, *_ = self._through(
+        rows, counts_S, handle, *_ = self._through(
             self._buffer(hidden_TD.shape[1]).low_latency_dispatch,
             (hidden_there, slots_TK, self.most_tokens, self._num_experts),
             use_fp8=self._in_float8,
         )
         counts = counts_S.tolist()
-        index_M = self._in_order(ticket, counts_S, sum(counts))
+        index_M = self._in_order(handle, counts_S, sum(counts))
         if self._in_float8:
             rows_MD = float8.unpack((rows[0].flatten(0, 1), rows[1].flatten(0, 1)), index_M)
         else:
             rows_MD = rows.flatten(0, 1).index_select(0, index_M)
-        route = LowLatencyRoute(ticket, slots_TK, index_M)
-        handle = Handle(weights_TK.detach(), hidden_TD.dtype, route)
-        return Dispatched(rows_MD, SlotCounts.of(counts, hidden_TD.device), None, handle)
+        known_S = SlotCounts.of(counts, hidden_TD.device)
+        layout = LowLatencyLayout(handle, slots_TK, index_M)
+        return Dispatched(rows_MD, known_S, None, weights_TK.detach(), hidden_TD.dtype, layout)
 
-    def combine(self, out_MD: Tensor, handle: Handle) -> Tensor:
+    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
         """As `Dispatcher.combine`, in bfloat16 on the way."""
-        route, width = handle.manifest, out_MD.shape[1]
+        layout, width = dispatched.metadata, out_MD.shape[1]
+        assert isinstance(layout, LowLatencyLayout)
         places = self._group.size() * self.most_tokens
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.CARRIED)
-        out_SND.view(-1, width).index_copy_(0, route.index_M, out_MD.to(row_bytes.CARRIED))
-        weights_TK = handle.weights.float().contiguous()
+        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.CARRIED))
+        weights_TK = dispatched.combine_weights.float().contiguous()
         combined_TD, *_ = self._through(
-            self._buffer(width).low_latency_combine, (out_SND, route.slots_TK, weights_TK, route.ticket)
+            self._buffer(width).low_latency_combine, (out_SND, layout.slots_TK, weights_TK, layout.handle)
         )
-        result: Tensor = combined_TD.to(handle.dtype)
+        result: Tensor = combined_TD.to(dispatched.dtype)
         return result
 
     def _through(self, kernels: Any, arguments: tuple[Any, ...], **settings: Any) -> Any:
@@ -130,9 +129,9 @@ class LowLatency:
             receive()
             return given
 
-    def _in_order(self, ticket: Any, counts_S: Tensor, rows: int) -> Tensor:
+    def _in_order(self, handle: Any, counts_S: Tensor, rows: int) -> Tensor:
         """int64 ``[M]``: places of rows by slot, then by source rank, then by position there."""
-        token_SN, range_SR, *_ = ticket
+        token_SN, range_SR, *_ = handle
         begin_SR, count_SR = range_SR >> 32, range_SR & _LOW
         device = token_SN.device
         place_N = torch.arange(token_SN.shape[1], device=device)

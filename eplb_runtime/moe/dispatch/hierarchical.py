@@ -15,7 +15,7 @@ tokens that visit it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -29,28 +29,7 @@ from ..routing.splitter import RowCounts
 from . import permute
 from .all_to_all import AllToAll
 from .lanes import Lanes
-from .manifest import Cargo, Choices, Leg, begins, own_first
-
-_Sum = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Stations:
-    """Which row goes where.
-
-    Args:
-        choices: for what a choice has, from rank to rank.
-        across: tokens of this rank, to the rank of its place on each node.
-        within: the tokens that have come so, to each rank of the node that they visit, and from there to slots.
-        sums: on the way back, elements and where each sum begins (`permute.bags`): of rows by slot for each token that
-            visited, of those for each token that came to be forwarded, of those for each token of this rank. None where
-            choices come back one by one.
-    """
-
-    choices: Choices
-    across: Leg
-    within: Cargo
-    sums: tuple[_Sum, _Sum, _Sum] | None
+from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
 
 
 class Hierarchical(AllToAll):
@@ -80,18 +59,14 @@ class Hierarchical(AllToAll):
         self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
         self._node, self._place = divmod(group.rank(), ranks_per_node)
 
-    def outward(self, source_TD: Tensor, manifest: Stations) -> Callable[[], Tensor]:
-        came = self.to_ranks(source_TD, manifest.across)
-        return lambda: self.to_experts(came(), manifest.within)()
-
-    def _manifest(self, slots_TK: Tensor, counts: RowCounts | None) -> Stations:
+    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         nodes, on_node = self._nodes, self._on_node
         visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
         visits_TNG = visits_TR.view(-1, nodes, on_node)
         visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
         # Each rank is told of the tokens that visit its node, and of those that visit each of the ranks there.
         told_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
-        leaving = self._leaving(slots_TK, once=False, told=False)
+        leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         columns = [leaving.told_2RW[0], told_NW.repeat_interleave(on_node, dim=0)]
         if self._meeting is not None:
             columns.append(told_NW.new_full((self._num_ranks, 1), self._meeting.word))
@@ -100,49 +75,55 @@ class Hierarchical(AllToAll):
         slots = self._slots_per_rank
         counts_RS = both_2RW[1, :, :slots]
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
-        choices_leg = Leg.of(leaving.choice_N, sent_R, received_R, self._rank)
+        splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
         arriving = self._moves.arriving(counts_RS, self._rank, slots, slots_TK.device)
-        choices = self._choices(leaving, choices_leg, arriving, counts_RS)
+        by_choice = self._metadata(leaving, arriving, splits, splits, counts_RS)
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
         visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)
 
         across, visited = self._across(visits_TNG, visits_TN, tokens_2NG[:, :, self._place])
         begin_R = self._begin_of_sources(visits_NGG[:, :, self._place])
-        rows_meant = self._rows_meant(slots_TK, visits_TR.cumsum(dim=0) - 1, choices.cargo, counts_RS, begin_R)
+        row_of_token_TR = visits_TR.cumsum(dim=0) - 1
+        source_rows = self._source_rows(slots_TK, row_of_token_TR, by_choice.choices, counts_RS, begin_R)
         within = self._within(visited(), visits_NGG)
-        cargo = Cargo(within, rows_meant())
-        return Stations(choices, across, cargo, self._sums(cargo, across, slots_TK.shape[0]))
+        tokens = RowRouting(within, source_rows())
+        return replace(by_choice, tokens=tokens, across=across, sums=self._bags(tokens, across, slots_TK.shape[0]))
 
-    def _rows_meant(
+    def _tokens_to_experts(self, source_TD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
+        assert metadata.across is not None
+        forwarded = self._to_ranks(source_TD, metadata.across)
+        return lambda: self._to_experts(forwarded(), metadata.tokens)()
+
+    def _source_rows(
         self,
         slots_TK: Tensor,
-        within_TR: Tensor,
-        choices: Cargo,
+        row_of_token_TR: Tensor,
+        choices: RowRouting,
         counts_RS: NDArray[np.int64],
         begin_R: NDArray[np.int64],
     ) -> Callable[[], Tensor]:
-        """Where a token goes to each rank once, each of its choices there says which of the rows it means.
+        """Send with each choice the row that its token has on the choice's rank, where a token goes only once.
 
         Args:
-            within_TR: int64, which one of this rank's rows to each rank a token is.
+            row_of_token_TR: int64, the number of a token among this rank's rows to each rank.
             counts_RS: choices that each rank sends to the slots here.
             begin_R: where the rows of each rank begin here.
 
         Returns:
-            A function that waits for what they say and gives int64 ``[M]``, for each row by slot where it has arrived.
+            A function that waits for them and returns int64 ``[M]``, for each row by slot its token's received row.
         """
-        meant_TK = within_TR.gather(1, slots_TK // self._slots_per_rank)
-        meant = self.to_experts(meant_TK.view(-1, 1), choices)
+        source_row_TK = row_of_token_TR.gather(1, slots_TK // self._slots_per_rank)
+        source_row = self._to_experts(source_row_TK.view(-1, 1), choices)
         begin_SR = np.tile(begin_R, self._slots_per_rank)
         groups = torch.from_numpy(np.stack([begin_SR, counts_RS.T.ravel()])).to(slots_TK.device, non_blocking=True)
-        rows = choices.arrived_M.shape[0]
+        rows = choices.received_row_M.shape[0]
         begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
-        return lambda: begin_M + meant().squeeze(1)
+        return lambda: begin_M + source_row().squeeze(1)
 
     def _across(
         self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: NDArray[np.int64]
-    ) -> tuple[Leg, Callable[[], Tensor]]:
+    ) -> tuple[AllToAllSplits, Callable[[], Tensor]]:
         """Tokens to nodes; and what goes ahead of them: int64 ``[F, G]``, 1 for a rank here that the token visits.
 
         Args:
@@ -156,19 +137,19 @@ class Hierarchical(AllToAll):
         node_U = torch.repeat_interleave(order_N, sent_2N[1][order_N], output_size=rows)
         sent_R, received_R = np.zeros((2, self._num_ranks), dtype=np.int64)
         sent_R[self._place :: self._on_node], received_R[self._place :: self._on_node] = tokens_2N
-        across = Leg.of(token_U, sent_R, received_R, self._rank)
-        ahead = Leg(token_U * self._nodes + node_U, across.own, across.sent, across.received)
-        visited = self.to_ranks(visits_TNG.to(torch.uint8).flatten(0, 1), ahead)
+        across = AllToAllSplits.of(token_U, sent_R, received_R, self._rank)
+        visits = replace(across, index_U=token_U * self._nodes + node_U)
+        visited = self._to_ranks(visits_TNG.to(torch.uint8).flatten(0, 1), visits)
         return across, lambda: visited().to(torch.int64)
 
-    def _within(self, visited_FG: Tensor, visits_NGG: NDArray[np.int64]) -> Leg:
+    def _within(self, visited_FG: Tensor, visits_NGG: NDArray[np.int64]) -> AllToAllSplits:
         """What has come to this rank to be forwarded, to the ranks of this node."""
         sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
         begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
         row_U, _ = permute.each_once(visited_FG, begin_G, int(sent_G.sum()))
         sent_R, received_R = np.zeros((2, self._nodes, self._on_node), dtype=np.int64)
         sent_R[self._node], received_R[self._node] = sent_G, received_G
-        return Leg.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)
+        return AllToAllSplits.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)
 
     def _begin_of_sources(self, tokens_NG: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 ``[R]``: where each rank's tokens begin among those that visit this rank: by the rank of this node that
@@ -178,8 +159,8 @@ class Hierarchical(AllToAll):
         begin_NG[order] = permute.group_begins(tokens_NG[order].T).T
         return begin_NG.reshape(-1)
 
-    def _sums(self, within: Cargo, across: Leg, tokens: int) -> tuple[_Sum, _Sum, _Sum] | None:
-        """None: choices come back one by one."""
+    def _bags(self, tokens: RowRouting, across: AllToAllSplits, num_tokens: int) -> tuple[Bags, Bags, Bags] | None:
+        """``AllToAllMetadata.sums``; None: the result of each choice comes back by itself."""
         return None
 
 
@@ -191,26 +172,28 @@ class HierarchicalByRank(Hierarchical):
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
-    def homeward(self, rows_MD: Tensor, manifest: Stations, weights: Tensor | None) -> Callable[[], Tensor]:
-        assert manifest.sums is not None
-        here, on_node, over_nodes = manifest.sums
-        back = self.to_ranks(permute.sum_bags(rows_MD, *here, weights), manifest.within.leg.back(None))
+    def _sums_to_tokens(
+        self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
+    ) -> Callable[[], Tensor]:
+        assert metadata.sums is not None and metadata.across is not None
+        across, (on_rank, on_node, over_nodes) = metadata.across, metadata.sums
+        sums = self._to_ranks(permute.sum_bags(rows_MD, *on_rank, weights), metadata.tokens.splits.reversed(None))
 
-        def arrived() -> Tensor:
-            across = self.to_ranks(permute.sum_bags(back(), *on_node), manifest.across.back(None))
-            return permute.sum_bags(across(), *over_nodes)
+        def wait() -> Tensor:
+            sums_of_nodes = self._to_ranks(permute.sum_bags(sums(), *on_node), across.reversed(None))
+            return permute.sum_bags(sums_of_nodes(), *over_nodes)
 
-        return arrived
+        return wait
 
-    def _sums(self, within: Cargo, across: Leg, tokens: int) -> tuple[_Sum, _Sum, _Sum] | None:
+    def _bags(self, tokens: RowRouting, across: AllToAllSplits, num_tokens: int) -> tuple[Bags, Bags, Bags] | None:
         return (
-            permute.bags(within.arrived_M, within.leg.arriving),
-            _bags(within.leg, across.arriving),
-            _bags(across, tokens),
+            permute.bags(tokens.received_row_M, tokens.splits.num_received_rows),
+            _bags_of_sources(tokens.splits, across.num_received_rows),
+            _bags_of_sources(across, num_tokens),
         )
 
 
-def _bags(leg: Leg, rows: int) -> _Sum:
-    """What comes back this way, by the row that it was."""
-    assert leg.index_U is not None
-    return permute.bags(leg.index_U, rows)
+def _bags_of_sources(splits: AllToAllSplits, rows: int) -> Bags:
+    """Rows that come back through these splits, by the source row that they came from."""
+    assert splits.index_U is not None
+    return permute.bags(splits.index_U, rows)

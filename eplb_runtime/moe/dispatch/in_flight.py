@@ -29,7 +29,7 @@ class _Forward:
     """What is known of one that is alone in flight: this rank's choices, int32 ``[T, K]``, and where they go."""
 
     ids_TK: Tensor
-    manifest: Any
+    metadata: Any
 
 
 class InFlight:
@@ -73,7 +73,7 @@ class InFlight:
             if step != self._step:
                 self._step, self._count, self._alone = step, 0, None
 
-    def until_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, manifest: Any, training: bool) -> Tensor:
+    def until_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool) -> Tensor:
         """The layer's output as it is. From here on until its backward runs, this forward is in flight.
 
         Args:
@@ -90,7 +90,7 @@ class InFlight:
             return combined_TD
         forward = None
         if alone:
-            forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), manifest)
+            forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
         left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward), self._meet_in_backward)
         return left
 
@@ -102,7 +102,7 @@ class InFlight:
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
-        """The manifest of the forward that is being repeated; None if it cannot be told: then on every rank.
+        """The metadata of the forward that is being repeated; None if it cannot be told: then on every rank.
 
         Raises:
             RuntimeError: as ``before_backward``.
@@ -120,7 +120,7 @@ class InFlight:
         self._differed.note((alone.ids_TK != topk_ids_TK).any())
         if topk_ids_TK.device.type == "cpu":
             self._raise_if_it_differed()
-        return alone.manifest
+        return alone.metadata
 
     def over(self, step: int, forward: _Forward | None) -> None:
         """The backward of one is there: it will not be repeated any more."""

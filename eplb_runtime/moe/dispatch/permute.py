@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..experts.compute import SlotCounts
-from .manifest import begins, own_first
 from .memory import RowMemory
+from .metadata import begins, own_first
 
 
 class Leaving(NamedTuple):

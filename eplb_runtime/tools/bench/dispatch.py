@@ -84,8 +84,8 @@ def _row(
     there, back = torch.empty(sum(arrives), hidden, device=device), torch.empty_like(out)
 
     def dispatch() -> None:
-        dispatched = dispatcher.dispatch(hidden_TD, slots_TK, weights_TK)
-        result = dispatcher.combine(dispatched.rows_MD, dispatched.handle)
+        dispatched = dispatcher.dispatch(hidden_TD, weights_TK, dispatcher.plan(slots_TK))
+        result = dispatcher.combine(dispatched.rows_MD, dispatched)
         if backward:
             result.sum().backward()
 

@@ -138,10 +138,10 @@ def _rows(
     arrived: dict[tuple[str, str], Dispatched] = {}
 
     def there(way: tuple[str, str]) -> None:
-        arrived[way] = ways[way].dispatch(hidden_TD, slots_TK, weights_TK)
+        arrived[way] = ways[way].dispatch(hidden_TD, weights_TK, ways[way].plan(slots_TK))
 
     def back(way: tuple[str, str]) -> None:
-        ways[way].combine(arrived[way].rows_MD, arrived[way].handle)
+        ways[way].combine(arrived[way].rows_MD, arrived[way])
 
     calls: list[Callable[[], object]] = []
     for way in ways:

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import Dispatched, Dispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 RANKS_PER_HOST, SLOTS, TOKENS, WIDTH, TOP_K = 4, 8, 256, 1024, 8
@@ -60,8 +62,8 @@ def run(rank: int, num_ranks: int, folder: Path) -> None:
         results = {}
         with torch.no_grad():
             for name, way in ways.items():
-                arrived, there = crossed(way.dispatch, hidden, slots, weights)
-                results[name], back = crossed(way.combine, arrived.rows_MD, arrived.handle)
+                arrived, there = crossed(there_by, way, hidden, slots, weights)
+                results[name], back = crossed(way.combine, arrived.rows_MD, arrived)
                 of_routing[name] = {"there": there, "back": back}
         assert torch.equal(results["logical"], results["all_to_all"])
         torch.testing.assert_close(results["by_rank"], results["all_to_all"])
@@ -93,6 +95,10 @@ def rows_that_cross(slots_TK: torch.Tensor, rank: int) -> dict[str, int]:
     numbers = torch.stack([choices, ranks_TR.sum(), hosts_TN.sum()])
     dist.all_reduce(numbers)
     return dict(zip(("choices", "ranks", "hosts"), numbers.tolist(), strict=True))
+
+
+def there_by(way: Dispatcher, hidden: Tensor, slots: Tensor, weights: Tensor) -> Dispatched:
+    return way.dispatch(hidden, weights, way.plan(slots))
 
 
 def crossed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:

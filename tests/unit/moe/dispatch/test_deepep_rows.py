@@ -18,8 +18,8 @@ from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, Dispatc
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.carried import Carried, CarriedByRank
 from eplb_runtime.moe.dispatch.choosing import Choice, choose, maker
+from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.tools.verification import runs
@@ -34,7 +34,7 @@ CALLED = ("__init__", *SETTINGS, "get_dispatch_layout", "dispatch", "combine", *
 KINDS = {
     "all_to_all": (AllToAll, AllToAll),
     "hierarchical": (Hierarchical, HierarchicalByRank),
-    "deepep": (Carried, CarriedByRank),
+    "deepep": (DeepEPDispatcher, DeepEPByRank),
 }
 """Dispatchers in logical order and by rank."""
 
@@ -244,7 +244,7 @@ def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> No
 def test_most_tokens_are_for_one_node() -> None:
     group = SimpleNamespace(size=lambda: 16)
     with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
-        Carried(group, 4, make_carrier=lambda *_: None, most_tokens=64)
+        DeepEPDispatcher(group, 4, config=DispatchConfig("deepep", most_tokens=64))
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

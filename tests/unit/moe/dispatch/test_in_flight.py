@@ -10,10 +10,10 @@ from eplb_runtime.moe.dispatch.in_flight import Differed, InFlight, RecomputeErr
 IDS = torch.tensor([[0, 3], [2, 1]])
 
 
-def forward(in_flight: InFlight, manifest: str, *, step: int = 0, ids: torch.Tensor = IDS, training: bool = True):
+def forward(in_flight: InFlight, metadata: str, *, step: int = 0, ids: torch.Tensor = IDS, training: bool = True):
     in_flight.begin(step)
     out = torch.ones(2, 4, requires_grad=torch.is_grad_enabled()) * 1.0
-    return in_flight.until_backward(out, ids, manifest, training)
+    return in_flight.until_backward(out, ids, metadata, training)
 
 
 def test_a_forward_alone_in_flight_is_the_one_until_its_backward() -> None:

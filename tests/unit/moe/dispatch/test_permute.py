@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from eplb_runtime.moe.dispatch import permute
-from eplb_runtime.moe.dispatch.manifest import worth_sending_once
 from eplb_runtime.moe.dispatch.memory import RowMemory
+from eplb_runtime.moe.dispatch.metadata import worth_deduplicating
 
 DTYPES = [
     (torch.float64, torch.float64),
@@ -137,8 +137,8 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
 
 
 def test_sending_once_is_worth_it_where_many_choices_meet_few_ranks() -> None:
-    assert worth_sending_once(2, 4) and worth_sending_once(8, 8) and worth_sending_once(1, 2)
-    assert not worth_sending_once(2, 1) and not worth_sending_once(64, 8) and not worth_sending_once(1, 1)
+    assert worth_deduplicating(2, 4) and worth_deduplicating(8, 8) and worth_deduplicating(1, 2)
+    assert not worth_deduplicating(2, 1) and not worth_deduplicating(64, 8) and not worth_deduplicating(1, 1)
 
 
 def test_no_tokens_and_no_rows_are_no_special_case() -> None:
