@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from eplb_runtime.tools.bench import overlap, two_batches
-from eplb_runtime.tools.bench.overlap_spans import BLOCK, PIPELINE, TOKENS, Blocks, SlowLink, Span
+from eplb_runtime.tools.bench.overlap_spans import BLOCK, PIPELINE, TOKENS, SlowLink, Span, SpanBlocks
 
 
 def test_what_is_exposed_is_waited_for_while_no_thread_computes() -> None:
@@ -25,10 +25,10 @@ def test_what_is_exposed_is_waited_for_while_no_thread_computes() -> None:
         Span(PIPELINE, 1, 8.0, 10.0),
         Span(TOKENS, 0, 15.0, 16.0),  # outside of blocks
     ]
-    blocks = Blocks.of(spans)
+    blocks = SpanBlocks.of(spans)
     assert (blocks.total, blocks.waiting) == (10.0, 6.0)
     assert blocks.exposed == pytest.approx(1.0)  # from 4 to 5; from 9 to 10 there is nothing to carry
-    alone = Blocks.of([span for span in spans if span.lane == 0])
+    alone = SpanBlocks.of([span for span in spans if span.lane == 0])
     assert alone.exposed == pytest.approx(3.0) == alone.waiting
 
 

@@ -3,13 +3,13 @@
 from .analysis import Analysis, analyse
 from .merging import Merged, merge
 from .reading import TraceError
-from .summary import Change, Comparison, compare, together, traces_in
+from .summary import Change, TraceComparison, compare, together, traces_in
 
 __all__ = [
     "Analysis",
     "Change",
-    "Comparison",
     "Merged",
+    "TraceComparison",
     "TraceError",
     "analyse",
     "compare",

@@ -35,7 +35,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamTimes:
     """A stream of a GPU or a thread of a CPU. ``kinds``: microseconds by kind."""
 
     name: str
@@ -55,7 +55,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class TraceLane:
     """When a stream did work of a kind: float64 ``[N, 2]``, microseconds since the first begin."""
 
     stream: str
@@ -88,10 +88,10 @@ class Analysis:
     step_us: float
     communication: Communication
     kinds: dict[str, dict[str, float]]
-    streams: tuple[Stream, ...]
+    streams: tuple[StreamTimes, ...]
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
-    lanes: tuple[Lane, ...] = field(repr=False)
+    lanes: tuple[TraceLane, ...] = field(repr=False)
     exposed_N2: Intervals = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _kinds(work: Work) -> dict[str, dict[str, float]]:
     return {kind: row for kind, row in sorted(found.items(), key=lambda item: -item[1]["us"]) if row["count"]}
 
 
-def _streams(work: Work, columns: Columns, span: float) -> tuple[Stream, ...]:
+def _streams(work: Work, columns: Columns, span: float) -> tuple[StreamTimes, ...]:
     found = []
     for place, name in _place_names(work, columns).items():
         here_N = work.where_N == place
@@ -245,16 +245,16 @@ def _streams(work: Work, columns: Columns, span: float) -> tuple[Stream, ...]:
             if (here_N & (work.kind_N == n)).any()
         }
         busy = length(work.union_of(here_N))
-        found.append(Stream(name, _rounded(busy), _rounded(span - busy), kinds))
+        found.append(StreamTimes(name, _rounded(busy), _rounded(span - busy), kinds))
     return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
-def _lanes(work: Work, columns: Columns, begin: float) -> Iterator[Lane]:
+def _lanes(work: Work, columns: Columns, begin: float) -> Iterator[TraceLane]:
     for place, name in _place_names(work, columns).items():
         for n, kind in enumerate(work.kinds):
             chosen_N = (work.where_N == place) & (work.kind_N == n)
             if chosen_N.any():
-                yield Lane(name, kind, work.union_of(chosen_N) - begin)
+                yield TraceLane(name, kind, work.union_of(chosen_N) - begin)
 
 
 def _place_names(work: Work, columns: Columns) -> dict[int, str]:

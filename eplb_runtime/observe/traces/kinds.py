@@ -78,7 +78,7 @@ _MICRO_BATCH = re.compile(r"^PP:\d+(?:FULL_BACKWARD|[FBIW])(\d+)$|^(?:Forward|Ba
 
 
 @dataclass(frozen=True, order=True)
-class Phase:
+class PhaseKind:
     """A phase that a span names. ``direction``: F forward, B backward (of inputs, or of all), W gradients of weights,
     empty: none of them. ``layer``: -1 where the span does not say."""
 
@@ -88,7 +88,7 @@ class Phase:
 
 
 @lru_cache(maxsize=65536)
-def phase_of(name: str) -> Phase | None:
+def phase_of(name: str) -> PhaseKind | None:
     """Of a span by its name; None: it names none. Ours are ``eplb_runtime dispatch(F) layer=3 epoch=7``; those of
     DeepSeek's published traces are ``dispatch(F)``."""
     found = _OURS.match(name) or _OTHERS.match(name)
@@ -96,7 +96,7 @@ def phase_of(name: str) -> Phase | None:
         return None
     groups = found.groupdict()
     layer = groups.get("layer")
-    return Phase(groups["phase"], groups["pass"] or "", -1 if layer is None else int(layer))
+    return PhaseKind(groups["phase"], groups["pass"] or "", -1 if layer is None else int(layer))
 
 
 @lru_cache(maxsize=65536)

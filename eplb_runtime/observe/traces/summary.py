@@ -93,7 +93,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TraceComparison:
     """What changed from one job to another.
 
     Args:
@@ -116,7 +116,7 @@ class Comparison:
         return asdict(self)
 
 
-def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: str) -> Comparison:
+def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: str) -> TraceComparison:
     """What changed between two jobs.
 
     Args:
@@ -124,8 +124,8 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
         name_a, name_b: what to call them.
     """
     by_step = all(one.steps for one in (*a, *b))
-    first, second = _Job(a, by_step), _Job(b, by_step)
-    return Comparison(
+    first, second = _TracesOfJob(a, by_step), _TracesOfJob(b, by_step)
+    return TraceComparison(
         name_a,
         name_b,
         "step" if by_step else "trace",
@@ -140,7 +140,7 @@ def _changes(a: dict[str, float], b: dict[str, float]) -> tuple[Change, ...]:
     return tuple(Change.of(what, a.get(what, 0.0), b.get(what, 0.0)) for what in dict.fromkeys([*a, *b]))
 
 
-class _Job:
+class _TracesOfJob:
     """The ranks of a job, times by step."""
 
     def __init__(self, ranks: Sequence[Analysis], by_step: bool) -> None:

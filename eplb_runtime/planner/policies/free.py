@@ -17,7 +17,7 @@ from ..search.bounds import floor
 from ..search.packing import (
     FloatArray,
     IntArray,
-    Layer,
+    PackedLayer,
     empty_layer,
     improve_by_another_copy,
     improve_by_one_swap,
@@ -96,7 +96,7 @@ def _balance(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> IntArra
 
 
 @jit
-def plan_layer(layer: Layer, lowest: float) -> None:
+def plan_layer(layer: PackedLayer, lowest: float) -> None:
     """Place all copies of one layer; in place.
 
     Args:
@@ -116,7 +116,7 @@ def plan_layer(layer: Layer, lowest: float) -> None:
 
 
 @jit
-def descend(layer: Layer, enough: float, work: int) -> int:
+def descend(layer: PackedLayer, enough: float, work: int) -> int:
     """Cool the hottest rank until no move does, or it is cool enough; moves that are dear to look for only while there
     is ``work`` left.
 
@@ -142,7 +142,7 @@ def descend(layer: Layer, enough: float, work: int) -> int:
 
 
 @jit
-def _kick(layer: Layer, enough: float, work: int) -> None:
+def _kick(layer: PackedLayer, enough: float, work: int) -> None:
     """Iterated local search: a few swaps at random, one of them on the hottest rank, every other time a changed count,
     then descent; the best stays."""
     num_ranks, slots = layer.expert.shape
@@ -187,7 +187,7 @@ def _kick(layer: Layer, enough: float, work: int) -> None:
 
 
 @jit
-def _kick_count(layer: Layer, random: np.uint64) -> np.uint64:
+def _kick_count(layer: PackedLayer, random: np.uint64) -> np.uint64:
     """Let some copy of an expert with several make room for one of an expert that its rank lacks; returns the next
     state of the generator."""
     num_ranks, slots = layer.expert.shape

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import Layer, copy_state, set_replica, settle, stands_on, swap_homes
+from .scenarios import LayerLoads, copy_state, set_replica, settle, stands_on, swap_homes
 
 NEAR_BONUS = 1.02
 """A step inside the node is preferred while its gain is at most 2 % less."""
@@ -44,7 +44,9 @@ class Best(NamedTuple):
 
 
 @jit(error_model="numpy")
-def descend(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track, enough: float) -> int:
+def descend(
+    layer: LayerLoads, spare: LayerLoads, other: LayerLoads, question: Question, track: Track, enough: float
+) -> int:
     """Take improving steps from where ``layer`` stands, in place; ``spare`` and ``other`` are room to work in.
 
     Args:
@@ -125,7 +127,7 @@ def _is_sure(before_W: NDArray[np.float64], after_W: NDArray[np.float64]) -> boo
 
 
 @jit(error_model="numpy")
-def _excess(layer: Layer, excess_R: NDArray[np.float64]) -> None:
+def _excess(layer: LayerLoads, excess_R: NDArray[np.float64]) -> None:
     """How far each rank is above the mean, squared, summed over the scenarios."""
     scenarios, ranks = layer.load_WR.shape
     excess_R[:] = 0.0
@@ -143,7 +145,7 @@ def _excess(layer: Layer, excess_R: NDArray[np.float64]) -> None:
 
 
 @jit(error_model="numpy")
-def _look(layer: Layer, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
+def _look(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
     """Tokens of each expert at its home, and of each rank, scenarios innermost."""
     scenarios, experts = layer.load_WE.shape
     for expert in range(experts):
@@ -159,7 +161,7 @@ def _look(layer: Layer, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.floa
 
 @jit(error_model="numpy")
 def _find_swaps(
-    layer: Layer,
+    layer: LayerLoads,
     busiest: int,
     tokens_EW: NDArray[np.float64],
     load_RW: NDArray[np.float64],
@@ -196,7 +198,9 @@ def _find_swaps(
 
 
 @jit(error_model="numpy")
-def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ranks_per_node: int, best: Best) -> None:
+def _find_replicas(
+    layer: LayerLoads, busiest: int, load_RW: NDArray[np.float64], ranks_per_node: int, best: Best
+) -> None:
     """Experts of the busiest rank into replica slots elsewhere, in place of what stands there."""
     ranks, slots = layer.replica_RK.shape
     homes, scenarios = layer.homes_RH.shape[1], load_RW.shape[1]
@@ -232,7 +236,7 @@ def _find_replicas(layer: Layer, busiest: int, load_RW: NDArray[np.float64], ran
 
 
 @jit(error_model="numpy")
-def _of_rank(layer: Layer, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray[np.int32]:
+def _of_rank(layer: LayerLoads, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray[np.int32]:
     """int32 ``[H + K]``: experts of a rank that may have one copy more, or -1; and their tokens there."""
     homes, slots = layer.homes_RH.shape[1], layer.replica_RK.shape[1]
     expert_X = np.empty(homes + slots, dtype=np.int32)
@@ -256,7 +260,7 @@ def _of_rank(layer: Layer, rank: int, tokens_XW: NDArray[np.float64]) -> NDArray
 
 @jit(error_model="numpy")
 def _cost_of_leaving(
-    layer: Layer,
+    layer: LayerLoads,
     rank: int,
     slot: int,
     load_RW: NDArray[np.float64],
@@ -299,7 +303,7 @@ def keep_best(best: Best, gain: float, kind: int, first: int, second: int, third
 
 
 @jit(error_model="numpy")
-def take(layer: Layer, step_4: NDArray[np.int64]) -> None:
+def take(layer: LayerLoads, step_4: NDArray[np.int64]) -> None:
     if step_4[0] == 0:
         swap_homes(layer, step_4[1], step_4[2])
     else:

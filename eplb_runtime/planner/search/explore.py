@@ -17,7 +17,7 @@ from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import Layer, copy_state, empty_layer, set_replica, settle, stand, stands_on
+from .scenarios import LayerLoads, copy_state, empty_layer, set_replica, settle, stand, stands_on
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
 
@@ -147,7 +147,13 @@ def pour_anew(
 
 @jit(error_model="numpy")
 def _search_from(
-    layer: Layer, spare: Layer, other: Layer, question: Question, limits: Limits, starts: Starts, start: int
+    layer: LayerLoads,
+    spare: LayerLoads,
+    other: LayerLoads,
+    question: Question,
+    limits: Limits,
+    starts: Starts,
+    start: int,
 ) -> Found:
     """Descend, try chords in slots left empty, and descend on if some stay."""
     room = limits.max_steps + 2
@@ -168,7 +174,11 @@ def _search_from(
 
 @jit(error_model="numpy")
 def _price(
-    every: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32], question: Question, seconds_price: float
+    every: LayerLoads,
+    home_E: NDArray[np.int32],
+    replica_RK: NDArray[np.int32],
+    question: Question,
+    seconds_price: float,
 ) -> float:
     """What all scenarios make of a placement, and what going there costs, in imbalance."""
     track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
@@ -179,7 +189,9 @@ def _price(
 
 
 @jit(error_model="numpy")
-def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.int64], track: Track, steps: int) -> int:
+def _fill(
+    layer: LayerLoads, spare: LayerLoads, question: Question, stride_K: NDArray[np.int64], track: Track, steps: int
+) -> int:
     """Chords into empty slots, one after the other, where the busiest ranks gain by it; returns the steps by then."""
     ranks, slots = layer.replica_RK.shape
     peak_W = np.empty(layer.load_WR.shape[0])
@@ -207,7 +219,7 @@ def _fill(layer: Layer, spare: Layer, question: Question, stride_K: NDArray[np.i
 
 
 @jit(error_model="numpy")
-def _heaviest(layer: Layer, source: int, rank: int) -> int:
+def _heaviest(layer: LayerLoads, source: int, rank: int) -> int:
     """The home of ``source`` with most tokens a copy that does not stand on ``rank`` and may have one copy more."""
     best, best_load = EMPTY, 0.0
     for expert in layer.homes_RH[source]:

@@ -14,7 +14,7 @@ from ...placement import EMPTY
 from ...utils.jit import jit
 from .descent import LEAST_FALL, SETTLING_SWEEPS, Best, keep_best, take
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import Layer, copy_state, settle, stands_on, tokens_at_home
+from .scenarios import LayerLoads, copy_state, settle, stands_on, tokens_at_home
 
 TRIED = 6
 """Steps tried in earnest at a time."""
@@ -24,7 +24,9 @@ CROWDING = 0.5
 
 
 @jit(error_model="numpy")
-def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, track: Track, step: int) -> int:
+def draw_near(
+    layer: LayerLoads, spare: LayerLoads, other: LayerLoads, question: Question, track: Track, step: int
+) -> int:
     """Take steps while one pays, in place; what they reach is written behind ``step`` of the track.
 
     Returns:
@@ -68,7 +70,7 @@ def draw_near(layer: Layer, spare: Layer, other: Layer, question: Question, trac
 
 
 @jit(error_model="numpy")
-def _shares(layer: Layer, share_E: NDArray[np.float64], load_R: NDArray[np.float64]) -> None:
+def _shares(layer: LayerLoads, share_E: NDArray[np.float64], load_R: NDArray[np.float64]) -> None:
     """Of all tokens, mean over the scenarios: what each expert computes at its home, and each rank in all."""
     share_E[:] = 0.0
     load_R[:] = 0.0
@@ -83,7 +85,7 @@ def _shares(layer: Layer, share_E: NDArray[np.float64], load_R: NDArray[np.float
 
 @jit(error_model="numpy")
 def _find_swaps(
-    layer: Layer, question: Question, share_E: NDArray[np.float64], load_R: NDArray[np.float64], best: Best
+    layer: LayerLoads, question: Question, share_E: NDArray[np.float64], load_R: NDArray[np.float64], best: Best
 ) -> None:
     peak, ranks = load_R.max(), load_R.size
     for here in range(share_E.size):
@@ -108,7 +110,7 @@ def _find_swaps(
 
 
 @jit(error_model="numpy")
-def _find_replicas(layer: Layer, question: Question, share_E: NDArray[np.float64], best: Best) -> None:
+def _find_replicas(layer: LayerLoads, question: Question, share_E: NDArray[np.float64], best: Best) -> None:
     ranks, slots = layer.replica_RK.shape
     nodes = question.source_EN.shape[1]
     copies_NE = np.zeros((nodes, share_E.size), dtype=np.int64)

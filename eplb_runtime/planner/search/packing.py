@@ -1,7 +1,7 @@
 """Packing experts' copies onto ranks: the compiled moves that the free and hierarchical policies are built from.
 
-Everything here works on one layer in one ``Layer`` of arrays, splits an expert's tokens evenly over its copies, and is
-deterministic: ties go to the lower id, and "random" kicks come from a fixed integer generator. What to try, and how
+Everything here works on one layer in one ``PackedLayer`` of arrays, splits an expert's tokens evenly over its copies, and
+is deterministic: ties go to the lower id, and "random" kicks come from a fixed integer generator. What to try, and how
 long, is decided in ``free.py``; how many copies of each expert is searched for in ``pairing.py``.
 """
 
@@ -22,7 +22,7 @@ STRICTLY = 1.0 - 1e-9
 """A move must lower the load by more than rounding could; else descents could go round in circles."""
 
 
-class Layer(NamedTuple):
+class PackedLayer(NamedTuple):
     """One layer's packing of E experts on R ranks of S slots. Its arrays change in place."""
 
     weight: FloatArray
@@ -42,10 +42,10 @@ class Layer(NamedTuple):
 
 
 @jit
-def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Layer:
+def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> PackedLayer:
     """A layer with one copy of each expert and nothing placed yet."""
     experts = weight.size
-    return Layer(
+    return PackedLayer(
         weight,
         np.ones(experts, dtype=np.int32),
         weight.copy(),
@@ -57,7 +57,7 @@ def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Laye
 
 
 @jit
-def spread_copies(layer: Layer) -> None:
+def spread_copies(layer: PackedLayer) -> None:
     """Give each spare slot to the expert with the hottest copies, at most one copy a rank: the least possible maximum.
 
     Locked experts keep their counts. A greedy choice is optimal here: the t-th spare slot must go to the hottest copy
@@ -131,7 +131,7 @@ def _sift_up(heap: NDArray[np.int64], size: int, load: FloatArray, rank: int) ->
 
 
 @jit
-def place_heaviest_first(layer: Layer) -> None:
+def place_heaviest_first(layer: PackedLayer) -> None:
     """Place every copy, heaviest first, on the lightest rank that has room and does not hold its expert.
 
     With two slots a rank this pairs the heaviest with the lightest copies, which is optimal for given counts as long
@@ -169,7 +169,7 @@ def place_heaviest_first(layer: Layer) -> None:
 
 
 @jit
-def _place_by_exchange(layer: Layer, filled: IntArray, expert: int) -> None:
+def _place_by_exchange(layer: PackedLayer, filled: IntArray, expert: int) -> None:
     """Put ``expert`` in the place of some copy that can go to a rank with room. Such a copy exists: a full rank
     without ``expert`` holds more experts than a rank with room, so one that the latter lacks."""
     num_ranks, slots_per_rank = layer.expert.shape
@@ -202,7 +202,7 @@ def _place_by_exchange(layer: Layer, filled: IntArray, expert: int) -> None:
 
 
 @jit
-def swap(layer: Layer, rank: int, slot: int, other_rank: int, other_slot: int) -> None:
+def swap(layer: PackedLayer, rank: int, slot: int, other_rank: int, other_slot: int) -> None:
     """Let two slots of different ranks change contents."""
     one = layer.expert[rank, slot]
     other = layer.expert[other_rank, other_slot]
@@ -218,7 +218,7 @@ def swap(layer: Layer, rank: int, slot: int, other_rank: int, other_slot: int) -
 
 
 @jit
-def improve_by_one_swap(layer: Layer, rank: int) -> bool:
+def improve_by_one_swap(layer: PackedLayer, rank: int) -> bool:
     """Make the one swap with another rank after which the hotter of the two is coolest, if that is cooler than now."""
     num_ranks, slots = layer.expert.shape
     here = layer.load[rank]
@@ -249,7 +249,7 @@ def improve_by_one_swap(layer: Layer, rank: int) -> bool:
 
 
 @jit
-def improve_by_two_swaps(layer: Layer, rank: int) -> bool:
+def improve_by_two_swaps(layer: PackedLayer, rank: int) -> bool:
     """As ``improve_by_one_swap``, with two copies of each of the two ranks at once."""
     num_ranks, slots = layer.expert.shape
     here = layer.load[rank]
@@ -288,7 +288,7 @@ def improve_by_two_swaps(layer: Layer, rank: int) -> bool:
 
 
 @jit
-def improve_by_another_copy(layer: Layer, rank: int) -> bool:
+def improve_by_another_copy(layer: PackedLayer, rank: int) -> bool:
     """Give an expert of ``rank`` one more copy, in the slot of an expert elsewhere that has copies to spare."""
     num_ranks, slots = layer.expert.shape
     best = layer.load[rank] * STRICTLY
@@ -330,7 +330,7 @@ def improve_by_another_copy(layer: Layer, rank: int) -> bool:
 
 
 @jit
-def replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
+def replace(layer: PackedLayer, rank: int, slot: int, expert: int) -> None:
     """Put a further copy of ``expert`` where a copy of another expert stands."""
     other = layer.expert[rank, slot]
     unit = layer.weight[expert] / (layer.copies[expert] + 1)
@@ -352,7 +352,7 @@ def replace(layer: Layer, rank: int, slot: int, expert: int) -> None:
 
 
 @jit
-def recompute(layer: Layer) -> None:
+def recompute(layer: PackedLayer) -> None:
     """Derive units, loads and holders anew from the slots and the counts."""
     layer.unit[:] = layer.weight / layer.copies
     layer.holds[:] = False

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.jit import jit
-from .packing import FloatArray, Layer
+from .packing import FloatArray, PackedLayer
 
 AIMS = (0.005, 0.005, 0.02, 0.001, 0.02, 0.001)
 """How far below the best maximum each round of the search aims, as a share. Even rounds try first the experts that
@@ -19,7 +19,7 @@ would make the most and heaviest copies light, odd rounds those with the lightes
 
 
 @jit
-def search_counts(layer: Layer, floor: float, max_trials: int) -> int:
+def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
     """Move spare slots between experts while that lowers the heaviest pair; changes ``copies`` and ``unit``.
 
     First-improvement descent on the tokens above a target just below the best maximum found, over exchanges (one copy

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
-from .scenarios import Layer
+from .scenarios import LayerLoads
 
 SPREAD_WEIGHT = 0.1
 """Of the mean squared deviation of rank loads, beside the busiest rank: it leads over plateaus."""
@@ -54,7 +54,7 @@ class Track(NamedTuple):
 
 
 @jit(error_model="numpy")
-def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
+def judge(layer: LayerLoads, peak_W: NDArray[np.float64]) -> tuple[float, float]:
     """Mean over scenarios of max / mean rank load; the same with a little of the spread, which the search lowers.
 
     Args:
@@ -81,7 +81,7 @@ def judge(layer: Layer, peak_W: NDArray[np.float64]) -> tuple[float, float]:
 
 
 @jit(error_model="numpy")
-def crossing_cost(layer: Layer, question: Question) -> float:
+def crossing_cost(layer: LayerLoads, question: Question) -> float:
     """What the tokens that cross nodes cost, mean over the scenarios; in imbalance."""
     if question.crossing_price == 0.0:
         return 0.0
@@ -106,7 +106,7 @@ def crossing_cost(layer: Layer, question: Question) -> float:
 
 
 @jit(error_model="numpy")
-def price_of_moves(layer: Layer, question: Question) -> float:
+def price_of_moves(layer: LayerLoads, question: Question) -> float:
     """Of homes on another rank than now, and of replicas on a rank that does not hold the expert now; in imbalance."""
     homes, replicas = 0, 0
     for expert in range(layer.home_E.size):
@@ -131,7 +131,7 @@ def _stood_on(question: Question, expert: int, rank: int) -> bool:
 
 
 @jit(error_model="numpy")
-def record(layer: Layer, question: Question, track: Track, step: int, value: float) -> None:
+def record(layer: LayerLoads, question: Question, track: Track, step: int, value: float) -> None:
     """Write down what has been reached and what it costs: as ``CostModel.transfer_seconds``."""
     ranks, node = layer.replica_RK.shape[0], question.ranks_per_node
     sent_R, received_R = np.zeros(ranks), np.zeros(ranks)

@@ -23,7 +23,7 @@ FIRST_SWEEPS = 16
 SETTLING_SWEEPS = 3
 
 
-class Layer(NamedTuple):
+class LayerLoads(NamedTuple):
     """Arrays that change in place.
 
     Args:
@@ -56,12 +56,12 @@ class Layer(NamedTuple):
 
 
 @jit(error_model="numpy")
-def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots: int, max_copies: int) -> Layer:
+def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots: int, max_copies: int) -> LayerLoads:
     """Room for a layer; nothing stands anywhere yet."""
     scenarios, experts = load_WE.shape
     ranks = ballast_WR.shape[1]
     rows = max(min(ranks * slots, experts), 1)
-    return Layer(
+    return LayerLoads(
         load_WE,
         np.empty((ranks, experts // ranks), dtype=np.int32),
         np.full((ranks, slots), EMPTY, dtype=np.int32),
@@ -78,7 +78,7 @@ def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots
 
 
 @jit(error_model="numpy")
-def stand(layer: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]) -> None:
+def stand(layer: LayerLoads, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]) -> None:
     """Put experts where these say, and split every scenario; replicas beyond the most copies are dropped."""
     ranks, slots = layer.replica_RK.shape
     filled_R = np.zeros(ranks, dtype=np.int32)
@@ -112,7 +112,7 @@ def stand(layer: Layer, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]
 
 
 @jit(error_model="numpy")
-def split_anew(layer: Layer) -> None:
+def split_anew(layer: LayerLoads) -> None:
     """Split every scenario from the even split, until optimal."""
     used = layer.used[0]
     for scenario in range(layer.load_WE.shape[0]):
@@ -133,7 +133,7 @@ def split_anew(layer: Layer) -> None:
 
 
 @jit(error_model="numpy")
-def settle(layer: Layer, sweeps: int) -> None:
+def settle(layer: LayerLoads, sweeps: int) -> None:
     """Bring each scenario's split, good before a step, up to date after it."""
     used = layer.used[0]
     for scenario in range(layer.load_WR.shape[0]):
@@ -144,7 +144,7 @@ def settle(layer: Layer, sweeps: int) -> None:
 
 
 @jit(error_model="numpy")
-def copy_state(source: Layer, target: Layer) -> None:
+def copy_state(source: LayerLoads, target: LayerLoads) -> None:
     """``target`` stands as ``source`` does."""
     used = source.used[0]
     target.homes_RH[:] = source.homes_RH
@@ -161,7 +161,7 @@ def copy_state(source: Layer, target: Layer) -> None:
 
 
 @jit(error_model="numpy")
-def stands_on(layer: Layer, expert: int, rank: int) -> bool:
+def stands_on(layer: LayerLoads, expert: int, rank: int) -> bool:
     if layer.home_E[expert] == rank:
         return True
     found = False
@@ -171,7 +171,7 @@ def stands_on(layer: Layer, expert: int, rank: int) -> bool:
 
 
 @jit(error_model="numpy")
-def swap_homes(layer: Layer, here: int, there: int) -> None:
+def swap_homes(layer: LayerLoads, here: int, there: int) -> None:
     """Two experts change their homes, which neither has a copy beside."""
     a, b = layer.home_E[here], layer.home_E[there]
     for index in range(layer.homes_RH.shape[1]):
@@ -192,13 +192,13 @@ def swap_homes(layer: Layer, here: int, there: int) -> None:
 
 
 @jit(error_model="numpy")
-def tokens_at_home(layer: Layer, scenario: int, expert: int) -> int:
+def tokens_at_home(layer: LayerLoads, scenario: int, expert: int) -> int:
     row = layer.row_E[expert]
     return int(layer.load_WE[scenario, expert] if row < 0 else layer.share_WNC[scenario, row, 0])
 
 
 @jit(error_model="numpy")
-def set_replica(layer: Layer, rank: int, slot: int, expert: int) -> None:
+def set_replica(layer: LayerLoads, rank: int, slot: int, expert: int) -> None:
     """``expert``, or nothing, takes a replica slot; what the slot's old expert computed there goes to its home."""
     if layer.replica_RK[rank, slot] != EMPTY:
         _drop(layer, layer.replica_RK[rank, slot], rank)
@@ -220,7 +220,7 @@ def set_replica(layer: Layer, rank: int, slot: int, expert: int) -> None:
 
 
 @jit(error_model="numpy")
-def _drop(layer: Layer, expert: int, rank: int) -> None:
+def _drop(layer: LayerLoads, expert: int, rank: int) -> None:
     row = layer.row_E[expert]
     last = layer.count_N[row] - 1
     place = 1

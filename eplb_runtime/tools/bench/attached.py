@@ -46,7 +46,7 @@ WARM_UP = 3
 """Steps of each before timing."""
 
 
-class Blocks(nn.Module):
+class StepBlocks(nn.Module):
     """Residual MoE blocks: norm, router, experts."""
 
     def __init__(self, work: Block) -> None:
@@ -75,12 +75,12 @@ class Blocks(nn.Module):
         return hidden_TD.float().square().mean()
 
 
-class _Variant:
+class _AttachedVariant:
     """A model in training, and the seconds of its steps."""
 
     def __init__(self, work: Block, device: torch.device, attached: bool) -> None:
         torch.manual_seed(0)
-        self._model = Blocks(work).to(device, torch.bfloat16)
+        self._model = StepBlocks(work).to(device, torch.bfloat16)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         config = BalancerConfig(interval=NEVER, policy="static")
         self.balancer: Balancer | None = attach(self._model, self._optimizer, config=config) if attached else None
@@ -132,7 +132,7 @@ def run(
     if device.type == "cpu":
         torch.set_num_threads(1)
     work = work or (ON_A_CPU if device.type == "cpu" else Block())
-    plain, again, attached = (_Variant(work, device, one) for one in (False, False, True))
+    plain, again, attached = (_AttachedVariant(work, device, one) for one in (False, False, True))
     turns = [plain, attached, again]
     on_progress("warming up")
     for variant in turns * WARM_UP:
@@ -160,7 +160,7 @@ def run(
 def _lone_steps(work: Block, device: torch.device, repeats: int) -> tuple[float, float]:
     """Seconds of what is done beside a step that ends in a decision, and of the step without that: medians."""
     torch.manual_seed(0)
-    model = Blocks(work).to(device, torch.bfloat16)
+    model = StepBlocks(work).to(device, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     experts = {name: p for name, p in model.named_parameters() if name.startswith("experts.")}
     lone = LoneSteps(experts, set, lambda: True)
@@ -185,5 +185,5 @@ def _lone_steps(work: Block, device: torch.device, repeats: int) -> tuple[float,
     return median(alone[WARM_UP:]), median(steps[WARM_UP:])
 
 
-def _ratio(one: _Variant, other: _Variant) -> float:
+def _ratio(one: _AttachedVariant, other: _AttachedVariant) -> float:
     return median(mine / its for mine, its in zip(one.seconds, other.seconds, strict=True))

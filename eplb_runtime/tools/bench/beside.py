@@ -63,7 +63,7 @@ class _Stack(nn.Module):
         return hidden_TD.square().mean()
 
 
-class _Variant:
+class _OverlapVariant:
     def __init__(self, name: str, elsewhere: float, **options: Any) -> None:
         torch.manual_seed(0)
         self.name = name
@@ -186,8 +186,8 @@ def run(
 def _measured(
     computing: str, elsewhere: float, repeats: int, on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    still = _Variant("none", elsewhere, policy="static")
-    variants = [_Variant("between steps", elsewhere), _Variant("beside steps", elsewhere, overlap=True)]
+    still = _OverlapVariant("none", elsewhere, policy="static")
+    variants = [_OverlapVariant("between steps", elsewhere), _OverlapVariant("beside steps", elsewhere, overlap=True)]
     for variant in (still, *variants):
         on_progress(f"computing {computing}, experts move {variant.name}: warming up")
         variant.warm_up()

@@ -24,14 +24,14 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...hosts import pipelining
 from ...moe.experts.compute import SlotCounts
-from .overlap_spans import BLOCK, Blocks, SlowLink, Span, Spans, write_trace
+from .overlap_spans import BLOCK, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
 
 PIPELINE_RANKS, STAGES = 2, 4
 HIDDEN, EXPERTS, TOP_K = 256, 8, 2
 IN_TURN, AT_ONCE = "in turn", "at once"
 
 
-class Experts(nn.Module):
+class ExpertBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN) / HIDDEN**0.5)
@@ -41,12 +41,12 @@ class Experts(nn.Module):
         raise NotImplementedError("the balancer runs them")
 
 
-class Layer(nn.Module):
+class OverlapLayer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mix = nn.Sequential(nn.Linear(HIDDEN, width), nn.SiLU(), nn.Linear(width, HIDDEN))
         self.router = nn.Linear(HIDDEN, EXPERTS)
-        self.experts = Experts(width)
+        self.experts = ExpertBlock(width)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         hidden_TD = hidden_TD + self.mix(functional.rms_norm(hidden_TD, (HIDDEN,)))
@@ -96,13 +96,13 @@ def run(
     if dist.get_world_size() % PIPELINE_RANKS or dist.get_world_size() < 2 * PIPELINE_RANKS:
         raise ValueError(f"bench overlap wants an even number of ranks, 4 at least: {dist.get_world_size()}")
     torch.set_num_threads(1)
-    job = _Job(device, micro_batches, tokens, width, layers_per_stage)
+    job = _OverlapJob(device, micro_batches, tokens, width, layers_per_stage)
     job.link.shared = shared_link
     for way in (IN_TURN, AT_ONCE):
         job.step(way)
     carried = job.link.carried
     spans = job.step(IN_TURN)[1]
-    blocks = Blocks.of(spans)
+    blocks = SpanBlocks.of(spans)
     share_in_blocks = mean(blocks.total) / mean(sum(s.end - s.begin for s in spans if s.name == "step"))
     slow_down(job.link, (job.link.carried - carried) * share_in_blocks, blocks, link_share)
     job.step(IN_TURN), job.step(AT_ONCE)
@@ -140,13 +140,13 @@ def compare(step: Callable[[str], tuple[float, list[Span], list[Tensor]]], repea
     Args:
         step: of a way; seconds, where they went, and what must be the same both ways.
     """
-    taken: dict[str, list[tuple[float, Blocks]]] = {IN_TURN: [], AT_ONCE: []}
+    taken: dict[str, list[tuple[float, SpanBlocks]]] = {IN_TURN: [], AT_ONCE: []}
     seen: dict[str, list[Tensor]] = {}
     last: dict[str, list[Span]] = {}
     for _ in range(repeats):
         for way, of_way in taken.items():
             seconds, last[way], seen[way] = step(way)
-            of_way.append((seconds, Blocks.of(last[way])))
+            of_way.append((seconds, SpanBlocks.of(last[way])))
     same = all(torch.equal(one, other) for one, other in zip(seen[IN_TURN], seen[AT_ONCE], strict=True))
     rows = [_row(way, of_way) for way, of_way in taken.items()]
     result = {
@@ -158,7 +158,7 @@ def compare(step: Callable[[str], tuple[float, list[Span], list[Tensor]]], repea
     return Compared(result, last)
 
 
-def slow_down(link: SlowLink, carried: float, blocks: Blocks, link_share: float) -> None:
+def slow_down(link: SlowLink, carried: float, blocks: SpanBlocks, link_share: float) -> None:
     """Let a link be busy for ``link_share`` seconds for each second that a rank computes in its blocks. Collective.
 
     Args:
@@ -167,7 +167,7 @@ def slow_down(link: SlowLink, carried: float, blocks: Blocks, link_share: float)
     link.bytes_per_second = mean(float(carried)) / mean(max(1e-6, blocks.total - blocks.waiting)) / link_share
 
 
-def _row(way: str, taken: list[tuple[float, Blocks]]) -> dict[str, Any]:
+def _row(way: str, taken: list[tuple[float, SpanBlocks]]) -> dict[str, Any]:
     """Means over ranks and steps; of the whole step the median."""
     return {
         "way": way,
@@ -185,7 +185,7 @@ def mean(value: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-class _Job:
+class _OverlapJob:
     """One rank's stages, with everything in place that measures."""
 
     def __init__(self, device: torch.device, micro_batches: int, tokens: int, width: int, layers: int) -> None:
@@ -194,7 +194,7 @@ class _Job:
         pipelines = [dist.new_group(list(range(column, PIPELINE_RANKS * ep, ep))) for column in range(ep)]
         experts = [dist.new_group(list(range(first, first + ep))) for first in range(0, PIPELINE_RANKS * ep, ep)]
         torch.manual_seed(0)
-        modules = [nn.Sequential(*(Layer(width) for _ in range(layers))) for _ in range(STAGES)]
+        modules = [nn.Sequential(*(OverlapLayer(width) for _ in range(layers))) for _ in range(STAGES)]
         hidden = torch.empty(tokens, HIDDEN, requires_grad=True)
         held = (rank // ep, STAGES - 1 - rank // ep)
         stages: list[Any] = [
@@ -214,7 +214,7 @@ class _Job:
         self._parameters = [p for n in held for p in modules[n].parameters()]
         generator = torch.Generator().manual_seed(1 + rank % ep)
         self._batch, self._target = torch.randn(2, micro_batches * tokens, HIDDEN, generator=generator)
-        self.link, self._spans = SlowLink(), Spans()
+        self.link, self._spans = SlowLink(), OverlapSpans()
         self._lanes = _Measured(self.balancer, self._schedule, self.link, self._spans)
 
     def step(self, way: str) -> tuple[float, list[Span], list[Tensor]]:
@@ -241,7 +241,7 @@ class _Measured:
         way: how the next pairs run.
     """
 
-    def __init__(self, balancer: Balancer, schedule: ScheduleDualPipeV, link: SlowLink, spans: Spans) -> None:
+    def __init__(self, balancer: Balancer, schedule: ScheduleDualPipeV, link: SlowLink, spans: OverlapSpans) -> None:
         self.way = IN_TURN
         together: Any = pipelining.overlap(schedule, balancer)
         layer: Any = balancer._runtime.layers[0]

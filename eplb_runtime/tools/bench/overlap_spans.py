@@ -71,7 +71,7 @@ class Span:
     end: float
 
 
-class Spans:
+class OverlapSpans:
     """Where the threads of this rank spend their time."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SpanBlocks:
     """Seconds inside a step's blocks on one rank.
 
     Args:
@@ -139,7 +139,7 @@ class Blocks:
     exposed: float
 
     @classmethod
-    def of(cls, spans: Sequence[Span]) -> Blocks:
+    def of(cls, spans: Sequence[Span]) -> SpanBlocks:
         """What a step's spans say, by a walk over all their ends."""
         blocks = [(span.begin, span.end) for span in spans if span.name == BLOCK]
         total = waiting = exposed = 0.0

@@ -34,7 +34,7 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlanShape:
     """A cluster to plan for; ``groups`` 1: no group rule."""
 
     ranks: int
@@ -110,26 +110,31 @@ def draw_load(generator: np.random.Generator, layers: int, experts: int, low: fl
     return np.asarray(np.round(load / load.mean(axis=1, keepdims=True) * 100_000))
 
 
-def shapes_for(experts: int) -> list[Shape]:
+def shapes_for(experts: int) -> list[PlanShape]:
     """Clusters worth planning for: about four experts a rank, without copies and with one copy slot a rank.
 
     256 experts also get the shapes in which DeepSeek-V3 is served: 32 ranks with and without the rule that its 8
     groups stay on a node each, and 144 ranks of two slots; 1,024 experts get 1,024 ranks of two slots instead.
     """
     if experts == 1024:
-        return [Shape(1024, 8, 2)]
+        return [PlanShape(1024, 8, 2)]
     ranks = 1
     while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
         ranks *= 2
     node = min(8, ranks)
-    shapes = [Shape(ranks, node, experts // ranks), Shape(ranks, node, experts // ranks + 1)]
+    shapes = [PlanShape(ranks, node, experts // ranks), PlanShape(ranks, node, experts // ranks + 1)]
     if experts == 256:
-        shapes = [Shape(32, 8, 9), Shape(32, 8, 9, groups=8), Shape(144, 8, 2), *shapes]
+        shapes = [PlanShape(32, 8, 9), PlanShape(32, 8, 9, groups=8), PlanShape(144, 8, 2), *shapes]
     return [shape for shape in shapes if shape.slots_per_rank <= experts]  # no rank could use more
 
 
 def _rows(
-    name: str, load: FloatArray, shape: Shape, peers: dict[str, Peer], repeats: int, on_progress: Callable[[str], None]
+    name: str,
+    load: FloatArray,
+    shape: PlanShape,
+    peers: dict[str, Peer],
+    repeats: int,
+    on_progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     windows, layers, experts = load.shape
     ours: dict[str, Callable[[FloatArray], Placement]] = {
@@ -175,27 +180,27 @@ def _rows(
     return [row | {"time_ratio": row["ms"] / reference if reference else None} for row in rows]
 
 
-def _by_rows(shape: Shape, balance: Callable[[FloatArray], NDArray[np.int32]]) -> Callable[[FloatArray], Placement]:
+def _by_rows(shape: PlanShape, balance: Callable[[FloatArray], NDArray[np.int32]]) -> Callable[[FloatArray], Placement]:
     return lambda window: as_placement(balance(window), window.shape[1], shape.ranks)
 
 
-def _deepseek(window: FloatArray, shape: Shape) -> NDArray[np.int32]:
+def _deepseek(window: FloatArray, shape: PlanShape) -> NDArray[np.int32]:
     nodes = shape.nodes if shape.groups > 1 else 1
     return balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
 
 
-def _hierarchical(shape: Shape, spilled: int) -> Callable[[FloatArray], NDArray[np.int32]]:
+def _hierarchical(shape: PlanShape, spilled: int) -> Callable[[FloatArray], NDArray[np.int32]]:
     return lambda window: balance_hierarchical(
         window, shape.ranks, shape.slots_per_rank, shape.groups, shape.nodes, spilled_experts=spilled
     )
 
 
-def _asked(peer: Peer, shape: Shape) -> Callable[[FloatArray], NDArray[np.int32]]:
+def _asked(peer: Peer, shape: PlanShape) -> Callable[[FloatArray], NDArray[np.int32]]:
     nodes = shape.nodes if shape.groups > 1 else 1
     return lambda window: peer(window, shape.slots, shape.groups, nodes, shape.ranks)
 
 
-def _from_scratch(window: FloatArray, shape: Shape) -> Placement:
+def _from_scratch(window: FloatArray, shape: PlanShape) -> Placement:
     return plan(window, Topology(shape.ranks, shape.ranks_per_node), slots_per_rank=shape.slots_per_rank).placement
 
 

@@ -104,7 +104,7 @@ class Held:
         )
 
 
-class _Job:
+class _SoakJob:
     """A model in training."""
 
     def __init__(self, work: Workload, config: BalancerConfig, exact: bool) -> None:
@@ -152,7 +152,7 @@ class Soak:
         self._exact = not SETTINGS[life.settings].get("replica_slots")
         work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
         static = BalancerConfig(policy="static", interval=NEVER, guard="off")
-        self._twin = _Job(work, static, self._exact)
+        self._twin = _SoakJob(work, static, self._exact)
         config = config_from_settings(
             {
                 "interval": INTERVAL,
@@ -163,7 +163,7 @@ class Soak:
                 **SETTINGS[life.settings],
             }
         )
-        self._job = _Job(work, config, self._exact)
+        self._job = _SoakJob(work, config, self._exact)
         self._job.balancer._wait_until_compiled()
         self._job.balancer._plan_with(plan_shuffle)
         self._seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only

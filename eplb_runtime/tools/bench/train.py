@@ -77,7 +77,7 @@ class MoEStack(nn.Module):
         return hidden_TD.square().mean()
 
 
-class _Variant:
+class _TrainVariant:
     """One model in training with its balancer, and the seconds of its blocks."""
 
     def __init__(self, name: str, work: Workload, skew: float, config: BalancerConfig) -> None:
@@ -174,9 +174,9 @@ def run(
     torch.set_num_threads(1)
     variants = [
         *_pair(work),
-        _Variant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
-        _Variant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
-        _Variant("attached", work, 1.0, _config(work, policy="incremental")),
+        _TrainVariant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
+        _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
+        _TrainVariant("attached", work, 1.0, _config(work, policy="incremental")),
     ]
     _take_turns(variants, on_progress)
     static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
@@ -250,14 +250,14 @@ def run_brief(
     return result
 
 
-def _pair(work: Workload) -> list[_Variant]:
+def _pair(work: Workload) -> list[_TrainVariant]:
     return [
-        _Variant("static", work, work.skew, _config(work, policy="static")),
-        _Variant("homes", work, work.skew, _config(work, policy="incremental")),
+        _TrainVariant("static", work, work.skew, _config(work, policy="static")),
+        _TrainVariant("homes", work, work.skew, _config(work, policy="incremental")),
     ]
 
 
-def _row(variant: _Variant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:
+def _row(variant: _TrainVariant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:
     blocks = _over_ranks(variant.block_seconds)
     return {
         "variant": variant.name,
@@ -282,7 +282,7 @@ def _config(work: Workload, **options: Any) -> BalancerConfig:
     return config_from_settings({"interval": work.interval, "window": 2 * work.interval, "moe_share": 1.0, **options})
 
 
-def _take_turns(variants: Sequence[_Variant], on_progress: Callable[[str], None]) -> None:
+def _take_turns(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> None:
     work = variants[0].work
     for variant in variants:
         on_progress(f"{variant.name}: experts find their places")
@@ -294,18 +294,18 @@ def _take_turns(variants: Sequence[_Variant], on_progress: Callable[[str], None]
             variant.block()
 
 
-def _imbalance(variant: _Variant) -> float:
+def _imbalance(variant: _TrainVariant) -> float:
     """Mean over layers and steps of the timed part, as far as decisions have measured it."""
     measured = [e for e in variant.balancer.events if isinstance(e, LoadMeasured)][-variant.work.blocks :]
     values = [value for event in measured for row in event.imbalance for value in row]
     return sum(values) / len(values) if values else 1.0
 
 
-def _moved(variant: _Variant) -> int:
+def _moved(variant: _TrainVariant) -> int:
     return sum(e.moved_experts for e in variant.balancer.events if isinstance(e, RebalanceCommitted))
 
 
-def _guard_ms(variant: _Variant) -> float:
+def _guard_ms(variant: _TrainVariant) -> float:
     """Of the slowest rank, a step, without the first ones."""
     guard = variant.balancer._guard
     return _over_ranks([guard.seconds / max(1, guard.clocked_steps) * 1e3])[0]

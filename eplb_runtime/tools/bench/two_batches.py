@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ... import hosts
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
-from .overlap import AT_ONCE, HIDDEN, IN_TURN, Layer, compare, compute, slow_down
-from .overlap_spans import BLOCK, Blocks, SlowLink, Span, Spans, write_trace
+from .overlap import AT_ONCE, HIDDEN, IN_TURN, OverlapLayer, compare, compute, slow_down
+from .overlap_spans import BLOCK, OverlapSpans, SlowLink, Span, SpanBlocks, write_trace
 
 
 def run(
@@ -47,12 +47,12 @@ def run(
     if dist.get_world_size() < 2:
         raise ValueError("bench two-batches wants two ranks at least: one alone has nothing to exchange")
     torch.set_num_threads(1)
-    job = _Job(tokens, width, layers)
+    job = _TwoBatchesJob(tokens, width, layers)
     for way in (IN_TURN, AT_ONCE):
         job.step(way)
     carried = job.link.carried
     spans = job.step(IN_TURN)[1]
-    slow_down(job.link, job.link.carried - carried, Blocks.of(spans), link_share)
+    slow_down(job.link, job.link.carried - carried, SpanBlocks.of(spans), link_share)
     for way in (IN_TURN, AT_ONCE):
         job.step(way)
     compared = compare(job.step, repeats)
@@ -64,19 +64,19 @@ def run(
     return {"ranks": dist.get_world_size(), "link_mbit_per_second": link * 8e-6, **compared.result}
 
 
-class _Job:
+class _TwoBatchesJob:
     """One rank's model and its two batches, with everything in place that measures."""
 
     def __init__(self, tokens: int, width: int, layers: int) -> None:
         torch.manual_seed(0)
-        self._model = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self._model = nn.Sequential(*(OverlapLayer(width) for _ in range(layers)))
         named = [hosts.MoE(f"{n}.experts", run="run", compute=compute) for n in range(layers)]
         config = BalancerConfig(policy="static", guard="off")
         self.balancer: Balancer = hosts.attach(self._model, None, layers=named, config=config)
         self._model.eval()
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._batches = torch.randn(2, tokens, HIDDEN, generator=generator)
-        self.link, self._spans = SlowLink(), Spans()
+        self.link, self._spans = SlowLink(), OverlapSpans()
         layer: Any = self.balancer._runtime.layers[0]
         watch, dispatcher = self.balancer._runtime.watch, layer._dispatcher
         setattr(watch, "waiting", self._spans.watching(watch.waiting))  # noqa: B010

@@ -1,6 +1,6 @@
 """What a job will find, before it is started: memory of each choice, what is usable here, what will be exact."""
 
-from .diagnosis import Diagnosis, DoctorError, Item, Shape, diagnose
+from .diagnosis import Diagnosis, DoctorError, Item, ModelShape, diagnose
 from .exactness import Exactness, Width
 from .links import Carrier, try_transports
 from .machine import Backend
@@ -12,7 +12,7 @@ __all__ = [
     "DoctorError",
     "Exactness",
     "Item",
-    "Shape",
+    "ModelShape",
     "Width",
     "diagnose",
     "try_transports",

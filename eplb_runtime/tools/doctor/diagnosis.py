@@ -35,7 +35,7 @@ class DoctorError(ValueError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What was asked about."""
 
     model: str
@@ -69,7 +69,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    shape: Shape | None
+    shape: ModelShape | None
     memory: tuple[Item, ...]
     widths: tuple[Width, ...]
     exactness: tuple[Exactness, ...]
@@ -137,7 +137,7 @@ def diagnose(
     node = min(ranks, 8) if ranks_per_node is None else ranks_per_node
     if ranks % node:
         raise DoctorError(f"{ranks} ranks do not fill nodes of {node}: give --ranks-per-node")
-    shape = Shape(
+    shape = ModelShape(
         type(model).__name__,
         dtype,
         optimizer,
@@ -194,7 +194,7 @@ def _first_rows(stack: nn.Parameter, rows: int) -> nn.Parameter:
 
 
 def _memory(
-    shape: Shape,
+    shape: ModelShape,
     homes: Sequence[Sequence[Tensor]],
     dense: Sequence[Tensor],
     buffers: Sequence[Tensor],

@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class CapturedState:
     """All ranks' state after a step.
 
     Args:
@@ -60,7 +60,7 @@ class StateReader:
         self._group = group
         self._ep_sets = ep_sets
 
-    def read(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    def read(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> CapturedState:
         view = LogicalView(model, optimizer)
         entries = list(view.entries())
         whole: list[tuple[int, ...]] = []
@@ -76,7 +76,7 @@ class StateReader:
         by_group = [np.concatenate([gathered[rank] for rank in ranks]) for ranks in self._ep_sets]
         ordered = [rows[np.lexsort((rows[:, 1], rows[:, 0]))] for rows in by_group]
         names, layers = tuple(entry.key for entry in entries), tuple(entry.layer for entry in entries)
-        return State(names, layers, self._gather(whole, 3), np.stack(ordered))
+        return CapturedState(names, layers, self._gather(whole, 3), np.stack(ordered))
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's, ``[W, ...]``, on the CPU."""
@@ -116,7 +116,7 @@ def _checksum(tensor: Tensor) -> tuple[int, int]:
     return int(high), int(low)
 
 
-def differing(one: State, other: State) -> list[Place]:
+def differing(one: CapturedState, other: CapturedState) -> list[Place]:
     """Where two states differ, in model order; the places of all ranks.
 
     Raises:

@@ -24,7 +24,7 @@ from ...moe.dispatch import OVER_TORCH
 from ...moe.dispatch import notes as notes_of_dispatch
 from ...planner.shuffle import plan_shuffle
 from ...replicas.bank import accumulation_dtype
-from .record import Place, State, StateReader, differing
+from .record import CapturedState, Place, StateReader, differing
 from .report import Difference, ReplicaCheck, Report, Verdict
 
 LEAST_MIGRATIONS = 3
@@ -50,14 +50,14 @@ class _Task:
 
 
 @dataclass
-class _Run:
+class _TrainingRun:
     """One training run, while its model is there. ``states[s]``: after step s; ``losses``: float64 ``[W, steps]``."""
 
     task: _Task
     model: nn.Module
     optimizer: torch.optim.Optimizer
     balancer: Balancer
-    states: list[State]
+    states: list[CapturedState]
     losses: Tensor
 
 
@@ -214,7 +214,7 @@ def _notes(task: _Task, config: BalancerConfig, migrations: int) -> tuple[str, .
 
 
 @contextmanager
-def _attached(task: _Task, config: BalancerConfig) -> Iterator[_Run]:
+def _attached(task: _Task, config: BalancerConfig) -> Iterator[_TrainingRun]:
     torch.manual_seed(SEED)
     model = task.make_model()
     if not isinstance(model, nn.Module):
@@ -226,7 +226,7 @@ def _attached(task: _Task, config: BalancerConfig) -> Iterator[_Run]:
     balancer._rebalancer.held_outside = None  # what is kept to be compared is ours
     balancer._wait_until_compiled()  # the first decisions are to move something
     model.train()
-    run = _Run(task, model, optimizer, balancer, [], torch.zeros(0))
+    run = _TrainingRun(task, model, optimizer, balancer, [], torch.zeros(0))
     try:
         yield run
     finally:
@@ -236,7 +236,7 @@ def _attached(task: _Task, config: BalancerConfig) -> Iterator[_Run]:
         gc.collect()
 
 
-def _train(run: _Run) -> None:
+def _train(run: _TrainingRun) -> None:
     task, losses = run.task, torch.zeros(run.task.steps, dtype=torch.float64)
     run.states.append(task.reader.read(run.model, run.optimizer))
     for step in range(task.steps):
@@ -250,7 +250,7 @@ def _train(run: _Run) -> None:
     run.losses = task.reader.gather(losses)
 
 
-def _forward(run: _Run, step: int) -> Tensor:
+def _forward(run: _TrainingRun, step: int) -> Tensor:
     """Dropout and the like draw the same numbers in every run."""
     torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())
     batch = run.task.make_batch(step)
@@ -265,7 +265,7 @@ def _forward(run: _Run, step: int) -> Tensor:
     return loss
 
 
-def _first_difference(one: _Run, other: _Run) -> tuple[int, Place | None]:
+def _first_difference(one: _TrainingRun, other: _TrainingRun) -> tuple[int, Place | None]:
     for step, (before, after) in enumerate(zip(one.states, other.states, strict=True)):
         places = differing(before, after)
         if places:
@@ -279,14 +279,14 @@ def _first_loss_step(one: Tensor, other: Tensor) -> int | None:
     return int(odd[0]) + 1 if len(odd) else None
 
 
-def _values(run: _Run, place: Place | None) -> Tensor:
+def _values(run: _TrainingRun, place: Place | None) -> Tensor:
     if place is None:
         return torch.zeros(0)
     ep_set = next(ranks for ranks in run.task.ep_sets if place.rank in ranks)
     return run.task.reader.fetch(run.model, run.optimizer, place, ep_set)
 
 
-def _difference(state: State, step: int, place: Place, ours: Tensor, theirs: Tensor) -> Difference:
+def _difference(state: CapturedState, step: int, place: Place, ours: Tensor, theirs: Tensor) -> Difference:
     largest = float((ours - theirs).abs().max()) if ours.numel() else 0.0
     scale = float(ours.abs().max()) if ours.numel() else 0.0
     return Difference(
@@ -353,7 +353,7 @@ def _check_replicas(task: _Task, config: BalancerConfig) -> ReplicaCheck:
     )
 
 
-def _gradients(run: _Run, step: int, parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+def _gradients(run: _TrainingRun, step: int, parameters: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one pass, as the optimizer would get them. The parameters keep theirs."""
     run.optimizer.zero_grad(set_to_none=True)
     loss = _forward(run, step)

@@ -19,7 +19,7 @@ from .zip_archive import BROKEN, open_archive
 READ_HEADER = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-class Arrays(Mapping[str, NDArray[Any]]):
+class NpzArrays(Mapping[str, NDArray[Any]]):
     """The arrays of a file by name."""
 
     def __init__(self, path: Path) -> None:
@@ -44,14 +44,14 @@ class Arrays(Mapping[str, NDArray[Any]]):
         return len(self._entries)
 
 
-def read(path: Path) -> Arrays:
+def read(path: Path) -> NpzArrays:
     """The file's arrays by name.
 
     Raises:
         FileError: no such file, or too large; when an array is asked for: too large, broken, or of objects.
     """
     try:
-        return Arrays(path)
+        return NpzArrays(path)
     except FileError:
         raise
     except BROKEN as error:

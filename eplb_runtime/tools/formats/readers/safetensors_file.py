@@ -17,7 +17,7 @@ NUMPY_LACKS = {"BF16", "F8_E4M3", "F8_E5M2"}
 """Read by torch."""
 
 
-class Arrays(Mapping[str, Any]):
+class SafetensorsArrays(Mapping[str, Any]):
     """The arrays of a file by name: of numpy, or of torch where numpy lacks the dtype."""
 
     def __init__(self, path: Path) -> None:
@@ -58,10 +58,10 @@ class Arrays(Mapping[str, Any]):
         return len(self._names)
 
 
-def read(path: Path) -> Arrays:
+def read(path: Path) -> SafetensorsArrays:
     """The file's arrays by name, and its ``metadata``, the texts in its header.
 
     Raises:
         FileError: not such a file, or too large; when an array is asked for: of a dtype that is no number.
     """
-    return Arrays(path)
+    return SafetensorsArrays(path)
