@@ -41,13 +41,13 @@ class Parser(argparse.ArgumentParser):
                 if text == "--":
                     break
                 if name.startswith("--") and not any(known.startswith(name) for known in self._option_string_actions):
-                    self.error(f"unrecognized arguments: {name}{_meant(name, self._option_string_actions)}")
+                    self.error(f"unrecognized arguments: {name}{_suggestion(name, self._option_string_actions)}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         wrong = _INVALID_CHOICE.search(message)
         if wrong is not None:
-            message += _meant(wrong["choice"], _QUOTED.findall(wrong["choices"]) or wrong["choices"].split(", "))
+            message += _suggestion(wrong["choice"], _QUOTED.findall(wrong["choices"]) or wrong["choices"].split(", "))
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -55,7 +55,7 @@ _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<choice>.*)' \(choose from (?
 _QUOTED = re.compile(r"'([^']*)'")
 
 
-def _meant(text: str, known: Iterable[str]) -> str:
+def _suggestion(text: str, known: Iterable[str]) -> str:
     """A question whether the name most like ``text`` was meant; empty: none is like it."""
     near = get_close_matches(text, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""

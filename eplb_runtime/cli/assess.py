@@ -22,7 +22,7 @@ from .arguments import (
     windows,
 )
 from .inputs import read_windows
-from .printing import COLUMNS, print_json, print_lines, print_table, progress
+from .printing import COLUMNS, note, print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
     from ..tools.assess import Assessment, Given, Placing
@@ -80,11 +80,14 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.assess import assess, count_plans, recorded
     from ..tools.formats.loads import meant
+    from ..utils.jit import cache_folder
 
     load = read_windows(arguments.record, arguments)
     found, given = recorded(Path(meant(arguments.record)), load), _given(arguments)
     try:
         plans = count_plans(found, given)
+        if plans and not any(cache_folder().rglob("*.nbc")):
+            note("the planner is compiled first, once on this machine: a minute, more where others use it")
         with progress("plans", plans) if plans else nullcontext(lambda: None) as advance:
             assessment = assess(found, given, advance)
     except ValueError as error:

@@ -90,7 +90,7 @@ class SeriesWriter:
     """
 
     def __init__(self, run: Path, num_layers: int, num_experts: int, job: RecordedJob | None = None) -> None:
-        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_said(job)}
+        self._header = {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_job_entry(job)}
         self._folder = run / "load"
         self._folder.mkdir(parents=True, exist_ok=True)
         files = _files(self._folder)
@@ -121,7 +121,7 @@ class SeriesWriter:
             raise FileError(f"another job writes its load to {self._folder.parent} now")
         if os.fstat(self._descriptor).st_size > _FILE_BYTES:
             self._next()
-        self._write({"steps": steps, **_said(job), **encode(load_TLE)})
+        self._write({"steps": steps, **_job_entry(job), **encode(load_TLE)})
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -199,15 +199,15 @@ def read_job(folder: Path) -> RecordedJob:
     """
     for path in reversed(_files_of(folder)):
         require_readable(path, MOST_BYTES)
-        said, seconds, has_windows = _job_of(_first_line(path)), [], False
+        known, seconds, has_windows = _job_of(_first_line(path)), [], False
         for _, line in _lines(path):
             of_line = _job_of(line)
-            said |= of_line
+            known |= of_line
             has_windows = True
             if "step_seconds" in of_line:
                 seconds.append(of_line["step_seconds"])
         if has_windows:
-            return RecordedJob(**{**said, "step_seconds": median(seconds) if seconds else 0.0})
+            return RecordedJob(**{**known, "step_seconds": median(seconds) if seconds else 0.0})
     return RecordedJob()
 
 
@@ -242,20 +242,20 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
     return load[max(0, windows - most_windows) :]
 
 
-def _said(job: RecordedJob | None) -> dict[str, Any]:
-    said = {} if job is None else job.known()
-    return {"job": said} if said else {}
+def _job_entry(job: RecordedJob | None) -> dict[str, Any]:
+    known = {} if job is None else job.known()
+    return {"job": known} if known else {}
 
 
 def _job_of(line: Any) -> dict[str, Any]:
     """What a line says of the job: fields of `RecordedJob`, without any that are none of its."""
-    said = line.get("job") if isinstance(line, Mapping) else None
-    if not isinstance(said, Mapping):
+    values = line.get("job") if isinstance(line, Mapping) else None
+    if not isinstance(values, Mapping):
         return {}
     return {
         entry.name: value
         for entry in fields(RecordedJob)
-        if _is_usable(value := said.get(entry.name), type(entry.default))
+        if _is_usable(value := values.get(entry.name), type(entry.default))
     }
 
 

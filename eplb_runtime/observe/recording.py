@@ -63,7 +63,7 @@ class Recording:
         self._real_tokens = real_tokens
         self._in_training_only = in_training_only
         self._optimizer_bytes = optimizer_bytes
-        self._bytes_kept: int | None = None
+        self._state_bytes: int | None = None
         self._hidden_size = self._top_k = 0
         self._clock = StepClock(0.0)
         self._counter = LoadCounter(len(watch), num_experts, interval, device)
@@ -124,12 +124,14 @@ class Recording:
         copy = HostCopy(self._counter.take())
         job = None
         if self._recorder is not None:
-            if self._bytes_kept is None:  # once: with each expert a module of its own these are many tensors
-                self._bytes_kept = self._optimizer_bytes()
+            if (
+                self._state_bytes is None
+            ):  # the first time only: experts that are modules of their own have many tensors
+                self._state_bytes = self._optimizer_bytes()
             job = RecordedJob(
                 hidden_size=self._hidden_size,
                 top_k=self._top_k,
-                optimizer_bytes=self._bytes_kept,
+                optimizer_bytes=self._state_bytes,
                 step_seconds=self._clock.step_seconds,
             )
         self._worker.submit(lambda: self._sum_and_write(copy, job))

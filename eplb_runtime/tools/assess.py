@@ -1,7 +1,7 @@
 """Would balancing pay? A recorded load is planned on its past, judged on what came next, and weighed in seconds.
 
-`simulate` plays the series and says what moves cost; here stand what is assumed of a job where its record says
-nothing, what a step takes less, and the verdict in words. No file formats and no printing.
+`simulate` plays the series and says what moves cost. This module says what is assumed of a job where its record says
+nothing, by how much a step would be shorter, and the verdict in words. No file formats and no printing here.
 """
 
 from __future__ import annotations

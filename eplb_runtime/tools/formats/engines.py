@@ -1,5 +1,5 @@
 """The engines whose files are known here, in the order they are asked: Hygon before SGLang, whose key it uses, and
-Megatron, too, whose traces may have other ``.pt`` files beside them."""
+Megatron, too, whose trace folders may hold other ``.pt`` files."""
 
 from __future__ import annotations
 
