@@ -28,7 +28,7 @@ from ..load.clock import Progress
 from ..load.counter import in_recompute
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
-from ..moe.dispatch.lanes import Lane, Lanes
+from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order, on_one_rank
 from ..moe.experts.lone_step import LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
@@ -630,8 +630,8 @@ class Balancer:
         """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
         return self._runtime.groups.background()
 
-    def _open_second_lane(self) -> Lanes:
-        """Let two batches of a rank travel at once (`moe.dispatch.lanes`). Collective, between steps.
+    def _open_second_lane(self) -> MicroBatchChannels:
+        """Let two batches of a rank travel at once (`moe.dispatch.channels`). Collective, between steps.
 
         Raises:
             RuntimeError: as `at_once` says.
@@ -656,7 +656,7 @@ class Balancer:
                 replicas.launching = lanes.launching
                 if runtime.device.type != "cpu":
                     lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            lanes.open(Lane(*runtime.groups.second_lane()))
+            lanes.open(MicroBatchChannel(*runtime.groups.second_lane()))
         return lanes
 
     # -- for other rooms ------------------------------------------------------------------------------------------

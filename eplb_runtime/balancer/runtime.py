@@ -13,7 +13,7 @@ from ..distributed.hang_watchdog import Watch
 from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
-from ..moe.dispatch.lanes import Lanes
+from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
@@ -63,7 +63,7 @@ class Runtime:
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
-    lanes: Lanes
+    lanes: MicroBatchChannels
     watch: Watch
     model_check: ModelCheck
     kernels: Kernels

@@ -13,7 +13,7 @@ from .printing import print_json, print_table, spinner
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..tools.doctor import Carrier, Diagnosis
+    from ..tools.doctor import Diagnosis, TransportTrial
 
 
 def add(commands: Any) -> None:
@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
     _show(found, carriers)
 
 
-def _show(found: Diagnosis, carriers: Sequence[Carrier]) -> None:
+def _show(found: Diagnosis, carriers: Sequence[TransportTrial]) -> None:
     if found.shape is not None:
         shape = found.shape
         title = (
@@ -116,7 +116,7 @@ def _show(found: Diagnosis, carriers: Sequence[Carrier]) -> None:
     )
 
 
-def _transport(carrier: Carrier) -> dict[str, str]:
+def _transport(carrier: TransportTrial) -> dict[str, str]:
     inside, between = carrier.intra_node_gb_per_second, carrier.inter_node_gb_per_second
     return {
         "transport": carrier.name,

@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import Ranks
-from ..moe.dispatch.lanes import Lanes
+from ..moe.dispatch.channels import MicroBatchChannels
 from . import MoE, _meet
 from . import attach as attach_models
 from .attaching.description import AttachError
@@ -130,7 +130,7 @@ class OverlappedForwardBackward:
     draws again (activation checkpointing of dropout) would be the forward's: leave one of the two out.
     """
 
-    def __init__(self, schedule: Any, lanes: Lanes, balancer: Balancer) -> None:
+    def __init__(self, schedule: Any, lanes: MicroBatchChannels, balancer: Balancer) -> None:
         self._schedule = schedule
         self._lanes = lanes
         self._balancer = balancer

@@ -71,7 +71,7 @@ class OutsideGraphs(Owner):
         self._call(tensor)
 
 
-class Experts(Owner, ABC):
+class GraphLayer(Owner, ABC):
     """A layer as graphs call it."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ def experts(
     """A layer's forward in a graph: ``[T, D]``.
 
     Args:
-        number: of its `Experts`.
+        number: of its `GraphLayer`.
         parameters: of its experts, which they get gradients by; memory and values are read from the module.
     """
     grad, device = torch.is_grad_enabled(), hidden_TD.device.type

@@ -23,9 +23,9 @@ from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .custom_ops import in_graphs
 from .dispatch.base import Dispatcher
+from .dispatch.channels import MicroBatchChannels
 from .dispatch.count_exchange import CountExchange
-from .dispatch.in_flight import InFlight
-from .dispatch.lanes import Lanes
+from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
 from .layer_op import LayerInGraph
 from .routing.lookup import SlotTable
@@ -62,7 +62,7 @@ class LayerContext:
         dispatcher: exchanges tokens.
         exchange_counts: exchanges the counts that a split starts from.
         meeting: where this rank is, as the other ranks are told.
-        lanes: the ways of this rank's exchanges.
+        channels: the ways of this rank's exchanges.
         meet_in_backward: as `distributed.hang_watchdog.BackwardMeeting`.
         count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: ``counter`` and ``table`` do it.
     """
@@ -73,7 +73,7 @@ class LayerContext:
     dispatcher: Dispatcher
     exchange_counts: CountExchange
     meeting: Meeting
-    lanes: Lanes
+    channels: MicroBatchChannels
     meet_in_backward: Callable[[int, int], None] = lambda layer, step: None
     count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
@@ -110,10 +110,10 @@ class ExpertParallelLayer:
         self._context = context
         self._real_tokens = real_tokens
         self._counter, self._table, self._dispatcher = context.counter, context.table, context.dispatcher
-        self._in_flight = InFlight(
-            lambda: context.lanes.busy,
+        self._in_flight = RecomputeCache(
+            lambda: context.channels.busy,
             lambda: int(context.table.changes_L[index]),
-            context.lanes.before_backward,
+            context.channels.before_backward,
             lambda: context.meet_in_backward(index, context.counter.closed_steps),
         )
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
@@ -179,7 +179,7 @@ class ExpertParallelLayer:
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
             if self._module.training or self.counts_in_evaluation:
-                with phase("count", "F", self.index, self._table.epoch), self._context.lanes.shared("counts"):
+                with phase("count", "F", self.index, self._table.epoch), self._context.channels.shared("counts"):
                     counted = self._count(topk_ids_TK, self._real_tokens(hidden_TD.shape[0]))
             elif hidden_TD.shape[0]:
                 self.uncounted += torch.is_grad_enabled()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..load.counter import in_recompute
-from .custom_ops import Experts, experts
+from .custom_ops import GraphLayer, experts
 from .experts.compute import LocalExperts
 
 Forward = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor] | None], Tensor]
@@ -31,7 +31,7 @@ class _Kept:
     own: int
 
 
-class LayerInGraph(Experts):
+class LayerInGraph(GraphLayer):
     """One layer.
 
     Args:

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .carrier import Carrier, Lane, Row, Stage, Waiting
 from .node_memory import LEAST_CHANNELS, NodeMemory
+from .row_transport import Row, RowChannel, RowTransport, TransferStage, Waiting
 
 MOST_DEPTH = 32
 """Stages that are under way at once, of weights and of gradients."""
@@ -55,7 +55,7 @@ class Side:
         return lambda: torch.cuda.current_stream(device).wait_event(ended)
 
 
-class CopyEngine(Carrier):
+class CopyEngine(RowTransport):
     """Rows between ranks of this node by copy engines, between others by another carrier.
 
     Args:
@@ -65,7 +65,7 @@ class CopyEngine(Carrier):
         elsewhere: carries between nodes.
     """
 
-    def __init__(self, memory: NodeMemory, first: int, device: torch.device, elsewhere: Carrier) -> None:
+    def __init__(self, memory: NodeMemory, first: int, device: torch.device, elsewhere: RowTransport) -> None:
         self._memory = memory
         self._near = range(first, first + memory.size)
         self._elsewhere = elsewhere
@@ -81,8 +81,8 @@ class CopyEngine(Carrier):
     def open(self) -> None:
         self._memory.open()
 
-    def lane(self, layer: int, down: bool) -> Lane:
-        return _Lane(self._memory, self._near, self._lines[down], self._elsewhere.lane(layer, down), down)
+    def channel(self, layer: int, down: bool) -> RowChannel:
+        return _CopyChannel(self._memory, self._near, self._lines[down], self._elsewhere.channel(layer, down), down)
 
 
 @dataclass
@@ -173,10 +173,10 @@ class _NearStage:
 
 
 @dataclass(frozen=True)
-class _Stage(Stage):
+class _Stage(TransferStage):
     near: _NearStage
     line: _Line
-    far: Stage
+    far: TransferStage
 
     def post(self) -> Sequence[Waiting]:
         return [self.line.post(self.near), *self.far.post()]
@@ -185,15 +185,15 @@ class _Stage(Stage):
         return self.near.rows + len(self.far)
 
 
-class _Lane(Lane):
-    def __init__(self, memory: NodeMemory, near: range, line: _Line, elsewhere: Lane, down: bool) -> None:
+class _CopyChannel(RowChannel):
+    def __init__(self, memory: NodeMemory, near: range, line: _Line, elsewhere: RowChannel, down: bool) -> None:
         self._memory = memory
         self._near = near
         self._line = line
         self._elsewhere = elsewhere
         self._down = down
 
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
         of_parents, of_children = (receives, sends) if self._down else (sends, receives)
         parents = dict.fromkeys(row.rank - self._near.start for row in of_parents if row.rank in self._near)
         children: dict[int, list[tuple[Tensor, Tensor]]] = {}

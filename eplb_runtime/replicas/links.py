@@ -1,6 +1,6 @@
 """What one rank sends and receives for the copies of a layer, put down once for each placement.
 
-A stage begins when this rank's part of the one before has ended; what carries it is a `Carrier`.
+A stage begins when this rank's part of the one before has ended; what carries it is a `RowTransport`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..moe.experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
-from .carrier import Carrier, Copied, Row, Stage
+from .row_transport import Copied, Row, RowTransport, TransferStage
 from .tree import Tree, tree_of
 
 
@@ -46,7 +46,7 @@ class GradientStage:
         additions: when those have arrived: rows of this rank's copies, and what is added to them, in this order.
     """
 
-    rows: Stage
+    rows: TransferStage
     additions: list[tuple[Tensor, Tensor]]
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class Links:
     """
 
     lent: list[Below]
-    weights: list[Stage]
+    weights: list[TransferStage]
     gradients: list[GradientStage]
     arrivals: list[list[Tensor]]
     anywhere: bool
@@ -91,7 +91,7 @@ class Linking:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: RowTransport,
         rank: int,
         parts: int,
         ranks_per_node: int,
@@ -129,7 +129,7 @@ class Linking:
             bool((home_RK != EMPTY).any()),
         )
 
-    def _spread(self, bank: ReplicaBank, home_RK: np.ndarray, home_rows: HomeRows) -> list[Stage]:
+    def _spread(self, bank: ReplicaBank, home_RK: np.ndarray, home_rows: HomeRows) -> list[TransferStage]:
         """The one stage of a carrier that needs no trees; none: this one does, or there is nothing to carry."""
         experts = []
         for home in np.unique(home_RK[home_RK != EMPTY]).tolist() if self._carrier.spreads else ():
@@ -142,9 +142,9 @@ class Linking:
 
     def _weights(
         self, layer: int, bank: ReplicaBank, tree: Tree, below: Sequence[Below], above_K: np.ndarray
-    ) -> list[Stage]:
+    ) -> list[TransferStage]:
         """``above_K``: the ranks that this one's copies hang on."""
-        lane = self._carrier.lane(layer, down=True)
+        channel = self._carrier.channel(layer, down=True)
         stages = []
         for stage in range(tree.stages):
             sends = [
@@ -158,7 +158,7 @@ class Linking:
                 for replica, parent in self._held(above_K, tree.depth_RK, stage)
                 for row in bank.replica_rows(replica)
             ]
-            stages.append(lane.stage(sends, receives))
+            stages.append(channel.stage(sends, receives))
         return stages
 
     def _gradients(
@@ -170,7 +170,7 @@ class Linking:
         arrivals: Sequence[Sequence[Tensor]],
         above_K: np.ndarray,
     ) -> list[GradientStage]:
-        lane = self._carrier.lane(layer, down=False)
+        channel = self._carrier.channel(layer, down=False)
         stages = []
         for stage in range(tree.stages):
             arriving = [
@@ -194,7 +194,7 @@ class Linking:
                 for copy, rows in arriving
                 for row, at_copy in zip(rows, bank.gradient_rows(copy.replica), strict=True)
             ]
-            stages.append(GradientStage(lane.stage(sends, receives), additions))
+            stages.append(GradientStage(channel.stage(sends, receives), additions))
         return stages
 
     def _held(self, above_K: np.ndarray, stage_RK: np.ndarray, stage: int) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ from ..distributed.transports.deepep_rows import (
     streams_of,
 )
 from ..distributed.transports.side_stream import SideStream
-from .carrier import Carrier, Copied, Lane, Stage, Waiting
+from .row_transport import Copied, RowChannel, RowTransport, TransferStage, Waiting
 
 CALL_ROWS = (64 << 20) // ROW_BYTES
 """A rank sends so many rows in one call."""
@@ -40,7 +40,7 @@ MOST_RANKS = 32
 """Choices of a token that DeepEP's kernels take: a row for more ranks is sent again."""
 
 
-class Multicast(Carrier):
+class Multicast(RowTransport):
     """Weights by DeepEP, gradients by another carrier.
 
     Args:
@@ -60,7 +60,7 @@ class Multicast(Carrier):
         rank: int,
         num_ranks: int,
         device: torch.device,
-        gradients: Carrier,
+        gradients: RowTransport,
     ) -> None:
         self.buffer, self.config = buffer, config
         self.rank, self.num_ranks = rank, num_ranks
@@ -68,10 +68,10 @@ class Multicast(Carrier):
         self.stream = SideStream(device)
         self._gradients = gradients
 
-    def lane(self, layer: int, down: bool) -> Lane:
-        return self._gradients.lane(layer, down)
+    def channel(self, layer: int, down: bool) -> RowChannel:
+        return self._gradients.channel(layer, down)
 
-    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> Stage:
+    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> TransferStage:
         sources: list[dict[tuple[int, int], tuple[int, tuple[int, ...]]]] = [{} for _ in range(self.num_ranks)]
         here: dict[tuple[int, int], Tensor] = {}
         for expert in experts:
@@ -153,7 +153,7 @@ class _Arrived:
 
 
 @dataclass(frozen=True)
-class _Dispatches(Stage):
+class _Dispatches(TransferStage):
     by: Multicast
     calls: list[_Call]
     rows: int

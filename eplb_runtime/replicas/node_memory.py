@@ -1,6 +1,6 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of copies lie in it. All ranks of a node make the same pieces in the same order. No copies here.
+Rows of copies lie in it. All ranks of a node make the same blocks in the same order. No copies here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def missing(device: torch.device, package: Any = _symmetric_memory) -> str:
 
 
 @dataclass
-class _Piece:
+class _SymmetricBlock:
     """Args:
     own: memory of this rank.
     handle: of torch, for that of all.
@@ -75,11 +75,11 @@ class NodeMemory:
         self._device = device
         self._timeout_ms = int(timeout_seconds * 1000)
         self._package = package
-        self._pieces: list[_Piece] = []
+        self._blocks: list[_SymmetricBlock] = []
         torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
     def meet(self, deadline: float) -> None:
-        """Open a first piece, and try writes and signals between all ranks. Collective; waits on the host.
+        """Open a first block, and try writes and signals between all ranks. Collective; waits on the host.
 
         Args:
             deadline: a time of `time.monotonic`.
@@ -113,37 +113,37 @@ class NodeMemory:
             raise RuntimeError("what ranks write into each other's memory does not arrive")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new piece; the same on every rank. It lives as long as this object."""
+        """A new block; the same on every rank. It lives as long as this object."""
         if device.type != self._device.type:
             raise RuntimeError(f"rows of copies on {device}, and the node's memory is on {self._device}")
-        self._pieces.append(_Piece(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_()))
-        return self._pieces[-1].own
+        self._blocks.append(_SymmetricBlock(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_()))
+        return self._blocks[-1].own
 
     def open(self) -> None:
-        """Open all pieces that are new. Collective; waits on the host.
+        """Open all blocks that are new. Collective; waits on the host.
 
         Raises:
             RuntimeError: they cannot be opened, or are not the same on all ranks.
         """
-        new = [piece for piece in self._pieces if piece.handle is None]
-        word = json.dumps([[list(piece.own.shape), str(piece.own.dtype)] for piece in new]).encode()
+        new = [block for block in self._blocks if block.handle is None]
+        word = json.dumps([[list(block.own.shape), str(block.own.dtype)] for block in new]).encode()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         said = tell_all(self._group, torch.device("cpu"), word, time.monotonic() + max(1.0, self._timeout_ms / 1000))
         if len(set(said)) > 1:
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
-        for piece in new:
-            piece.handle = self._package.rendezvous(piece.own, self._group)
+        for block in new:
+            block.handle = self._package.rendezvous(block.own, self._group)
             for peer in range(self.size):
-                piece.of_peer[peer] = piece.handle.get_remote_tensor(peer, (piece.own.nbytes,), torch.uint8)
+                block.of_peer[peer] = block.handle.get_remote_tensor(peer, (block.own.nbytes,), torch.uint8)
 
     def of_peer(self, peer: int, own: Tensor) -> Tensor:
-        """Memory of another rank that lies there as ``own``, contiguous and part of a piece, does here."""
+        """Memory of another rank that lies there as ``own``, contiguous and part of a block, does here."""
         address = own.data_ptr()
-        for piece in self._pieces:
-            offset = address - piece.own.data_ptr()
-            if offset >= 0 and offset + own.nbytes <= piece.own.nbytes:
-                there = piece.of_peer[peer][offset : offset + own.nbytes]
+        for block in self._blocks:
+            offset = address - block.own.data_ptr()
+            if offset >= 0 and offset + own.nbytes <= block.own.nbytes:
+                there = block.of_peer[peer][offset : offset + own.nbytes]
                 return there.view(own.dtype).view(own.shape)
         raise RuntimeError("these rows lie in no memory of the node")
 
@@ -151,8 +151,8 @@ class NodeMemory:
 
     def put(self, peer: int, channel: int) -> None:
         """Signal what was done so far; waits until the signal before has been taken."""
-        self._pieces[0].handle.put_signal(peer, channel, self._timeout_ms)
+        self._blocks[0].handle.put_signal(peer, channel, self._timeout_ms)
 
     def wait(self, peer: int, channel: int) -> None:
         """Until that rank has put a signal; it is taken."""
-        self._pieces[0].handle.wait_signal(peer, channel, self._timeout_ms)
+        self._blocks[0].handle.wait_signal(peer, channel, self._timeout_ms)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .carrier import Carrier, Lane, Row, Stage
+from .row_transport import Row, RowChannel, RowTransport, TransferStage
 
-_TAGS_PER_LANE = 1 << 12
+_TAGS_PER_CHANNEL = 1 << 12
 
 
-class PointToPoint(Carrier):
+class PointToPoint(RowTransport):
     """Messages of a stage are posted together, on every rank in the same order. Both ends of a message put it into the
     same stage, as NCCL demands.
 
@@ -27,21 +27,21 @@ class PointToPoint(Carrier):
         self._group = group
         self._ranks = ranks
 
-    def lane(self, layer: int, down: bool) -> Lane:
-        return _Lane(2 * layer + (not down), self._group, self._ranks)
+    def channel(self, layer: int, down: bool) -> RowChannel:
+        return _TaggedChannel(2 * layer + (not down), self._group, self._ranks)
 
 
-class _Lane(Lane):
-    """Several lanes are on their way at once, and a pair of ranks may exchange several rows: each message of a pair has
-    a tag of its own."""
+class _TaggedChannel(RowChannel):
+    """Messages with a tag of their own for each pair of ranks: several channels are in flight at once, and a pair may
+    exchange several rows."""
 
     def __init__(self, number: int, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._first_tag = number * _TAGS_PER_LANE
+        self._first_tag = number * _TAGS_PER_CHANNEL
         self._group = group
         self._count: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
 
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
         operations = []
         for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
             count = self._count[kind.__name__]
@@ -54,7 +54,7 @@ class _Lane(Lane):
 
 
 @dataclass(frozen=True)
-class Messages(Stage):
+class Messages(TransferStage):
     operations: list[dist.P2POp]
 
     def post(self) -> list[dist.Work]:

@@ -1,11 +1,11 @@
 """Keep copies and homes together: weights from home to copies, gradients from copies to home.
 
-What carries both is a `Carrier`; its stages come in an order that every rank derives from the placement. Sums are in
+A `RowTransport` moves both; its stages come in an order that every rank derives from the placement. Sums are in
 float32 (float64 for float64 weights) and in the order of the slots: timing changes nothing. A layer's gradients leave
-when its backward is through and are added when the next layer's is: one exchange at a time is on its way, beside the
-backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward pass:
-FSDP may be writing those of the homes until its end. Both go along trees (`tree.py`), unless the carrier needs none for
-weights, so that an expert crosses to a node once and no rank has to send it to, or hear from, all that have copies.
+when its backward is through and are added when the next layer's is: one exchange at a time is in flight, and overlaps
+the backward of the layers before it. Where FSDP slices experts, slices travel, and gradients leave after the backward
+pass, because FSDP may write those of the homes until its end. Both go along trees (`tree.py`), so that an expert
+crosses to a node once and no rank exchanges with all its replicas; a transport that needs no tree for weights says so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..moe.experts.slices import local, version
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
-from .carrier import Carrier, Stage, Waiting
 from .links import NONE, Below, Linking, Links
+from .row_transport import RowTransport, TransferStage, Waiting
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ReplicaSync:
     def __init__(
         self,
         banks: Mapping[int, ReplicaBank],
-        carrier: Carrier,
+        carrier: RowTransport,
         rank: int,
         gradient_divisor: int,
         shared: bool,
@@ -75,7 +75,7 @@ class ReplicaSync:
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
         self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
-        self._to_hand_on: dict[int, list[Stage]] = {}
+        self._to_hand_on: dict[int, list[TransferStage]] = {}
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
         self._fetched: int | None = None
         self._sent: tuple[int, Links, Sequence[Waiting]] | None = None
@@ -313,7 +313,7 @@ class ReplicaSync:
         links = self._held.pop(layer, self._links[layer])
         self._sent = layer, links, self._post(links.gradients[0].rows) if links.gradients else []
 
-    def _post(self, rows: Stage) -> Sequence[Waiting]:
+    def _post(self, rows: TransferStage) -> Sequence[Waiting]:
         """Gradients' rows, in the order of all that backward passes launch."""
         with self.launching():
             return rows.post()

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from eplb_runtime.hosts.attaching import attach
-from eplb_runtime.moe.dispatch.lanes import Lanes
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
 from eplb_runtime.moe.dispatch.streams import TwoStreams
 
 Where = dict[tuple[str, int, int], Any]
@@ -25,9 +25,11 @@ def streams_of(rank: int, never_turned: bool) -> tuple[list[bool], list[bool], i
     """Of each pair whether its two have two streams, and whether the backward has that of its forward; and how many
     forwards of micro-batches were on the caller's stream."""
     module, where, pairs = Module(), Where(), []
-    attach.Lanes = partial(Lanes, streams=TwoStreams(torch.device("meta"), module))  # type: ignore[misc]
+    attach.MicroBatchChannels = partial(MicroBatchChannels, streams=TwoStreams(torch.device("meta"), module))  # type: ignore[misc]
     if never_turned:
-        Lanes.both = lambda self, here, beside, turned=False, own=Lanes.both: own(self, here, beside)  # type: ignore[method-assign]
+        MicroBatchChannels.both = lambda self, here, beside, turned=False, own=MicroBatchChannels.both: own(
+            self, here, beside
+        )  # type: ignore[method-assign]
 
     def noted(kind: str, own: Any) -> Any:
         def call(stage: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import in_recompute
-from eplb_runtime.moe.dispatch.in_flight import InFlight
+from eplb_runtime.moe.dispatch.recompute import RecomputeCache
 
 LAYERS = 2
 
@@ -24,7 +24,7 @@ def break_nothing() -> None:
 
 
 def work_everything_out_anew() -> None:
-    InFlight.repeated = lambda self, ids: None
+    RecomputeCache.repeated = lambda self, ids: None
 
 
 def route_otherwise_in_recompute() -> None:

@@ -21,7 +21,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.load.counter import in_recompute
-from eplb_runtime.moe.dispatch.in_flight import InFlight
+from eplb_runtime.moe.dispatch.recompute import RecomputeCache
 from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
 from eplb_runtime.replicas.links import GradientStage
@@ -511,7 +511,7 @@ def split_anew_in_recompute() -> None:
         return split(self, layer, counts_RE)
 
     BatchSplitter._split = fickle
-    InFlight.repeated = lambda self, ids: None
+    RecomputeCache.repeated = lambda self, ids: None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
-from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -44,8 +44,8 @@ def on_gpu(rank: int) -> torch.device:
 def busy_streams(rank: int) -> list[bool]:
     """Both write much, drop it and ask for more while earlier work is still queued."""
     device = on_gpu(rank)
-    lanes = Lanes(Lane(dist.group.WORLD, dist.group.WORLD), device)
-    lanes.open(Lane(dist.new_group([0]), dist.new_group([0])))
+    lanes = MicroBatchChannels(MicroBatchChannel(dist.group.WORLD, dist.group.WORLD), device)
+    lanes.open(MicroBatchChannel(dist.new_group([0]), dist.new_group([0])))
     right, given = [], torch.arange(1 << 22, device=device)
 
     def work(sign: int) -> tuple[Tensor, torch.cuda.Stream, int]:
@@ -76,8 +76,8 @@ def test_streams_of_their_own_wait_for_the_callers_and_it_for_them() -> None:
 def in_autocast(rank: int) -> bool:
     """Autocast of the device is that of the caller on both."""
     device = on_gpu(rank)
-    lanes = Lanes(Lane(dist.group.WORLD, dist.group.WORLD), device)
-    lanes.open(Lane(dist.new_group([0]), dist.new_group([0])))
+    lanes = MicroBatchChannels(MicroBatchChannel(dist.group.WORLD, dist.group.WORLD), device)
+    lanes.open(MicroBatchChannel(dist.new_group([0]), dist.new_group([0])))
     one = torch.randn(64, 64, device=device)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         here, beside = lanes.both(lambda: (one @ one).dtype, lambda: (one @ one).dtype)

@@ -34,9 +34,9 @@ from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, Choice, choose_together, maker, notes, wants_counts
+from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, maker, notes, wants_counts
+from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
-from ...moe.dispatch.lanes import Lane, Lanes
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced
 from ...moe.kernel_selection import Kernels, kernels_for
@@ -47,8 +47,8 @@ from ...observe.recorder import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.carrier import Carrier
 from ...replicas.placement_maps import Maps
+from ...replicas.row_transport import RowTransport
 from ...replicas.sliced import WholeCopies
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
@@ -158,8 +158,8 @@ class _Attaching:
     placement: Placement
     device: torch.device
     container: torch.optim.Optimizer | None
-    dispatch: Choice
-    copies: Carrier
+    dispatch: DispatchChoice
+    copies: RowTransport
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
     layer_of_parameter: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -184,9 +184,9 @@ class _Attaching:
         placement = self.placement
         self.watch = Watch(self._job.ranks, self.groups.store, self.config.timeout_seconds)
         by_kernels = self.dispatch.name not in OVER_TORCH
-        first = Lane(self.groups.dispatch, self.groups.counts)
+        first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
         seconds = host_timeout(self.groups.backend).total_seconds()
-        self.lanes = Lanes(first, self.device, in_order=by_kernels, seconds=seconds)
+        self.lanes = MicroBatchChannels(first, self.device, in_order=by_kernels, seconds=seconds)
         sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
         self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from ...config import BalancerConfig, ConfigError
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.transports import deepep_package
-from ...replicas.carrier import Carrier
 from ...replicas.copy_engine import CopyEngine
 from ...replicas.multicast import Multicast
 from ...replicas.node_memory import NodeMemory, missing
 from ...replicas.point_to_point import PointToPoint
+from ...replicas.row_transport import RowTransport
 from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import raise_on_all
@@ -23,7 +23,7 @@ from .checks import raise_on_all
 
 def carrier_of_copies(
     config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
-) -> Carrier:
+) -> RowTransport:
     """Collective over the job.
 
     Raises:
@@ -34,7 +34,7 @@ def carrier_of_copies(
         return by_torch
     lacks, make = {"copy_engine": (_no_copy_engine, _copy_engine), "deepep": (_no_deepep, _deepep)}[config.copies_by]
     raise_on_all(_refused(config, lacks(groups, topology, device)), groups)
-    carrier: Carrier = by_torch
+    carrier: RowTransport = by_torch
     problem = ""
     try:
         carrier = make(config, groups, topology, device, by_torch)
@@ -57,8 +57,8 @@ def _no_copy_engine(groups: ProcessGroups, topology: Topology, device: torch.dev
 
 
 def _copy_engine(
-    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: Carrier
-) -> Carrier:
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
+) -> RowTransport:
     node = groups.of_nodes(topology.ranks_per_node)
     memory = NodeMemory(node, device, _host_seconds())
     memory.meet(time.monotonic() + groups.setup_seconds)
@@ -93,8 +93,8 @@ def _no_deepep(groups: ProcessGroups, topology: Topology, device: torch.device) 
 
 
 def _deepep(
-    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: Carrier
-) -> Carrier:
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
+) -> RowTransport:
     package, group = _imported(), groups.dispatch
     shared = deepep_package.shared_between(package, group)
     package.Buffer.set_num_sms(config.dispatch.sms)

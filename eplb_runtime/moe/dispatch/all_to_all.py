@@ -25,7 +25,7 @@ from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
 from .base import Dispatcher, DispatchMetadata
-from .lanes import Lane, Lanes
+from .channels import MicroBatchChannel, MicroBatchChannels
 from .memory import RowMemory
 from .metadata import AllToAllMetadata, AllToAllSplits, RowRouting, worth_deduplicating
 
@@ -39,7 +39,7 @@ class AllToAll(Dispatcher):
         counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
             wait for each other there, where all messages are of one size; None: ``group``.
         meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
-        lanes: where there may be a second way beside these groups.
+        channels: where there may be a second way beside these groups.
         moves: how rows are permuted and summed here.
     """
 
@@ -51,12 +51,14 @@ class AllToAll(Dispatcher):
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
-        lanes: Lanes | None = None,
+        channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
     ) -> None:
         super().__init__(meeting)
         self._moves = moves
-        self._lanes = lanes or Lanes(Lane(group, counts_group if counts_group is not None else group))
+        self._channels = channels or MicroBatchChannels(
+            MicroBatchChannel(group, counts_group if counts_group is not None else group)
+        )
         self._rank = group.rank()
         self._num_ranks = group.size()
         self._slots_per_rank = slots_per_rank
@@ -152,7 +154,7 @@ class AllToAll(Dispatcher):
                 part(source, index_U, received[:local], leaving)
             else:
                 permute.gather(source, index_U[local:], leaving)
-        work = self._exchange(received[local:], leaving, splits)
+        work = self._exchange(received[local:], leaving, splits.received, splits.sent)
         if index_U is None:
             received[:local].copy_(source[:local])
         elif part is None:
@@ -164,12 +166,11 @@ class AllToAll(Dispatcher):
 
         return wait
 
-    def _exchange(self, received: Tensor, leaving: Tensor, splits: AllToAllSplits) -> dist.Work | None:
+    def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
         if self._num_ranks == 1:
             return None
-        group = self._lanes.here().tokens
-        with self._lanes.launching():
-            return dist.all_to_all_single(received, leaving, splits.received, splits.sent, group=group, async_op=True)
+        with self._channels.launching():
+            return dist.all_to_all_single(out, rows, received, sent, group=self._channels.here().tokens, async_op=True)
 
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is an argument so that it lives while it is read."""
@@ -211,8 +212,8 @@ class AllToAll(Dispatcher):
             int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
         """
         with self._watched():
-            with self._lanes.launching():
-                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._lanes.here().counts)
+            with self._channels.launching():
+                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.here().counts)
             both: NDArray[np.int64] = counts_2RW.cpu().numpy()
         if self._meeting is not None:
             self._meeting.check(both[1, :, -1])

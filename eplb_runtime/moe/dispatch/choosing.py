@@ -37,7 +37,7 @@ LOW_LATENCY = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class DispatchChoice:
     """The dispatcher of one EP group, equal on all its ranks.
 
     Args:
@@ -62,7 +62,7 @@ def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     return why
 
 
-def choose(asked: str, lacking: Sequence[str]) -> Choice:
+def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
     """One choice for all ranks.
 
     Args:
@@ -71,15 +71,19 @@ def choose(asked: str, lacking: Sequence[str]) -> Choice:
     """
     why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
     if asked in OVER_TORCH:
-        return Choice(asked, "it was asked for")
+        return DispatchChoice(asked, "it was asked for")
     if asked != "auto":
-        return Choice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
-    return Choice("all_to_all", f"no deepep: {why}") if why else Choice("deepep", "GPUs that it is for, and installed")
+        return DispatchChoice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
+    return (
+        DispatchChoice("all_to_all", f"no deepep: {why}")
+        if why
+        else DispatchChoice("deepep", "GPUs that it is for, and installed")
+    )
 
 
 def choose_together(
     config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device, seconds: float
-) -> Choice:
+) -> DispatchChoice:
     """`choose` for this EP group, in so many seconds. Collective over it, if there is something to choose.
 
     Raises:
@@ -100,7 +104,7 @@ def notes(config: BalancerConfig) -> tuple[str, ...]:
 
 
 def maker(
-    config: BalancerConfig, choice: Choice, topology: Topology, moves: Moves = PLAIN
+    config: BalancerConfig, choice: DispatchChoice, topology: Topology, moves: Moves = PLAIN
 ) -> Callable[..., Dispatcher]:
     """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
     ranks are in the same forward, and the ways of their exchanges."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...distributed.hang_watchdog import Meeting
-from .in_flight import Differed
-from .lanes import Lane, Lanes
+from .channels import MicroBatchChannel, MicroBatchChannels
+from .recompute import AsyncMismatchFlag
 
 
 class CountExchange:
@@ -26,11 +26,13 @@ class CountExchange:
     Args:
         group: the EP group, on the counts' device.
         meeting: makes sure that ranks are in the same forward; None: they are.
-        lanes: where there may be a second way beside this group.
+        channels: where there may be a second way beside this group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting | None = None, lanes: Lanes | None = None) -> None:
-        self._lanes = lanes or Lanes(Lane(group, group))
+    def __init__(
+        self, group: dist.ProcessGroup, meeting: Meeting | None = None, channels: MicroBatchChannels | None = None
+    ) -> None:
+        self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
         self._meeting = meeting
         self._memory = _ThreadBuffers()
 
@@ -53,7 +55,7 @@ class CountExchange:
         Raises:
             OutOfStepError: ranks were in other forwards in an earlier call. (On a CPU in this one.)
         """
-        group = self._lanes.here().counts
+        group = self._channels.here().counts
         apart = self._memory.apart
         if apart is not None and self._meeting is not None:
             apart.raise_if_found(self._meeting)
@@ -62,7 +64,7 @@ class CountExchange:
             mine = torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)])
         all_ = mine.new_empty(group.size(), mine.shape[0])
         waiting = nullcontext() if self._meeting is None else self._meeting.watch.waiting()
-        with waiting, self._lanes.launching():
+        with waiting, self._channels.launching():
             _all_gather_into(all_.view(-1), mine, group=group)
         if self._meeting is None:
             return all_
@@ -75,9 +77,9 @@ class CountExchange:
         return all_[:, :-1]
 
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
-        group = self._lanes.here().counts
+        group = self._channels.here().counts
         all_, on_host = self._memory.buffers(mine, group.size())
-        with self._lanes.launching():
+        with self._channels.launching():
             _all_gather_into(all_.view(-1), mine, group=group)
         if on_host is not all_:
             on_host.copy_(all_, non_blocking=True)
@@ -98,7 +100,7 @@ class _TagMismatch:
         self._rank = rank
         with torch.inference_mode(False):
             self._words_R = torch.zeros(ranks, dtype=torch.int64, device=device)
-        self._differed = Differed(device)
+        self._differed = AsyncMismatchFlag(device)
 
     def note(self, words_R: Tensor) -> None:
         """Compare what all ranks have said. No host sync."""

@@ -26,10 +26,10 @@ from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import float8, permute, row_bytes
 from .base import Dispatched, Dispatcher, DispatchMetadata
+from .channels import MicroBatchChannel, MicroBatchChannels
 from .count_exchange import CountExchange
 from .deepep_buffer import DeepEPBuffer, RecvTokens
 from .deepep_low_latency import LowLatency, LowLatencyLayout
-from .lanes import Lane, Lanes
 from .memory import RowMemory
 
 
@@ -99,7 +99,7 @@ class DeepEPDispatcher(Dispatcher):
         slots_per_rank: S.
         counts_group: unused; a dispatcher over torch.distributed exchanges counts there.
         meeting: checks that ranks are in the same forward where no exchange of counts has; None: no check.
-        lanes: where there may be a second way beside these groups.
+        channels: where there may be a second way beside these groups.
         moves: how a token's choices are summed here.
         config: ``sms``, ``dtype``, ``low_latency_tokens`` and ``most_tokens`` are used here. With ``most_tokens``
             nothing waits for the device: memory is that of the worst case, and a forward that does not fit the others'
@@ -117,7 +117,7 @@ class DeepEPDispatcher(Dispatcher):
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
-        lanes: Lanes | None = None,
+        channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
         *,
         config: DispatchConfig,
@@ -129,15 +129,15 @@ class DeepEPDispatcher(Dispatcher):
                 "the host how many rows come; leave most_tokens out"
             )
         self._moves = moves
-        self._lanes = lanes = lanes or Lanes(Lane(group, counts_group or group))
-        self._buffer = DeepEPBuffer(group, slots_per_rank, config.sms, lanes)
+        self._channels = channels = channels or MicroBatchChannels(MicroBatchChannel(group, counts_group or group))
+        self._buffer = DeepEPBuffer(group, slots_per_rank, config.sms, channels)
         self._num_slots = slots_per_rank
         self._most_tokens = config.most_tokens
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
-            self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, lanes)
-        self._exchange_counts = CountExchange(group, meeting, lanes)
+            self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, channels)
+        self._exchange_counts = CountExchange(group, meeting, channels)
         self._memory = RowMemory()
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
@@ -248,7 +248,7 @@ class DeepEPDispatcher(Dispatcher):
     @contextmanager
     def _launching(self) -> Iterator[None]:
         """Inside, kernels that wait for other ranks are launched, and these may be waited for."""
-        with self._lanes.launching(), self._watched():
+        with self._channels.launching(), self._watched():
             yield
 
     def _send(

@@ -18,13 +18,13 @@ from torch.nn import functional
 
 from ...config import ConfigError
 from ...distributed.transports import deepep_package
-from .lanes import Lane, Lanes
+from .channels import MicroBatchChannel, MicroBatchChannels
 
 MOST_ROW_BYTES = 15 << 10
 """A row is staged in a warp's 16 KiB of shared memory, with its ids and weights; wider ones go in several calls."""
 _MOST_LOCAL_EXPERTS = 1024
 _SUMMED_BYTES = 512
-"""Between nodes a warp adds rows up 32 lanes of 16 bytes at a time, and asserts that nothing is left over."""
+"""Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +52,17 @@ class DeepEPBuffer:
         group: the EP group, on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
         slots_per_rank: S; physical slots are DeepEP's experts.
         num_sms: multiprocessors that its kernels take; even.
-        lanes: two micro-batches that travel at once have buffers of their own.
+        channels: two micro-batches that travel at once have buffers of their own.
 
     Raises:
         ConfigError: DeepEP is not there, or does not know so many ranks or slots.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots_per_rank: int, num_sms: int, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, slots_per_rank: int, num_sms: int, channels: MicroBatchChannels | None = None
+    ) -> None:
         self._package = deepep_package.imported()
-        self._lanes = lanes or Lanes(Lane(group, group))
+        self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
         self._shared = deepep_package.shared_between(self._package, group)
         self._num_sms = num_sms
         self._num_ranks = group.size()
@@ -70,7 +72,7 @@ class DeepEPBuffer:
         self._package.Buffer.set_num_sms(num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._dispatch_config, self._combine_config = deepep_package.settings(self._package, group.size())
-        self._others: dict[Lane, Any] = {}
+        self._others: dict[MicroBatchChannel, Any] = {}
 
     def dispatch(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> RecvTokens:
         """Send each row once to every rank where it has a slot. Without ``most_rows`` one host sync, DeepEP's own.
@@ -122,17 +124,17 @@ class DeepEPBuffer:
         """The buffer of the current micro-batch. Experts and their replicas may go by the first one's.
 
         Kernels of both micro-batches may be on a GPU at once and wait for their peers there. That ends: all ranks
-        launch them in one order (`Lanes.launching`), and there are multiprocessors for both (`Balancer.at_once` checks
-        it), while compute ends by itself.
+        launch them in one order (`MicroBatchChannels.launching`), and there are multiprocessors for both
+        (`Balancer.at_once` checks it), while compute ends by itself.
         """
         deepep_package.refuse_filled_memory()
-        lane = self._lanes.here()
+        channel = self._channels.here()
         configs = self._dispatch_config, self._combine_config
-        if self._lanes.is_first(lane):
-            return self._shared.buffer(lane.tokens, self._num_sms, *configs)
-        if lane not in self._others:
-            self._others[lane] = deepep_package.new_buffer(self._package, lane.tokens, *configs)
-        return self._others[lane]
+        if self._channels.is_first(channel):
+            return self._shared.buffer(channel.tokens, self._num_sms, *configs)
+        if channel not in self._others:
+            self._others[channel] = deepep_package.new_buffer(self._package, channel.tokens, *configs)
+        return self._others[channel]
 
 
 def split_columns(rows_NC: Any, most_bytes: int) -> list[Any]:

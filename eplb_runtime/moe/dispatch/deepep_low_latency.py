@@ -18,7 +18,7 @@ from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from . import float8, row_bytes
 from .base import Dispatched, DispatchMetadata
-from .lanes import Lane, Lanes
+from .channels import MicroBatchChannel, MicroBatchChannels
 
 _FLOAT8_STEP = 512
 """Columns; these kernels write float8 in such blocks."""
@@ -48,7 +48,7 @@ class LowLatency:
         slots_per_rank: S; physical slots are DeepEP's experts.
         most_tokens: of a rank and batch; equal on all ranks.
         in_float8: DeepEP rounds hidden states on their way.
-        lanes: two batches at once take turns with one buffer, since a process starts NVSHMEM once.
+        channels: two batches at once take turns with one buffer, since a process starts NVSHMEM once.
 
     Raises:
         ConfigError: DeepEP is not there, or cannot serve this group so.
@@ -60,7 +60,7 @@ class LowLatency:
         slots_per_rank: int,
         most_tokens: int,
         in_float8: bool = False,
-        lanes: Lanes | None = None,
+        channels: MicroBatchChannels | None = None,
     ) -> None:
         if group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
@@ -73,7 +73,7 @@ class LowLatency:
         self._slots = slots_per_rank
         self._num_experts = group.size() * slots_per_rank
         self._in_float8 = in_float8
-        self._lanes = lanes or Lanes(Lane(group, group))
+        self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
         self._made: tuple[int, Any] | None = None
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
@@ -121,11 +121,11 @@ class LowLatency:
         They are received before the other batch sends any: what sends clears the memory that the next call's rows come
         to, which is that of the last ones. ``arguments`` are read until then.
         """
-        with self._lanes.shared("low latency"):
-            if not self._lanes.takes_turns:
+        with self._channels.shared("low latency"):
+            if not self._channels.takes_turns:
                 return kernels(*arguments, **settings)
             *given, receive = kernels(*arguments, **settings, return_recv_hook=True)
-            self._lanes.after_the_other()
+            self._channels.after_the_other()
             receive()
             return given
 

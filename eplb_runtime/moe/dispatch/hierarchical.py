@@ -28,7 +28,7 @@ from ...distributed.hang_watchdog import Meeting
 from ..routing.splitter import RowCounts
 from . import permute
 from .all_to_all import AllToAll
-from .lanes import Lanes
+from .channels import MicroBatchChannels
 from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
 
 
@@ -48,14 +48,14 @@ class Hierarchical(AllToAll):
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
         meeting: Meeting | None = None,
-        lanes: Lanes | None = None,
+        channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
         *,
         ranks_per_node: int,
     ) -> None:
         if group.size() % ranks_per_node:
             raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
-        super().__init__(group, slots_per_rank, counts_group, meeting, lanes, moves)
+        super().__init__(group, slots_per_rank, counts_group, meeting, channels, moves)
         self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
         self._node, self._place = divmod(group.rank(), ranks_per_node)
 

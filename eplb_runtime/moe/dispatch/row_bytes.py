@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ROW_BYTES = 32
-"""DeepEP's kernels copy rows in halves of 16 bytes a lane."""
+"""DeepEP's kernels copy rows in halves of 16 bytes a channel."""
 CARRIED = torch.bfloat16
 
 

@@ -1,6 +1,6 @@
 """Streams for two batches at once, and for what both of them use.
 
-Not here: which thread runs what (`lanes.py`).
+Not here: which thread runs what (`channels.py`).
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class TwoStreams:
 
         return in_order
 
-    def one_after_another(self) -> OneAfterAnother:
+    def one_after_another(self) -> StreamGuard:
         """For what both use."""
-        return OneAfterAnother(self._device, self._module)
+        return StreamGuard(self._device, self._module)
 
     def alone(self, work: Callable[[], T], turned: bool) -> T:
         """One call on one of the streams, of which the current stream waits."""
@@ -107,7 +107,7 @@ class TwoStreams:
         return on_stream
 
 
-class OneAfterAnother:
+class StreamGuard:
     """What uses the same memory on several streams: each use waits for the one before, on the device alone.
 
     Args:

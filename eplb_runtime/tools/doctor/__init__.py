@@ -2,17 +2,17 @@
 
 from .diagnosis import Diagnosis, DoctorError, Item, ModelShape, diagnose
 from .exactness import Exactness, Width
-from .links import Carrier, try_transports
+from .links import TransportTrial, try_transports
 from .machine import Backend
 
 __all__ = [
     "Backend",
-    "Carrier",
     "Diagnosis",
     "DoctorError",
     "Exactness",
     "Item",
     "ModelShape",
+    "TransportTrial",
     "Width",
     "diagnose",
     "try_transports",

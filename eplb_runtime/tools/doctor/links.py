@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Carrier:
+class TransportTrial:
     """A transport as it was found. Bandwidths of a rank that sends and receives at once, the slowest one's; None: no
     such link was there to measure."""
 
@@ -39,7 +39,7 @@ class Carrier:
 
 def try_transports(
     device: torch.device, names: Sequence[str] | None = None, on_progress: Callable[[str], None] = lambda said: None
-) -> tuple[Carrier, ...]:
+) -> tuple[TransportTrial, ...]:
     """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
     transport that cannot be used here.
 
@@ -59,7 +59,7 @@ def try_transports(
     return tuple(found)
 
 
-def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Carrier:
+def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> TransportTrial:
     backend = backend_for(device)
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
     transport: Transport | None = None
@@ -68,17 +68,17 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Carri
         transport = made
         problem = _anyones(problem, control)
         if problem or transport is None:
-            return Carrier(name, device.type, False, problem, None, None)
+            return TransportTrial(name, device.type, False, problem, None, None)
         carrier = transport
         _, problem = _attempt(lambda: carrier.warm_up(time.monotonic() + TIMEOUT_SECONDS))
         problem = _anyones(problem, control)
         if problem:
-            return Carrier(name, device.type, False, problem, None, None)
+            return TransportTrial(name, device.type, False, problem, None, None)
         topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
         measured, problem = _attempt(lambda: measure(topology, carrier, dist.get_rank(), control, TIMEOUT_SECONDS))
         problem = _anyones(problem, control)
         if problem or measured is None:
-            return Carrier(name, device.type, False, problem, None, None)
+            return TransportTrial(name, device.type, False, problem, None, None)
         return _carrier(name, device, measured)
     finally:
         if transport is not None:
@@ -86,12 +86,12 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Carri
         dist.destroy_process_group(group)
 
 
-def _carrier(name: str, device: torch.device, measured: Topology) -> Carrier:
+def _carrier(name: str, device: torch.device, measured: Topology) -> TransportTrial:
     alone = measured.num_ranks == 1
     inside = None if measured.ranks_per_node == 1 else measured.intra_node_bandwidth / 1e9
     between = None if measured.num_nodes == 1 else measured.inter_node_bandwidth / 1e9
     why = "made ready; start it with torchrun to measure links" if alone else f"tried on {measured.num_ranks} ranks"
-    return Carrier(name, device.type, True, why, inside, between)
+    return TransportTrial(name, device.type, True, why, inside, between)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:

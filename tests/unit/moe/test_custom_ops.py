@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.hosts.attaching.forwards import Forwards
 from eplb_runtime.moe import custom_ops
-from eplb_runtime.moe.custom_ops import Experts, OutsideGraphs, experts
+from eplb_runtime.moe.custom_ops import GraphLayer, OutsideGraphs, experts
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Scaled(Experts):
+class Scaled(GraphLayer):
     """Stands for a layer: multiplies by a parameter, and writes down that it was called."""
 
     def __init__(self, name: str, calls: list[str]) -> None:

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import copy_engine, tree
-from eplb_runtime.replicas.carrier import Carrier, Lane, Row, Stage
 from eplb_runtime.replicas.copy_engine import CopyEngine
 from eplb_runtime.replicas.links import Linking, Links
+from eplb_runtime.replicas.row_transport import Row, RowChannel, RowTransport, TransferStage
 
 RANKS, REPLICAS, LAYERS = 6, 2, 5
 SLOTS = HOMES + REPLICAS
@@ -118,13 +118,13 @@ class Memory:
         self._recorder.give(lambda: self._signals.update({word: 0}), lambda: bool(self._signals.get(word)))
 
 
-class Nowhere(Carrier):
+class Nowhere(RowTransport):
     """All ranks share a node."""
 
-    def lane(self, layer: int, down: bool) -> Lane:
+    def channel(self, layer: int, down: bool) -> RowChannel:
         return self  # type: ignore[return-value]
 
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
         assert not sends and not receives
         return self  # type: ignore[return-value]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import links, multicast
-from eplb_runtime.replicas.carrier import Stage
 from eplb_runtime.replicas.links import Linking
 from eplb_runtime.replicas.multicast import Multicast
 from eplb_runtime.replicas.point_to_point import PointToPoint
+from eplb_runtime.replicas.row_transport import TransferStage
 
 RANKS, REPLICAS = 12, 2
 SLOTS = HOMES + REPLICAS
@@ -67,7 +67,7 @@ class Wire:
         return numbers_M, torch.cat(rows)[order_M].view(torch.uint8).view(-1)
 
 
-def carry(stages: list[Stage], wire: Wire) -> None:
+def carry(stages: list[TransferStage], wire: Wire) -> None:
     for calls in zip(*(stage.calls for stage in stages), strict=True):
         for wire.giving in (False, True):
             for stage, one in zip(stages, calls, strict=True):
@@ -77,7 +77,7 @@ def carry(stages: list[Stage], wire: Wire) -> None:
 
 def linked(
     monkeypatch: pytest.MonkeyPatch, home_RK: np.ndarray, inference: bool = False
-) -> tuple[list[LargeBank], list[Stage], Wire]:
+) -> tuple[list[LargeBank], list[TransferStage], Wire]:
     wire, arrival = Wire(), torch.zeros(3, dtype=torch.float64)
     monkeypatch.setattr(multicast, "call", wire)
     banks = [LargeBank(rank, REPLICAS) for rank in range(RANKS)]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.replicas.carrier import Stage
 from eplb_runtime.replicas.links import Links
+from eplb_runtime.replicas.row_transport import TransferStage
 from eplb_runtime.replicas.sync import ReplicaSync
 
 
-class Rows(Stage):
+class Rows(TransferStage):
     """``posted`` is called when they are posted, ``arrive`` when they are waited for."""
 
     def __init__(self, posted: Callable[[], None], arrive: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class Rows(Stage):
         return 1
 
 
-def made(*weights: Stage) -> ReplicaSync:
+def made(*weights: TransferStage) -> ReplicaSync:
     """Of one layer without tensors, whose weights travel so."""
     bank: Any = SimpleNamespace(parameters=[])
     carrier: Any = SimpleNamespace()

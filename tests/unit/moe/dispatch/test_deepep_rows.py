@@ -18,7 +18,7 @@ from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, Dispatc
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.choosing import Choice, choose, maker
+from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose, maker
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 from eplb_runtime.moe.dispatch.permute import PLAIN
@@ -215,7 +215,9 @@ def test_the_order_of_sums_picks_the_kind() -> None:
     }
     job = Topology(8, 4)
     moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
-    made = {(order, name): maker(asked[order], Choice(name, ""), job, moves) for order in asked for name in KINDS}
+    made = {
+        (order, name): maker(asked[order], DispatchChoice(name, ""), job, moves) for order in asked for name in KINDS
+    }
     assert {key: make.func for key, make in made.items()} == {  # type: ignore[attr-defined]
         (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
     }

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
-from eplb_runtime.moe.dispatch.launch_order import LaunchOrder
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
+from eplb_runtime.moe.dispatch.collective_order import CollectiveOrder
 
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -52,7 +52,7 @@ def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
-    order = LaunchOrder(10.0)
+    order = CollectiveOrder(10.0)
     assert launched(order.turn, lengths, ahead, order.end) == in_turns(lengths)
 
 
@@ -61,15 +61,15 @@ def test_control_without_turns_it_follows_from_who_comes_first() -> None:
     assert none == [*((1, number) for number in range(3)), *((0, number) for number in range(3))]
 
 
-def lanes(in_order: bool = True) -> Lanes:
-    made = Lanes(Lane(None, None), in_order=in_order)
-    made.open(Lane(None, None))
+def channels(in_order: bool = True) -> MicroBatchChannels:
+    made = MicroBatchChannels(MicroBatchChannel(None, None), in_order=in_order)
+    made.open(MicroBatchChannel(None, None))
     return made
 
 
 @pytest.mark.parametrize("fails", ["here", "beside", "a launch"])
 def test_who_fails_is_not_waited_for(fails: str) -> None:
-    both, seen = lanes(), []
+    both, seen = channels(), []
 
     def launch(name: str, times: int) -> None:
         for _ in range(times):
@@ -98,7 +98,7 @@ def test_who_fails_is_not_waited_for(fails: str) -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_alone_nobody_takes_turns(in_order: bool) -> None:
-    one = lanes(in_order)
+    one = channels(in_order)
     seen: list[Any] = []
     for _ in range(3):
         with one.launching():
@@ -107,7 +107,7 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
 
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:
-    order = LaunchOrder(0.05)
+    order = CollectiveOrder(0.05)
     with pytest.raises(RuntimeError, match=r"the first did not reach its exchange 1 within 0[.]05 s"), order.turn(1):
         pass
     with order.turn(0), pytest.raises(RuntimeError, match="the second did not reach its exchange 1 within"):
@@ -120,7 +120,7 @@ def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() ->
 
 
 def test_an_exchange_within_the_launch_of_another_is_refused_and_counts_for_nothing() -> None:
-    order = LaunchOrder(10.0)
+    order = CollectiveOrder(10.0)
     with order.turn(0), pytest.raises(RuntimeError, match="within the launch of another"), order.turn(0):
         pass
     order._seconds = 0.05

@@ -32,7 +32,7 @@ class _Forward:
     metadata: Any
 
 
-class InFlight:
+class RecomputeCache:
     """The forwards of one layer in the running step.
 
     Args:
@@ -59,7 +59,7 @@ class InFlight:
         self._step = -1
         self._count = 0
         self._alone: _Forward | None = None
-        self._differed: Differed | None = None
+        self._differed: AsyncMismatchFlag | None = None
 
     def begin(self, step: int) -> None:
         """A forward that repeats none, in a step that follows ``step`` closed ones. What an earlier step left behind is
@@ -91,7 +91,9 @@ class InFlight:
         forward = None
         if alone:
             forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
-        left: Tensor = _UntilBackward.apply(combined_TD, _Landing(self, self._step, forward), self._meet_in_backward)
+        left: Tensor = _UntilBackward.apply(
+            combined_TD, _PendingForward(self, self._step, forward), self._meet_in_backward
+        )
         return left
 
     def again(self, combined_TD: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class InFlight:
         if alone.ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
         if self._differed is None:
-            self._differed = Differed(topk_ids_TK.device)
+            self._differed = AsyncMismatchFlag(topk_ids_TK.device)
         self._differed.note((alone.ids_TK != topk_ids_TK).any())
         if topk_ids_TK.device.type == "cpu":
             self._raise_if_it_differed()
@@ -136,7 +138,7 @@ class InFlight:
             raise RecomputeError(_DIFFERS)
 
 
-class Differed:
+class AsyncMismatchFlag:
     """Whether anything compared so far has differed: found out on the device, and told to the host without a sync. It
     is never taken back, so that whoever looks before the device has got there finds it when he looks again.
 
@@ -175,11 +177,11 @@ _MOVED = (
 )
 
 
-class _Landing:
+class _PendingForward:
     """Tells once that a forward is over, and whether gradients still find its experts."""
 
-    def __init__(self, in_flight: InFlight, step: int, forward: _Forward | None) -> None:
-        self._in_flight: InFlight | None = in_flight
+    def __init__(self, in_flight: RecomputeCache, step: int, forward: _Forward | None) -> None:
+        self._in_flight: RecomputeCache | None = in_flight
         self._step = step
         self._forward = forward
         self._changes, self._changes_before = in_flight.changes, in_flight.changes()
@@ -199,8 +201,8 @@ class _Landing:
 
 class _UntilBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, landing: _Landing | None, meet: Callable[[], None]) -> Tensor:
-        ctx.landing, ctx.meet = landing, meet
+    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None, meet: Callable[[], None]) -> Tensor:
+        ctx.pending, ctx.meet = pending, meet
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -215,10 +217,10 @@ class _UntilBackward(torch.autograd.Function):
                 "their exchanges have first derivatives only; take such a loss from what comes after or before them, "
                 "or differentiate without create_graph"
             )
-        if ctx.landing is not None:
-            ctx.landing.check()
+        if ctx.pending is not None:
+            ctx.pending.check()
         ctx.meet()
         _ = ctx.saved_tensors
-        if ctx.landing is not None:
-            ctx.landing()
+        if ctx.pending is not None:
+            ctx.pending()
         return grad_TD, None, None

@@ -13,8 +13,8 @@ import torch
 from stream_double import Memory, Module, Stream
 
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
-from eplb_runtime.moe.dispatch.lanes import Lane, Lanes
-from eplb_runtime.moe.dispatch.streams import OneAfterAnother, TwoStreams
+from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
+from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
 from eplb_runtime.replicas.links import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
@@ -56,24 +56,24 @@ class OnTheCallers(TwoStreams):
 FAULTS = [WithoutStart, WithoutEnd, OnTheCallers]
 
 
-def lanes_of(kind: type[TwoStreams] = TwoStreams) -> tuple[Lanes, Module, Memory]:
+def lanes_of(kind: type[TwoStreams] = TwoStreams) -> tuple[MicroBatchChannels, Module, Memory]:
     module = Module()
-    first, second = Lane(None, None), Lane(None, None)
-    lanes = Lanes(first, in_order=True, streams=kind(DEVICE, module))
-    lanes.open(second)
-    return lanes, module, Memory(module)
+    first, second = MicroBatchChannel(None, None), MicroBatchChannel(None, None)
+    channels = MicroBatchChannels(first, in_order=True, streams=kind(DEVICE, module))
+    channels.open(second)
+    return channels, module, Memory(module)
 
 
-def results_cross(lanes: Lanes, memory: Memory) -> None:
+def results_cross(channels: MicroBatchChannels, memory: Memory) -> None:
     """Both read what the caller wrote; it reads what they give."""
     given = memory.make("given")
-    both = lanes.both(lambda: (memory.use(given, "here"), memory.make("a"))[1], lambda: memory.make("b"))
+    both = channels.both(lambda: (memory.use(given, "here"), memory.make("a"))[1], lambda: memory.make("b"))
     for block in both:
         memory.use(block, "result")
     memory.use(given, "written again")
 
 
-def freed_inside(lanes: Lanes, memory: Memory) -> None:
+def freed_inside(channels: MicroBatchChannels, memory: Memory) -> None:
     """What the caller made is dropped beside, after its last use there is queued; who gets its memory, and when?"""
     given, dropped = memory.make("given"), threading.Event()
 
@@ -86,14 +86,14 @@ def freed_inside(lanes: Lanes, memory: Memory) -> None:
         memory.free(given)
         dropped.set()
 
-    lanes.both(here, beside)
+    channels.both(here, beside)
     memory.make("the caller, afterwards")
 
 
-def freed_outside(lanes: Lanes, memory: Memory) -> None:
+def freed_outside(channels: MicroBatchChannels, memory: Memory) -> None:
     """What was made inside is used by the caller and dropped; the next two may have its memory."""
     for _ in range(2):
-        both = lanes.both(lambda: memory.make("here"), lambda: memory.make("beside"))
+        both = channels.both(lambda: memory.make("here"), lambda: memory.make("beside"))
         for block in both:
             memory.use(block, "outside")
             memory.free(block)
@@ -103,36 +103,38 @@ SCENES = [results_cross, freed_inside, freed_outside]
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_what_is_used_on_two_streams_has_been_waited_for(scene: Callable[[Lanes, Memory], None]) -> None:
-    lanes, _, memory = lanes_of()
-    scene(lanes, memory)
-    scene(lanes, memory)
+def test_what_is_used_on_two_streams_has_been_waited_for(scene: Callable[[MicroBatchChannels, Memory], None]) -> None:
+    channels, _, memory = lanes_of()
+    scene(channels, memory)
+    scene(channels, memory)
     assert not memory.races
 
 
 @pytest.mark.parametrize(
     ("fault", "scene"), list(zip(FAULTS, [freed_outside, results_cross, freed_inside], strict=True))
 )
-def test_control_a_missing_wait_is_noticed(fault: type[TwoStreams], scene: Callable[[Lanes, Memory], None]) -> None:
-    lanes, _, memory = lanes_of(fault)
-    scene(lanes, memory)
+def test_control_a_missing_wait_is_noticed(
+    fault: type[TwoStreams], scene: Callable[[MicroBatchChannels, Memory], None]
+) -> None:
+    channels, _, memory = lanes_of(fault)
+    scene(channels, memory)
     assert memory.races
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_both_write_is_written_one_after_the_other(shared: bool) -> None:
-    lanes, _, memory = lanes_of()
+    channels, _, memory = lanes_of()
     block = memory.make("counts")
 
     def count() -> None:
         for _ in range(3):
             if shared:
-                with lanes.shared("counts"):
+                with channels.shared("counts"):
                     memory.use(block, "counts")
             else:
                 memory.use(block, "counts")
 
-    lanes.both(count, count)
+    channels.both(count, count)
     assert bool(memory.races) != shared
 
 
@@ -145,7 +147,7 @@ def test_one_stream_waits_for_no_event_of_its_own() -> None:
 
     module = Module()
     module.default = stream = Talking()
-    order = OneAfterAnother(DEVICE, module)
+    order = StreamGuard(DEVICE, module)
     for _ in range(3):
         with order():
             pass
@@ -153,23 +155,23 @@ def test_one_stream_waits_for_no_event_of_its_own() -> None:
 
 
 def test_both_threads_have_the_device_and_neither_has_the_callers_stream() -> None:
-    lanes, module, _ = lanes_of()
+    channels, module, _ = lanes_of()
 
     def look() -> tuple[int, Stream]:
         return threading.get_ident(), module.current_stream()
 
-    (here, left), (beside, right) = lanes.both(look, look)
-    (_, turned_left), (_, turned_right) = lanes.both(look, look, turned=True)
+    (here, left), (beside, right) = channels.both(look, look)
+    (_, turned_left), (_, turned_right) = channels.both(look, look, turned=True)
     assert here == threading.get_ident() != beside
     assert module.devices == {here: DEVICE, beside: DEVICE}
     assert len({left, right, module.default}) == 3 and (turned_left, turned_right) == (right, left)
-    assert lanes.alone(module.current_stream) is left and lanes.alone(module.current_stream, True) is right
+    assert channels.alone(module.current_stream) is left and channels.alone(module.current_stream, True) is right
     assert module.current_stream() is module.default
 
 
 @pytest.mark.parametrize("fails", ["here", "beside", "both"])
 def test_after_a_failure_the_callers_stream_waits_all_the_same(fails: str) -> None:
-    lanes, module, memory = lanes_of()
+    channels, module, memory = lanes_of()
     begun = threading.Event()
     blocks = []
 
@@ -182,37 +184,39 @@ def test_after_a_failure_the_callers_stream_waits_all_the_same(fails: str) -> No
             raise ValueError(name)
 
     with pytest.raises(ValueError, match=r"here|beside"):
-        lanes.both(lambda: work("here"), lambda: work("beside"))
+        channels.both(lambda: work("here"), lambda: work("beside"))
     for block in blocks:
         memory.use(block, "after")
-    assert not memory.races and not lanes.busy
-    results_cross(lanes, memory)
+    assert not memory.races and not channels.busy
+    results_cross(channels, memory)
     assert not memory.races and module.current_stream() is module.default
 
 
 def test_autocast_of_the_device_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)  # as with a GPU
-    lanes = Lanes(Lane(None, None), torch.device("cuda"), streams=TwoStreams(DEVICE, Module()))
-    lanes.open(Lane(None, None))
+    channels = MicroBatchChannels(
+        MicroBatchChannel(None, None), torch.device("cuda"), streams=TwoStreams(DEVICE, Module())
+    )
+    channels.open(MicroBatchChannel(None, None))
 
     def modes() -> tuple[Any, ...]:
         kinds = ("cpu", "cuda")
         return *map(torch.is_autocast_enabled, kinds), *map(torch.get_autocast_dtype, kinds), torch.is_grad_enabled()
 
     with torch.autocast("cpu"), torch.autocast("cuda", dtype=torch.float16), torch.no_grad():
-        here, beside = lanes.both(modes, modes)
+        here, beside = channels.both(modes, modes)
     assert here == beside == (True, True, torch.bfloat16, torch.float16, False)
-    assert lanes.both(modes, modes)[1][:2] == (False, False)
+    assert channels.both(modes, modes)[1][:2] == (False, False)
 
 
 def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_next_launch() -> None:
-    lanes, _, memory = lanes_of()
+    channels, _, memory = lanes_of()
     computed, begun = [], threading.Event()
 
     def here() -> None:
-        with lanes.launching():
+        with channels.launching():
             begun.set()
-            lanes.after_the_other()
+            channels.after_the_other()
             for block in computed:
                 memory.use(block, "received")
             assert len(computed) == 3
@@ -220,30 +224,30 @@ def test_what_comes_after_the_other_comes_after_all_that_it_computes_before_its_
     def beside() -> None:
         assert begun.wait(10)
         computed.extend(memory.make("computed") for _ in range(3))
-        with lanes.launching():
+        with channels.launching():
             assert computed
 
-    lanes.both(here, beside)
-    lanes.both(lambda: None, lambda: None)  # one that has ended is not waited for
+    channels.both(here, beside)
+    channels.both(lambda: None, lambda: None)  # one that has ended is not waited for
     assert not memory.races
 
 
 def test_control_a_stream_that_does_not_wait_for_the_others_work_is_noticed() -> None:
-    lanes, _, memory = lanes_of()
-    lanes._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
+    channels, _, memory = lanes_of()
+    channels._streams.after_the_other = lambda: None  # type: ignore[union-attr, method-assign]
     computed: list[Any] = []
 
     def here() -> None:
-        with lanes.launching():
-            lanes.after_the_other()
+        with channels.launching():
+            channels.after_the_other()
             memory.use(computed[0], "received")
 
     def beside() -> None:
         computed.append(memory.make("computed"))
-        with lanes.launching():
+        with channels.launching():
             pass
 
-    lanes.both(here, beside)
+    channels.both(here, beside)
     assert memory.races
 
 
@@ -262,11 +266,11 @@ class Stage:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_copies_gradients_are_added_after_the_homes_are_there_and_before_more_is_added(in_order: bool) -> None:
     """The engine adds up parameters' gradients on the caller's stream, and a layer's backward runs on another."""
-    lanes, module, memory = lanes_of()
+    channels, module, memory = lanes_of()
     replicas = ReplicaSync({}, None, 0, 1, False, 1, 1)  # type: ignore[arg-type]
     schedule = SimpleNamespace(_stages=[Stage()], _maybe_compute_loss=lambda *_: None)
     balancer = SimpleNamespace(_maps=SimpleNamespace(replicas=replicas))
-    OverlappedForwardBackward(schedule, lanes, balancer).take_forwards()  # type: ignore[arg-type]
+    OverlappedForwardBackward(schedule, channels, balancer).take_forwards()  # type: ignore[arg-type]
     if not in_order:
         replicas.adding = contextlib.nullcontext
     gradient = memory.make("gradient")
@@ -284,7 +288,7 @@ def test_copies_gradients_are_added_after_the_homes_are_there_and_before_more_is
 
     replicas._banks = {0: SimpleNamespace(trained=list)}  # type: ignore[dict-item]
     replicas._add_to_homes = lambda *_: memory.use(gradient, "copies' gradients added")  # type: ignore[method-assign]
-    lanes.both(lambda: None, backward)
+    channels.both(lambda: None, backward)
     assert bool(memory.races) != in_order
     memory.races.clear()
     backward()  # on the caller's stream: there is nothing to wait for

@@ -1,11 +1,11 @@
-"""Two ways over the same ranks, so that two batches of a rank can travel at once.
+"""Two channels between the same ranks, so that two micro-batches of a rank can travel at once.
 
-Collectives of one group must come in the same order on all its ranks. Two threads that exchange at once have no order
-between them, so each has groups of its own. Backward passes and what `Lanes.both` runs beside go the second way, once
-it is open; and since that is one thing at a time, every rank's exchanges of a way are in order.
+Collectives of one group must come in the same order on all its ranks. Two threads have no order between them, so each
+exchanges in groups of its own. Backward passes, and the second micro-batch of `MicroBatchChannels.both`, use the second
+channel once it is open. Only one of them runs at a time, so each channel's exchanges are in order on every rank.
 
-On a device each has a stream of its own, too (`streams.py`), and all ranks launch the exchanges of both in one order
-(`launch_order.py`).
+On a device each channel has a stream of its own, too (`streams.py`), and all ranks launch the exchanges of both in one
+order (`collective_order.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ...load.counter import in_recompute as in_backward
 from ...utils.worker import Worker
-from .launch_order import LaunchOrder
-from .streams import OneAfterAnother, TwoStreams
+from .collective_order import CollectiveOrder
+from .streams import StreamGuard, TwoStreams
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -35,7 +35,7 @@ _HOST_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Lane:
+class MicroBatchChannel:
     """One way.
 
     Args:
@@ -51,7 +51,7 @@ class BackwardInsideError(RuntimeError):
     """A backward pass has begun in one of two things that may have none."""
 
 
-class Lanes:
+class MicroBatchChannels:
     """The ways of one rank's exchanges.
 
     Args:
@@ -68,15 +68,15 @@ class Lanes:
 
     def __init__(
         self,
-        first: Lane,
+        first: MicroBatchChannel,
         device: torch.device | None = None,
         in_order: bool = False,
         streams: TwoStreams | None = None,
         seconds: float = _HOST_SECONDS,
     ) -> None:
         self._first = first
-        self._second: Lane | None = None
-        self._worker = Worker("eplb_runtime second lane")
+        self._second: MicroBatchChannel | None = None
+        self._worker = Worker("eplb_runtime second channel")
         self._beside: int | None = None
         self.busy = False
         self._forwards_only = False
@@ -86,8 +86,8 @@ class Lanes:
         self._streams = TwoStreams(device) if streams is None and on_device and device is not None else streams
         self._in_order = in_order or on_device
         self._seconds = seconds
-        self._order: LaunchOrder | None = None
-        self._shared: dict[str, OneAfterAnother] = {}
+        self._order: CollectiveOrder | None = None
+        self._shared: dict[str, StreamGuard] = {}
 
     @property
     def is_open(self) -> bool:
@@ -99,20 +99,20 @@ class Lanes:
         """Whether two things at once have streams of their own."""
         return self._streams is not None
 
-    def open(self, second: Lane) -> None:
+    def open(self, second: MicroBatchChannel) -> None:
         """From here on, there are two. On every rank of the group, between forwards and backward passes."""
         self._second = second
 
-    def here(self) -> Lane:
+    def here(self) -> MicroBatchChannel:
         """What this thread takes now. A device's backward passes run on threads of torch's, and go the second way
         there."""
         if self._second is None:
             return self._first
         return self._second if in_backward() or get_ident() == self._beside else self._first
 
-    def is_first(self, lane: Lane) -> bool:
+    def is_first(self, channel: MicroBatchChannel) -> bool:
         """Whether it is the way that there was at the start."""
-        return lane is self._first
+        return channel is self._first
 
     def launching(self) -> AbstractContextManager[None]:
         """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
@@ -177,7 +177,7 @@ class Lanes:
         join: Callable[[], None] = lambda: None  # noqa: E731
         try:
             self.ahead()
-            order = self._order = LaunchOrder(self._seconds) if self._in_order else None
+            order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
             if self._streams is not None:
                 self._shared = {what: self._streams.one_after_another() for what in get_args(Shared)}
                 here, beside, join = self._streams.apart(here, beside, turned)
@@ -223,7 +223,7 @@ class Lanes:
         return inside
 
 
-def _ends(work: Callable[[], T], order: LaunchOrder | None, way: int) -> Callable[[], T]:
+def _ends(work: Callable[[], T], order: CollectiveOrder | None, way: int) -> Callable[[], T]:
     """The same work; when it is over, the other way waits for its launches no more."""
     if order is None:
         return work

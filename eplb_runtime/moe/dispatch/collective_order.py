@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 _NAMES = "the first", "the second"
 
 
-class LaunchOrder:
+class CollectiveOrder:
     """Two sequences in one: the first of each, then the second of each, until one has ended. What is launched follows
     from how long both are, and not from how fast.
 

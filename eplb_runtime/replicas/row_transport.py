@@ -1,6 +1,6 @@
-"""What carries rows between copies and what they hang on, ahead of any use: the contract, and no messages here.
+"""The contract of transports that move rows between replicas and their homes, and no messages here.
 
-A stage is put down once for each placement and used step after step. All ranks of the group use the same stages of the
+A stage is built once for each placement and posted step after step. All ranks of the group post the same stages of the
 same layers in the same order, also those that have no rows in one.
 """
 
@@ -38,7 +38,7 @@ class Waiting(Protocol):
         stream does next."""
 
 
-class Stage(ABC):
+class TransferStage(ABC):
     """Rows that travel together."""
 
     @abstractmethod
@@ -50,11 +50,11 @@ class Stage(ABC):
         """Rows that begin or end on this rank."""
 
 
-class Lane(ABC):
+class RowChannel(ABC):
     """The stages of one layer, weights or gradients, as one placement has them."""
 
     @abstractmethod
-    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> Stage:
+    def stage(self, sends: Sequence[Row], receives: Sequence[Row]) -> TransferStage:
         """The next one; both ends list the rows between them in the same order."""
 
 
@@ -75,11 +75,11 @@ class Copied:
     here: Sequence[Tensor]
 
 
-class Carrier(ABC):
+class RowTransport(ABC):
     """One way between the ranks that have each row of an expert tensor once."""
 
     spreads = False
-    """Whether weights go from homes to all their copies at once (`spread`); else along trees, in stages of a lane."""
+    """Whether weights go from homes to all replicas at once (`spread`); else along trees, in stages of a channel."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for rows of copies and for their gradients, on this rank: where `Row.at_copy` lies."""
@@ -92,7 +92,7 @@ class Carrier(ABC):
             RuntimeError: it cannot be opened.
         """
 
-    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> Stage:
+    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> TransferStage:
         """Weights of a layer from homes to all copies; all ranks post it.
 
         Args:
@@ -102,7 +102,7 @@ class Carrier(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def lane(self, layer: int, down: bool) -> Lane:
+    def channel(self, layer: int, down: bool) -> RowChannel:
         """For rows of a layer.
 
         Args:
