@@ -253,7 +253,7 @@ class Balancer:
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
         self._rebalancer.refuse_if_broken()
-        # Alone, this rank's decision would meet what the others compare in their steps.
+        # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
             self._runtime.counter.advance()  # without an optimizer nobody else closes what was counted
@@ -364,15 +364,15 @@ class Balancer:
 
         Args:
             first: runs on this thread.
-            second: runs on a thread that is kept, in this one's modes of gradients, inference and autocast. Random
-                numbers (dropout, sampling) are drawn from one generator by both, in any order.
+            second: runs on a second thread, in this one's modes of gradients, inference and autocast. Both draw random
+                numbers (dropout, sampling) from one generator, in any order.
 
         Returns:
             What both return.
 
         Raises:
-            RuntimeError: copies are shared between layers, two run at once already, one has a backward pass; or on a
-                device experts move beside training, ``fully_shard`` is there, or its multiprocessors are too few.
+            RuntimeError: replicas are shared between layers, two run at once already, one has a backward pass; or on a
+                device migrations overlap with training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
         return self._open_second_lane().both(first, second, forwards_only=True)
 
@@ -443,11 +443,11 @@ class Balancer:
     def reduce_gradients(self) -> None:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step.
 
-        Gradients of copies are in their homes' by then: they travel during the backward pass, and are summed in float32
-        in the order of the slots. What ``no_sync`` kept back follows here, and gradients of experts that
+        Gradients of replicas have reached their homes by then: they travel during the backward pass, and are summed in
+        float32 in the order of the slots. Gradients that ``no_sync`` held back follow here, and those of experts that
         ``fully_shard`` slices.
 
-        Call it yourself when gradients are looked at earlier (clipping by hand; for a GradScaler, see
+        Call it yourself to use gradients earlier (clipping by hand; for a GradScaler, see
         `eplb_runtime.GradScaler`). Each contribution is reduced once, however often this is called: a call with nothing
         new does nothing, and backward passes may go on adding to what is reduced.
         Expert gradients need no averaging inside the EP group: the tokens of all ranks reached them in the backward
@@ -460,10 +460,10 @@ class Balancer:
     @torch.compiler.disable
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes leave the gradients of copies where they are; for all micro-batches but the last.
+        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last.
 
-        They are added up in float32 and travel once, with the first backward outside. Copies that are shared between
-        layers have no place to keep them and send them all the same. Those of experts that ``fully_shard`` slices wait
+        They are added up in float32 and travel once, with the first backward outside. Replicas that are shared between
+        layers have no memory for them and send them all the same. Those of experts that ``fully_shard`` slices wait
         for `reduce_gradients`, inside or outside.
         """
         if self._runtime.maps.replicas is None:
@@ -507,10 +507,10 @@ class Balancer:
     @torch.compiler.disable
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
-        """All experts of a layer in logical order, from every rank's home rows. Collective over all EP groups.
+        """Gather all experts of a layer in logical order from every rank's home rows. Collective over all EP groups.
 
-        Experts come one after another: beside what is returned, it takes the memory of two at most (three where rows
-        are sliced).
+        Experts arrive one after another: besides the result it takes the memory of two at most (three where rows are
+        sliced).
 
         Args:
             rows: ``[E/R, ...]``, a registered parameter or its optimizer state; whole or sliced.
@@ -601,7 +601,7 @@ class Balancer:
         for parameter, tensor in matched(tensors, parameters, list(self.layer_of_parameter)).items():
             self.register(parameter, name, tensor)
         if isinstance(tensors, Mapping):
-            # A copy of a state dict says where experts stood.
+            # A copied state dict carries a mark of its placement.
             layers = {parameter.rpartition(".")[0]: layer for parameter, layer in self.layer_of_parameter.items()}
             marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
             self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
@@ -631,7 +631,7 @@ class Balancer:
         return self._runtime.groups.background()
 
     def _open_second_lane(self) -> MicroBatchChannels:
-        """Let two batches of a rank travel at once (`moe.dispatch.channels`). Collective, between steps.
+        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
 
         Raises:
             RuntimeError: as `at_once` says.
@@ -730,7 +730,7 @@ class Balancer:
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
         if self._closed:
             return state
-        # Alone, this rank's sum would meet what the others compare in their steps.
+        # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("balancer.state_dict()")
         return {**state, "load": self._restorer.measured()}
 
@@ -738,14 +738,14 @@ class Balancer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective; between steps.
 
-        A placement for another EP size or other replica slots cannot be taken over: homes and copies are placed anew,
+        A placement for another EP size or other replica slots cannot be taken over: homes and replicas are placed anew,
         freely, for the load that was saved with it. Where that cannot be (``policy="static"``, or there is no load)
         the load of past decisions is taken all the same.
 
         Raises:
             PlacementError: the placement is for another model; or for other sizes, and none could be made anew.
             RuntimeError: the ranks were given different states, the migration was dropped, or the ranks are connecting
-                anew; the old placement stands. Or the balancer is closed.
+                anew; the old placement stays. Or the balancer is closed.
         """
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")

@@ -213,7 +213,7 @@ class DecisionMaker:
             return self._decide(measurement, key, control, agreement)
         except Exception as error:
             logger.debug("a decision failed", exc_info=True)
-            hang_up(control, "gloo")  # nothing else of this rank may meet what the others still say in this decision
+            hang_up(control, "gloo")  # later work of this rank must not mix with the others' part of this decision
             return Decision(failure=f"{type(error).__name__}: {error}", connections_broken=True)
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
@@ -239,9 +239,9 @@ class DecisionMaker:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
         home_bytes, token_bytes, compiling = _highest(control, *here)
-        # All ranks are in this decision, so none is in an earlier one, nor in what came of it.
+        # All ranks are in this decision, so none is in an earlier one or its migration.
         self._store.forget(measurement.keys_of_earlier)
-        # How replicas share load is compiled, too; before the first plan there are none, unless a job goes on.
+        # The split over replicas is compiled, too; before the first plan there are none, unless a job resumes.
         if compiling and not all(has_no_copies(placement) for _, placement in measurement.placements):
             self._declared = declared
             return Decision(
@@ -263,7 +263,7 @@ class DecisionMaker:
             self._probe(Phase.PLANNED, message)
             target, summary, digest = self._read(message, measurement.placement)
         except Exception as error:
-            # The others wait for this rank's word: it tells them what is wrong.
+            # The others wait for this rank, which reports its problem in the comparison below.
             logger.warning("the decision failed on this rank", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
         made = Decision(
@@ -413,7 +413,7 @@ class DecisionMaker:
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(
             home_bytes=measurement.home_bytes,
-            replica_bytes=0,  # copies are refreshed after every step anyway
+            replica_bytes=0,  # replicas are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
             moe_share=self._config.migration.moe_share,
             horizon_steps=self._config.horizon,

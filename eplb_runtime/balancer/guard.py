@@ -381,7 +381,7 @@ class Guard:
                 )
         return ""
 
-    # -- meeting and comparing ----------------------------------------------------------------------------------------
+    # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare_job(self, sample: Sample, where: str) -> str:
         """Compare over the job, on the thread that has the control group to itself. A rank that does not arrive is

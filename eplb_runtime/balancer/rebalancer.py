@@ -359,7 +359,7 @@ class Rebalancer:
     def leave(self) -> None:
         """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
-        self._groups.hang_up(self._groups.standing)  # who waits in a collective comes back
+        self._groups.hang_up(self._groups.standing)  # ends waits in collectives
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
         self.decisions.close()

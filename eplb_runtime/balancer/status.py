@@ -1,4 +1,4 @@
-"""A balancer in words: what it balances and how it goes, and lines in the log for its decisions."""
+"""A balancer's status as a table, and a log line for each of its decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("eplb_runtime")
 def balancer_table(
     config: BalancerConfig, topology: Topology, placement: Placement, step: int, events: EventLog
 ) -> str:
-    """What a balancer balances, and how it goes."""
+    """The model and the state of its balancing, as a table."""
     measured = events.of_type(LoadMeasured)
     committed = [event for event in events if isinstance(event, RebalanceCommitted)]
     moved = sum(event.moved_experts for event in committed)
@@ -37,7 +37,7 @@ def balancer_table(
 
 
 class DecisionLine:
-    """A listener that logs a line for each decision, and for each rebalance, with what was predicted of it."""
+    """Listener that logs a line for each decision, and for each rebalance with its prediction."""
 
     def __init__(self) -> None:
         self._measured: LoadMeasured | None = None

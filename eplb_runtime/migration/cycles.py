@@ -220,7 +220,7 @@ def follow_slots(
 ) -> Ints:
     """Where experts go, slot by slot, so that every round leaves a whole placement behind.
 
-    Who comes from another rank takes its last slot at once; who stands there and stays for now makes room by taking
+    An expert from another rank takes its last slot at once; one that is there and stays for now makes room by taking
     a slot that has been left. In a layer's last round everybody else takes the last slot too.
 
     Args:

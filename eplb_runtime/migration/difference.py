@@ -1,7 +1,7 @@
-"""What changes from one placement to another, as few bytes that rank 0 hands to all: the slots of the layers that do.
+"""Encodes the change from one placement to another in few bytes, which rank 0 broadcasts: the slots of changed layers.
 
-Two bytes a slot (four from 32,768 experts on), base64 so that they can stand in JSON. Homes follow from the slots: in
-the home layout, local slots ``0 .. E/R - 1`` are home slots.
+Two bytes per slot (four from 32,768 experts on), in base64 for JSON. Homes follow from the slots: in the home layout,
+local slots ``0 .. E/R - 1`` are home slots.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def difference(current: Placement, target: Placement) -> dict[str, Any]:
 
 
 def apply(current: Placement, fields: dict[str, Any]) -> Placement:
-    """The placement that `difference` was told of.
+    """Return the ``target`` that `difference` encoded.
 
     Raises:
         PlacementError: the fields do not fit ``current``, or what they make is no valid placement.

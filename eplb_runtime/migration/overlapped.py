@@ -291,7 +291,7 @@ class Overlapped:
         begins writes no experts."""
         if self._gate.is_set():
             return
-        # Copies that were made while this is under way have rows as they stand: these must stay there.
+        # Copies that the user made during the migration have the rows of now, so these must not move.
         moves = self._as_sent and not np.array_equal(self._current.homes_LRH, self._target.homes_LRH)
         held, name = self._held_outside() if moves else "", self._written()
         for flight in self._flights:
@@ -330,7 +330,7 @@ class Overlapped:
         replicas = self._maps.replicas
         assert flight.posted is not None
         if replicas is not None:
-            replicas.wait(flight.layer)  # copies are read from homes that are written now
+            replicas.wait(flight.layer)  # replicas are read from homes that are written now
         with self._engine.unfailing():
             self._engine.commit(flight.posted, flight.layer)
             self._engine.finish(flight.posted)
@@ -471,7 +471,7 @@ class Overlapped:
             if migration is not None:
                 words = self.agreement.highest(words)  # rank 0's: the others say zeros
         except Exception as error:
-            logger.debug("a migration beside training could not be prepared", exc_info=True)
+            logger.debug("an overlapped migration could not be prepared", exc_info=True)
             migration, verdict = None, Verdict(False, one_line(error), True)
         verdict = self.agreement.record(f"{self._key}/prepared", verdict)
         return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
@@ -517,7 +517,7 @@ class Overlapped:
                 gate.set()
             vote()
         except Exception as error:
-            logger.debug("what was under way beside training is given up", exc_info=True)
+            logger.debug("the rounds in flight are given up", exc_info=True)
             lost = Verdict(False, one_line(error), True)
             for flight in flights:
                 if flight.ballot.verdict is None:

@@ -245,8 +245,8 @@ def _pack(
 def _pack_by_layer(
     changes: NDArray[np.bool_], cycle_M: Ints, layer_M: Ints, rank_M: Ints, pack: Callable[..., tuple[Ints, Ints]]
 ) -> tuple[Ints, Ints, Ints]:
-    """As `_pack`, with separate rounds for each layer that changes. Returns also the first round of each layer, -1 for
-    those that do not change. A layer where only replicas change has a round without transfers."""
+    """Pack as `_pack`, with separate rounds for each layer that changes. Returns also the first round of each layer, -1
+    for those that do not change. A layer where only replicas change has a round without transfers."""
     round_M, first_L = np.empty_like(layer_M), np.full(len(changes), -1, dtype=np.int64)
     loads: list[Ints] = []
     none = pack(cycle_M[:0], layer_M[:0], rank_M[:0])[1]

@@ -1,1 +1,1 @@
-"""Gradients on their way to the optimizer: averaged, clipped, scaled; each logical expert counted once."""
+"""Gradients for the optimizer: averaged, clipped, scaled; each logical expert counted once."""

@@ -224,7 +224,7 @@ class Averaging:
 def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of a group, each element added in the order of the ranks: ``[N]`` of the same dtype.
 
-    An all-reduce adds in an order that depends on where in the buffer an element stands, and with three ranks or more
+    An all-reduce adds in an order that depends on the place of an element in the buffer, and with three ranks or more
     the order shows in the last bits: an expert's gradient would depend on its slot. Here each rank sums one part, and
     as many bytes travel as in a ring all-reduce.
     """

@@ -72,7 +72,7 @@ class Division:
         parameters: home rows ``[E/R, ...]`` by name. Sliced ones are divided where they are computed, and only watched.
         divisor: `Divisors.at_parameters`.
         has_copies: whether there are replica slots, which gather gradients of what was trained at attach alone.
-        arrives: is told of each parameter that a backward pass is about to add to.
+        arrives: called with each parameter that a backward pass is about to add to.
 
     Attributes:
         training: whether an optimizer steps them. Without, a backward pass is refused: what it was for is unknown.

@@ -80,7 +80,7 @@ class Gradients:
         self._follow()
         if self._registry.has_left_behind:
             self._registry.refuse_left_behind()
-        if self._replicas is not None:  # a backward pass may have brought what no gradient shows yet
+        if self._replicas is not None:  # replicas may have gradients that no home shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
         new = self._first or self._new or any(averaging.has_new for averaging in self._averaged)
@@ -90,7 +90,7 @@ class Gradients:
             for averaging in self._averaged:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
-        if new:  # else what the loop has done since the last time is still to be told of
+        if new:  # else changes by the loop since the last time are still to be sampled
             self._reduced()
 
     @torch.no_grad()

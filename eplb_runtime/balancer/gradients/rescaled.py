@@ -121,7 +121,7 @@ def _factors(
         largest_T = np.take_along_axis(ratio_TN, size_TN.argmax(axis=1)[:, None], axis=1)[:, 0]
         clipped_T = (low_T >= 0) & (high_T <= 1 + tolerance) & (is_usable_TN.sum(axis=1) >= _LEAST_CLIPPED)
         return np.where(uniform_T, found_T, np.where(clipped_T, largest_T, np.nan))
-    # An expert may be scaled by itself, wherever it stands.
+    # One expert alone may be scaled, in any slot.
     row_N = np.asarray(rows)
     several_T = np.where(is_usable_TN, row_N, -1).max(axis=1) > np.where(is_usable_TN, row_N, row_N.max()).min(axis=1)
     return np.where(uniform_T & several_T, found_T, np.nan)
@@ -182,7 +182,7 @@ class GradientSampler:
         if not self._has_arrived:
             return
         self._has_arrived = False
-        if self._taken_away:  # the loop sums them by itself: what is there now is not the last pass's, scaled
+        if self._taken_away:  # the loop sums them by itself: these are not the last pass's, scaled
             self._taken_away = False
             self._elements[self._row, COMPLETE].fill_(torch.nan)
         else:
@@ -224,10 +224,10 @@ class GradientSampler:
         rows = sorted(self._numbers, key=lambda row: self._numbers[row])
         numbers = tuple(self._numbers[row] for row in rows)
         wrapped = rows != list(range(len(rows)))
-        kept = self._samples_of(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
+        samples = self._samples_of(self._elements[rows] if wrapped else self._elements[: len(rows)], numbers)
         self._selection += 1
         self._begin()
-        return kept
+        return samples
 
     def _samples_of(self, elements: Tensor, numbers: tuple[int, ...]) -> GradientSamples:
         widths = [one.parameter.element_size() for one in self._watched if one is not None]
