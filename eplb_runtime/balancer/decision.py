@@ -35,7 +35,7 @@ from ..utils.jit import compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
-from .guard import Comparison, Guard
+from .guard import Guard, SampleComparison
 from .guard_samples import Sample
 from .runtime import Runtime
 
@@ -222,7 +222,9 @@ class DecisionMaker:
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
             total = aggregate(measurement.buckets, control).numpy()
-        comparison = Comparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
+        comparison = (
+            SampleComparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
+        )
         finding = comparison.finding
         shape = (measurement.placement.num_layers, measurement.placement.num_experts)
         try:

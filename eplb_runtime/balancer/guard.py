@@ -45,7 +45,7 @@ class GuardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SampleComparison:
     """Result of comparing samples; the same on every rank.
 
     Args:
@@ -415,13 +415,13 @@ class Guard:
                 time.sleep(_POLL_SECONDS)
         return []
 
-    def compare(self, sample: Sample, group: dist.ProcessGroup) -> Comparison:
+    def compare(self, sample: Sample, group: dist.ProcessGroup) -> SampleComparison:
         """Exchange samples over a group, on any thread, and find what is wrong; the same on every rank. Collective."""
         seen = self._exchange(sample, group)
         stays = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays), "")
         for rank, one in seen.items():
             if one.problem:
-                return Comparison(f"rank {rank}: {one.problem}", stays)
+                return SampleComparison(f"rank {rank}: {one.problem}", stays)
         hashes = {rank: one.hashes for rank, one in seen.items()}
         finding = (
             self._rescaled(sample, seen, group)
@@ -430,7 +430,7 @@ class Guard:
             or self._deviation(sample, seen, group)
             or self._alike(sample, hashes)
         )
-        return Comparison(finding, stays)
+        return SampleComparison(finding, stays)
 
     def _exchange(
         self, sample: Sample, group: dist.ProcessGroup, *, on_device: bool = False

@@ -14,7 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.guard import Found
+from eplb_runtime.balancer.guard import SampleComparison
 from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
@@ -94,8 +94,8 @@ def guard_that_finds(job: Job, finding: str) -> list[str]:
     rebalancer, reported = job.balancer._rebalancer, []
     made = rebalancer.decisions
     decide = made._decide
-    made._guard = SimpleNamespace(found=lambda look, control: Found(finding))
-    made._decide = lambda measurement, *rest: decide(replace(measurement, look=True), *rest)
+    made._guard = SimpleNamespace(compare=lambda sample, control: SampleComparison(finding))
+    made._decide = lambda measurement, *rest: decide(replace(measurement, sample=True), *rest)
     rebalancer._guard.report = lambda finding, stays: reported.append(finding)
     return reported
 
