@@ -11,7 +11,7 @@ from eplb_runtime import Placement
 from eplb_runtime.load.aggregate import HostCopy
 from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.moe.routing.lookup import SlotTable
-from eplb_runtime.moe.routing.splitter import BatchSplitter
+from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 
 pytestmark = pytest.mark.gpu
 LAYERS, EXPERTS, RANKS, TOKENS, TOP_K = 3, 16, 4, 512, 4
@@ -133,9 +133,7 @@ def with_copies() -> Placement:
 
 
 def splitter(device: torch.device, rank: int) -> BatchSplitter:
-    return BatchSplitter(
-        with_copies(), device, ep_rank=rank, ranks_per_node=2, mode="water_filling", locality=True, least_tokens=64
-    )
+    return BatchSplitter(with_copies(), device, rank, SplitSettings(ranks_per_node=2, least_tokens=64))
 
 
 @pytest.mark.parametrize("tokens", [3, 64, TOKENS], ids=["too few to split", "few", "many"])

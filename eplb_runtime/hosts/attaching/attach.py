@@ -42,7 +42,7 @@ from ...moe.experts.slices import is_sliced
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.lookup import SlotTable
-from ...moe.routing.splitter import BatchSplitter
+from ...moe.routing.splitter import BatchSplitter, SplitSettings
 from ...observe.recorder import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
@@ -365,12 +365,14 @@ class _Attaching:
         splitter = BatchSplitter(
             self.placement,
             self.device,
-            ep_rank=self._job.ep_rank,
-            ranks_per_node=self.topology.ranks_per_node,
-            mode=self.config.dispatch.split,
-            locality=self.config.dispatch.split_locality,
-            least_tokens=self.config.dispatch.split_least_tokens,
-            speed_R=self.config.speed_R,
+            self._job.ep_rank,
+            SplitSettings(
+                self.topology.ranks_per_node,
+                self.config.dispatch.split,
+                self.config.dispatch.split_locality,
+                self.config.dispatch.split_least_tokens,
+                self.config.speed_R,
+            ),
             count=self.kernels.count,
             deal=self.kernels.deal,
             on_device=None if wants_counts(self.config) else self.kernels.split,

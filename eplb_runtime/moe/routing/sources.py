@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...utils.jit import jit
 from .speeds import split_by_speed
 from .tables import SplitTables
-from .water_filling import SWEEPS, Mode
+from .water_filling import Mode
 
 
 def split_for_rank(
@@ -23,7 +23,6 @@ def split_for_rank(
     *,
     ranks_per_node: int,
     mode: Mode = "water_filling",
-    sweeps: int = SWEEPS,
     locality: bool = True,
     speed_R: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -33,7 +32,7 @@ def split_for_rank(
         counts_RE: integer ``[R, E]``, tokens of each source rank for each expert.
         rank: sends the tokens, and has the slots that receive.
         ranks_per_node: consecutive ranks that share a node.
-        mode, sweeps: as ``split_totals``.
+        mode: as ``split_totals``.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
         locality: serve copies on the source's own rank first, then on its node; otherwise in order of ranks alone.
 
@@ -48,7 +47,6 @@ def split_for_rank(
         tables,
         speed_R,
         mode=mode,
-        sweeps=sweeps,
         layers=slice(layer, layer + 1),
     )
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)

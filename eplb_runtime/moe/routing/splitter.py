@@ -67,17 +67,32 @@ class OnDevice(NamedTuple):
     sent_by_rank: Callable[..., Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class SplitSettings:
+    """How batches are split, equal on all ranks.
+
+    Args:
+        ranks_per_node: consecutive ranks that share a node.
+        mode: ``"water_filling"`` or ``"even"``.
+        locality: serve a token on its own rank or node where the quotas allow.
+        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
+    """
+
+    ranks_per_node: int
+    mode: Mode = "water_filling"
+    locality: bool = True
+    least_tokens: int = 0
+    speed_R: NDArray[np.float64] | None = None
+
+
 class BatchSplitter:
     """Splits batches under one placement; `follow` takes over the next one.
 
     Args:
         device: where the router's choices are.
         ep_rank: this rank.
-        ranks_per_node: consecutive ranks that share a node.
-        mode: ``"water_filling"`` or ``"even"``.
-        locality: serve a token on its own rank or node where the quotas allow.
-        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
-        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+        settings: how to split.
         count: what counts a batch's choices, with the counts of `count_choices`.
         deal: what deals choices out, with the results of `deal_out`; it is given what ``count`` has found.
         on_device: splits where no counts are wanted on the host; not with ``speed_R``. None: the host splits.
@@ -90,13 +105,9 @@ class BatchSplitter:
         self,
         placement: Placement,
         device: torch.device,
-        *,
         ep_rank: int,
-        ranks_per_node: int,
-        mode: Mode,
-        locality: bool,
-        least_tokens: int,
-        speed_R: NDArray[np.float64] | None = None,
+        settings: SplitSettings,
+        *,
         count: Callable[[Tensor, int], Counted] | None = None,
         deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
         on_device: OnDevice | None = None,
@@ -106,11 +117,7 @@ class BatchSplitter:
         self._count = count or count_choices
         self._deal = deal or deal_out
         self._ep_rank = ep_rank
-        self._ranks_per_node = ranks_per_node
-        self._mode: Mode = mode
-        self._locality = locality
-        self._least_tokens = least_tokens
-        self._speed_R = speed_R
+        self._settings = settings
         self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
         self.at_home = False
@@ -150,7 +157,7 @@ class BatchSplitter:
         """Compile what a batch needs, so that none has to wait for it."""
         tables = next(iter(self._layers.values())).tables
         counts_RE = np.ones((tables.num_ranks, tables.first_rank_LE.shape[1]), dtype=np.int64)
-        sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._ranks_per_node)
+        sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._settings.ranks_per_node)
 
     def counts(self, topk_ids_TK: Tensor) -> Counted:
         """This rank's choices of each expert, padding included: what will really travel."""
@@ -190,27 +197,27 @@ class BatchSplitter:
             counts_RE,
             here,
             self._ep_rank,
-            ranks_per_node=self._ranks_per_node,
-            mode=self._mode,
-            locality=self._locality,
-            least_tokens=self._least_tokens,
+            ranks_per_node=self._settings.ranks_per_node,
+            mode=self._settings.mode,
+            locality=self._settings.locality,
+            least_tokens=self._settings.least_tokens,
         )
         return self._deal(topk_ids_TK, sent_EC, here.copy_slot_EC, begins)
 
     def _split(self, layer: int, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """int64 ``[E, C]``, what this rank sends to each copy; ``[R, S]``, what each sends to this rank's slots."""
         here = self._layers[layer]
-        if counts_RE.sum() < self._least_tokens:
+        if counts_RE.sum() < self._settings.least_tokens:
             return self._all_at_home(here, counts_RE)
         return sources.split_for_rank(
             counts_RE,
             here.tables,
             here.index,
             self._ep_rank,
-            ranks_per_node=self._ranks_per_node,
-            mode=self._mode,
-            locality=self._locality,
-            speed_R=self._speed_R,
+            ranks_per_node=self._settings.ranks_per_node,
+            mode=self._settings.mode,
+            locality=self._settings.locality,
+            speed_R=self._settings.speed_R,
         )
 
     def _all_at_home(self, here: _Layer, counts_RE: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

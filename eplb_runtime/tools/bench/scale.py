@@ -20,7 +20,7 @@ from ...load.counter import MAX_BUCKETS
 from ...migration.difference import apply, difference
 from ...migration.schedule import TransferSchedule, make_schedule
 from ...moe.routing.lookup import SlotTable
-from ...moe.routing.splitter import BatchSplitter
+from ...moe.routing.splitter import BatchSplitter, SplitSettings
 from ...placement import Placement
 from ...planner.evaluate import predicted_imbalance
 from ...planner.planning import plan
@@ -190,9 +190,7 @@ def _followers(placement: Placement) -> tuple[SlotTable, BatchSplitter | None]:
     device = torch.device("cpu")
     splitter = None
     if placement.replica_slots:
-        splitter = BatchSplitter(
-            placement, device, ep_rank=0, ranks_per_node=1, mode="water_filling", locality=True, least_tokens=0
-        )
+        splitter = BatchSplitter(placement, device, 0, SplitSettings(ranks_per_node=1))
     return SlotTable(placement, device), splitter
 
 

@@ -15,7 +15,7 @@ from eplb_runtime.migration import exchange
 from eplb_runtime.moe import kernel_selection
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.moe.kernel_selection import Kernels, if_equal, kernels_for
-from eplb_runtime.moe.routing.splitter import BatchSplitter, count_choices, deal_out
+from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings, count_choices, deal_out
 from eplb_runtime.placement import Placement
 from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
 
@@ -64,9 +64,9 @@ def test_a_splitter_deals_by_what_it_is_given() -> None:
     ids_TK = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]])
     counts_RE = np.array([[4, 2, 1, 1], [4, 0, 0, 0]])
     found = [
-        BatchSplitter(
-            placement, CPU, ep_rank=0, ranks_per_node=2, mode="even", locality=False, least_tokens=0, deal=deal
-        ).route(0, ids_TK, counts_RE)[0]
+        BatchSplitter(placement, CPU, 0, SplitSettings(2, "even", locality=False), deal=deal).route(
+            0, ids_TK, counts_RE
+        )[0]
         for deal in (None, dealt)
     ]
     assert len(batches) == 1 and torch.equal(*found)

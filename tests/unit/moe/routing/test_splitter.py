@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_runtime.moe.routing.splitter import BatchSplitter
+from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 from eplb_runtime.placement import Placement
 
 HOME = Placement([[0, 1, 2, -1, 2, 3, 1, 0]], 4, 2, [[0, 1, 4, 5]])
@@ -20,11 +20,8 @@ def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(placement: Pl
         BatchSplitter(
             placement,
             torch.device("cpu"),
-            ep_rank=rank,
-            ranks_per_node=1,
-            mode="water_filling",
-            locality=True,
-            least_tokens=least_tokens,
+            rank,
+            SplitSettings(ranks_per_node=1, least_tokens=least_tokens),
         )
         for rank in range(2)
     ]
@@ -43,11 +40,8 @@ def splitter(placement: Placement, rank: int = 0) -> BatchSplitter:
     return BatchSplitter(
         placement,
         torch.device("cpu"),
-        ep_rank=rank,
-        ranks_per_node=1,
-        mode="water_filling",
-        locality=True,
-        least_tokens=0,
+        rank,
+        SplitSettings(ranks_per_node=1),
     )
 
 
