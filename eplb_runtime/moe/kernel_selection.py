@@ -91,7 +91,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
         _to_count(device, num_experts),
         _counted,
     )
-    ids = [(device, num_ranks, slots_per_rank, once) for once in (False, True)]
+    ids = [(device, num_ranks, slots_per_rank, dedup) for dedup in (False, True)]
     part = if_equal("rows that stay and that leave", moves.part, _gather_twice, [(device,)], _parted)
     dealing = "dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)
     deal = if_equal(*dealing, _counted_and_dealt)
@@ -193,23 +193,23 @@ def _counted(
 
 
 def _left(
-    function: Callable[..., permute.Leaving], device: torch.device, ranks: int, slots: int, once: bool
+    function: Callable[..., permute.Leaving], device: torch.device, ranks: int, slots: int, dedup: bool
 ) -> tuple[Tensor | None, ...]:
     """Of the last rank; what is of this batch."""
     generator = torch.Generator().manual_seed(0)
     slots_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * ranks * slots).long().to(device)
-    told_2RW, *orders, token_N, meant_N1 = function(slots_TK, ranks - 1, ranks, slots, once=once, word=5)
-    sent = int(told_2RW[0, :, slots].sum()) if once else token_N.shape[0]
-    return told_2RW[0], *orders, token_N[:sent], meant_N1
+    counts_2RW, *orders, token_N, source_row_N1 = function(slots_TK, ranks - 1, ranks, slots, dedup=dedup, tag=5)
+    sent = int(counts_2RW[0, :, slots].sum()) if dedup else token_N.shape[0]
+    return counts_2RW[0], *orders, token_N[:sent], source_row_N1
 
 
 def _arrived(
-    function: Callable[..., permute.Arriving], device: torch.device, ranks: int, slots: int, once: bool
+    function: Callable[..., permute.Arriving], device: torch.device, ranks: int, slots: int, dedup: bool
 ) -> permute.Arriving:
-    told_RW = np.random.default_rng(0).integers(0, 5000 // ranks, (ranks, slots + 1))
-    rows = int(told_RW[:, :slots].sum())
-    meant_M1 = torch.arange(rows, device=device).view(-1, 1) if once else None
-    return function(told_RW, ranks - 1, slots, device, meant_M1)
+    counts_RW = np.random.default_rng(0).integers(0, 5000 // ranks, (ranks, slots + 1))
+    rows = int(counts_RW[:, :slots].sum())
+    source_row_M1 = torch.arange(rows, device=device).view(-1, 1) if dedup else None
+    return function(counts_RW, ranks - 1, slots, device, source_row_M1)
 
 
 def _to_sum(device: torch.device) -> Iterator[tuple[Tensor, Tensor, RowMemory, Tensor | None]]:

@@ -79,26 +79,26 @@ def test_choices_are_dealt_out_in_their_order() -> None:
         assert torch.equal(slots.cpu(), assign_slots(ids, sent, copy_slots))
 
 
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("me", [0, 5])
-def test_what_leaves_and_what_arrives(me: int, once: bool) -> None:
+def test_what_leaves_and_what_arrives(me: int, dedup: bool) -> None:
     slots_TK = choices(me, of=RANKS * SLOTS)
     on_device = slots_TK.to(DEVICE)
-    moves.leaving(on_device, me, RANKS, SLOTS, once=once, word=2**41 + 7)
+    moves.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
     with no_host_sync():
-        found = moves.leaving(on_device, me, RANKS, SLOTS, once=once, word=2**41 + 7)
-    expected = permute.leaving(slots_TK, me, RANKS, SLOTS, once=once, word=2**41 + 7)
-    sent = int(expected.told_2RW[0, :, SLOTS].sum()) if once else slots_TK.numel()
-    assert torch.equal(found.told_2RW[0].cpu(), expected.told_2RW[0])
+        found = moves.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
+    expected = permute.leaving(slots_TK, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
+    sent = int(expected.counts_2RW[0, :, SLOTS].sum()) if dedup else slots_TK.numel()
+    assert torch.equal(found.counts_2RW[0].cpu(), expected.counts_2RW[0])
     assert torch.equal(found.token_N[:sent].cpu(), expected.token_N[:sent])
-    for name in ("choice_N", "place_TK", *["meant_N1"] * once):
+    for name in ("choice_N", "place_TK", *["source_row_N1"] * dedup):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name))
-    told_RW = expected.told_2RW[0].numpy()
-    rows = int(told_RW[:, :SLOTS].sum())
-    meant_M1 = torch.randint(1000, (rows, 1)) if once else None
-    of_device = None if meant_M1 is None else meant_M1.to(DEVICE)
-    arrived = moves.arriving(told_RW, me, SLOTS, DEVICE, of_device, found.told_2RW[0])
-    for one, other in zip(arrived, permute.arriving(told_RW, me, SLOTS, CPU, meant_M1), strict=True):
+    counts_RW = expected.counts_2RW[0].numpy()
+    rows = int(counts_RW[:, :SLOTS].sum())
+    source_row_M1 = torch.randint(1000, (rows, 1)) if dedup else None
+    of_device = None if source_row_M1 is None else source_row_M1.to(DEVICE)
+    arrived = moves.arriving(counts_RW, me, SLOTS, DEVICE, of_device, found.counts_2RW[0])
+    for one, other in zip(arrived, permute.arriving(counts_RW, me, SLOTS, CPU, source_row_M1), strict=True):
         assert torch.equal(one.cpu(), other)
 
 

@@ -72,7 +72,7 @@ class AllToAll(Dispatcher):
         leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
         received_counts = None
         if counts is None:
-            both_2RW, received_counts = self._exchange_counts(leaving.told_2RW)
+            both_2RW, received_counts = self._exchange_counts(leaving.counts_2RW)
         else:
             both_2RW = np.stack([counts.sent_P.reshape(-1, slots), counts.received_RS])
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
@@ -82,8 +82,8 @@ class AllToAll(Dispatcher):
         if dedup:
             sent_R, received_R = both_2RW[:, :, slots]
             token_splits = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
-            assert leaving.meant_N1 is not None
-            source_row_M1 = self._to_ranks(leaving.meant_N1, replace(choice_splits, index_U=None))()
+            assert leaving.source_row_N1 is not None
+            source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choice_splits, index_U=None))()
         arriving = self._moves.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
         return self._metadata(leaving, arriving, choice_splits, token_splits, both_2RW[1])
 
@@ -183,7 +183,7 @@ class AllToAll(Dispatcher):
     def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
         tag = self._meeting.word if with_counts and self._meeting is not None else None
-        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, once=dedup, word=tag)
+        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
     def _metadata(
         self,
@@ -240,7 +240,7 @@ class OneRank(AllToAll):
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         local = AllToAllSplits(None, slots_TK.numel(), [0], [0])
-        ends_S = leaving.told_2RW[0, 0].cumsum(0, dtype=torch.int32)
+        ends_S = leaving.counts_2RW[0, 0].cumsum(0, dtype=torch.int32)
         on_host = None if counts is None else counts.sent_P.tolist()
         return AllToAllMetadata(
             RowRouting(local, leaving.choice_N),

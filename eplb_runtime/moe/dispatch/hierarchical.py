@@ -65,13 +65,13 @@ class Hierarchical(AllToAll):
         visits_TNG = visits_TR.view(-1, nodes, on_node)
         visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
         # Each rank is told of the tokens that visit its node, and of those that visit each of the ranks there.
-        told_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
+        counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
-        columns = [leaving.told_2RW[0], told_NW.repeat_interleave(on_node, dim=0)]
+        columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]
         if self._meeting is not None:
-            columns.append(told_NW.new_full((self._num_ranks, 1), self._meeting.word))
-        told_RW = torch.cat(columns, dim=1)
-        both_2RW, _ = self._exchange_counts(torch.stack([told_RW, told_RW]))
+            columns.append(counts_NW.new_full((self._num_ranks, 1), self._meeting.word))
+        counts_RW = torch.cat(columns, dim=1)
+        both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
         slots = self._slots_per_rank
         counts_RS = both_2RW[1, :, :slots]
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)

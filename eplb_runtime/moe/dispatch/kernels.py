@@ -27,68 +27,83 @@ _ROWS, _PARTS = 1024, 4
 
 
 def leaving(
-    slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, once: bool, word: int | None = None
+    slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
     """By three kernels: count each block of choices, where each slot's begin in each block, the place of each."""
     slots_TK = slots_TK.contiguous()
     choices, top_k, slots = slots_TK.numel(), slots_TK.shape[1], num_ranks * slots_per_rank
-    columns = slots_per_rank + once + (word is not None)
+    columns = slots_per_rank + dedup + (tag is not None)
     # Counts of slots, and of ranks if tokens are sent once.
-    widths = {"SLOTS": power_of_2(max(2, slots)), "RANKS": power_of_2(max(2, num_ranks)) if once else 0}
+    widths = {"SLOTS": power_of_2(max(2, slots)), "RANKS": power_of_2(max(2, num_ranks)) if dedup else 0}
     width, blocks = sum(widths.values()), -(-choices // _BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=slots_TK.device)
 
-    told_2RW, of_blocks = empty(2, num_ranks, columns), empty(blocks, width, dtype=torch.int32)
+    counts_2RW, of_blocks = empty(2, num_ranks, columns), empty(blocks, width, dtype=torch.int32)
     choice_N, place_TK, token_N = empty(choices), empty(*slots_TK.shape), empty(choices)
-    meant_N1 = empty(choices, 1) if once else None
+    source_row_N1 = empty(choices, 1) if dedup else None
     sizes = {"TOP_K": top_k, **widths, "BLOCK": _BLOCK}
     if blocks:
         _count_slots[(blocks,)](slots_TK, of_blocks, choices, slots_per_rank, slots, **sizes, **ASSERT)
     _begin_slots[(-(-width // _WIDE),)](
         of_blocks,
-        told_2RW,
+        counts_2RW,
         blocks,
-        0 if word is None else word,
+        0 if tag is None else tag,
         *(num_ranks, slots_per_rank, columns),
         **widths,
-        HAS_WORD=word is not None,
+        HAS_TAG=tag is not None,
         WIDE=_WIDE,
         AT_ONCE=AT_ONCE,
     )
     if blocks:
         _place[(blocks,)](
-            *(slots_TK, of_blocks, told_2RW, choice_N, place_TK, token_N, choice_N if meant_N1 is None else meant_N1),
+            *(
+                slots_TK,
+                of_blocks,
+                counts_2RW,
+                choice_N,
+                place_TK,
+                token_N,
+                choice_N if source_row_N1 is None else source_row_N1,
+            ),
             *(choices, rank, num_ranks, slots_per_rank, columns),
             **sizes,
             SOME=64,
         )
-    return Leaving(told_2RW, choice_N, place_TK, token_N, meant_N1)
+    return Leaving(counts_2RW, choice_N, place_TK, token_N, source_row_N1)
 
 
 def arriving(
-    told_RW: NDArray[np.int64],
+    counts_RW: NDArray[np.int64],
     first: int,
     slots_per_rank: int,
     device: torch.device,
-    meant_M1: Tensor | None = None,
-    told: Tensor | None = None,
+    source_row_M1: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Arriving:
     """By one kernel; a few programs number the rows that one rank has sent to one slot."""
-    if told is None:
-        told = torch.from_numpy(np.ascontiguousarray(told_RW)).to(device, non_blocking=True)
-    (ranks, columns), rows = told.shape, int(told_RW[:, :slots_per_rank].sum())
+    if counts is None:
+        counts = torch.from_numpy(np.ascontiguousarray(counts_RW)).to(device, non_blocking=True)
+    (ranks, columns), rows = counts.shape, int(counts_RW[:, :slots_per_rank].sum())
 
     def empty(dtype: torch.dtype = torch.int64, length: int = rows) -> Tensor:
         return torch.empty(length, dtype=dtype, device=device)
 
     arrived_M, slot_place_M, ends_S = empty(), empty(), empty(torch.int32, slots_per_rank)
-    row_M = arrived_M if meant_M1 is None else empty()
+    row_M = arrived_M if source_row_M1 is None else empty()
     _arrive[(ranks * slots_per_rank, _PARTS)](
-        *(told.contiguous(), arrived_M if meant_M1 is None else meant_M1, arrived_M, slot_place_M, row_M, ends_S),
+        *(
+            counts.contiguous(),
+            arrived_M if source_row_M1 is None else source_row_M1,
+            arrived_M,
+            slot_place_M,
+            row_M,
+            ends_S,
+        ),
         *(first, ranks, slots_per_rank, columns),
-        MEANT=meant_M1 is not None,
+        HAS_SOURCE_ROWS=source_row_M1 is not None,
         CELLS=power_of_2(ranks * slots_per_rank),
         RANKS=power_of_2(ranks),
         BLOCK=_ROWS,
@@ -172,43 +187,43 @@ def _count_slots(  # type: ignore[no-untyped-def]
         tl.store(of_blocks + block * (SLOTS + RANKS) + SLOTS + tl.arange(0, RANKS), visited)
 
 
-@jit(do_not_specialize=["blocks", "word"])
+@jit(do_not_specialize=["blocks", "tag"])
 def _begin_slots(  # type: ignore[no-untyped-def]
     of_blocks,
-    told,
+    counts,
     blocks,
-    word: tl.int64,
+    tag: tl.int64,
     num_ranks,
     slots_per_rank,
     columns,
     SLOTS: tl.constexpr,
     RANKS: tl.constexpr,
-    HAS_WORD: tl.constexpr,
+    HAS_TAG: tl.constexpr,
     WIDE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """In place: of each slot's choices, how many stand in earlier blocks; and what each rank is told."""
+    """In place: of each slot's choices, how many are in earlier blocks; and the counts for each rank."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     total = before_each_block(of_blocks, blocks, column, SLOTS + RANKS, WIDE, AT_ONCE).to(tl.int64)
-    of_slot = told + column // slots_per_rank * columns + column % slots_per_rank
+    of_slot = counts + column // slots_per_rank * columns + column % slots_per_rank
     tl.store(of_slot, total, mask=column < num_ranks * slots_per_rank)
     if RANKS > 0:
         rank = column - SLOTS
-        tl.store(told + rank * columns + slots_per_rank, total, mask=(rank >= 0) & (rank < num_ranks))
-    if HAS_WORD:
-        said = tl.zeros((WIDE,), dtype=tl.int64) + word
-        tl.store(told + column * columns + columns - 1, said, mask=column < num_ranks)
+        tl.store(counts + rank * columns + slots_per_rank, total, mask=(rank >= 0) & (rank < num_ranks))
+    if HAS_TAG:
+        said = tl.zeros((WIDE,), dtype=tl.int64) + tag
+        tl.store(counts + column * columns + columns - 1, said, mask=column < num_ranks)
 
 
 @jit(do_not_specialize=["choices"])
 def _place(  # type: ignore[no-untyped-def]
     slots,
     of_blocks,
-    told,
+    counts,
     choice_at,
     place_of,
     token_at,
-    meant_at,
+    source_row_at,
     choices,
     me,
     num_ranks,
@@ -236,7 +251,7 @@ def _place(  # type: ignore[no-untyped-def]
     for start in range(0, num_slots, SOME):
         other = start + tl.arange(0, SOME)
         its_rank = other // slots_per_rank
-        counted = tl.load(told + its_rank * columns + other % slots_per_rank, mask=other < num_slots, other=0)
+        counted = tl.load(counts + its_rank * columns + other % slots_per_rank, mask=other < num_slots, other=0)
         its_key = tl.where(its_rank == me, other - num_slots, other)
         place += tl.sum(tl.where(its_key[None, :] < key[:, None], counted.to(tl.int32)[None, :], 0), axis=1)
     tl.store(choice_at + place, choice, mask=there)
@@ -246,21 +261,21 @@ def _place(  # type: ignore[no-untyped-def]
     else:
         first = _is_first(slots, choice, there, rank, slots_per_rank, TOP_K)
         firsts = earlier & (rank[None, :] == rank[:, None]) & first[None, :]
-        meant = tl.sum(firsts.to(tl.int32), axis=1) + tl.load(before_here + SLOTS + rank, mask=there, other=0)
-        meant = tl.where(first, meant, meant - 1)  # an earlier choice of this token is among them
-        tl.store(meant_at + place, meant.to(tl.int64), mask=there)
+        source_row = tl.sum(firsts.to(tl.int32), axis=1) + tl.load(before_here + SLOTS + rank, mask=there, other=0)
+        source_row = tl.where(first, source_row, source_row - 1)  # an earlier choice of this token is among them
+        tl.store(source_row_at + place, source_row.to(tl.int64), mask=there)
         for start in range(0, num_ranks, SOME):
             other = start + tl.arange(0, SOME)
-            visited = tl.load(told + other * columns + slots_per_rank, mask=other < num_ranks, other=0).to(tl.int32)
+            visited = tl.load(counts + other * columns + slots_per_rank, mask=other < num_ranks, other=0).to(tl.int32)
             ahead = tl.where(other == me, -1, other)[None, :] < tl.where(rank == me, -1, rank)[:, None]
-            meant += tl.sum(tl.where(ahead, visited[None, :], 0), axis=1)
-        tl.store(token_at + meant, choice // TOP_K, mask=first)
+            source_row += tl.sum(tl.where(ahead, visited[None, :], 0), axis=1)
+        tl.store(token_at + source_row, choice // TOP_K, mask=first)
 
 
 @jit
 def _arrive(  # type: ignore[no-untyped-def]
-    told,
-    meant_at,
+    counts,
+    source_row_at,
     arrived_at,
     slot_place,
     row_at,
@@ -269,7 +284,7 @@ def _arrive(  # type: ignore[no-untyped-def]
     num_ranks,
     slots_per_rank,
     columns,
-    MEANT: tl.constexpr,
+    HAS_SOURCE_ROWS: tl.constexpr,
     CELLS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -278,25 +293,25 @@ def _arrive(  # type: ignore[no-untyped-def]
     slot, rank = tl.program_id(0) // num_ranks, tl.program_id(0) % num_ranks
     cell = tl.arange(0, CELLS)
     of_rank, of_slot = cell // slots_per_rank, cell % slots_per_rank
-    counted = tl.load(told + of_rank * columns + of_slot, mask=of_rank < num_ranks, other=0)
+    counted = tl.load(counts + of_rank * columns + of_slot, mask=of_rank < num_ranks, other=0)
     key = tl.where(rank == me, -1, rank)  # this rank's rows lie before all others as they arrive
     before = tl.where(of_rank == me, -1, of_rank)
     rows = tl.sum(tl.where((of_rank == rank) & (of_slot == slot), counted, 0))
     by_slot = tl.sum(tl.where((of_slot < slot) | ((of_slot == slot) & (of_rank < rank)), counted, 0))
     arrival = tl.sum(tl.where((before < key) | ((before == key) & (of_slot < slot)), counted, 0))
     begin = tl.zeros((), dtype=tl.int64)
-    if MEANT:
+    if HAS_SOURCE_ROWS:
         other = tl.arange(0, RANKS)
-        tokens = tl.load(told + other * columns + slots_per_rank, mask=other < num_ranks, other=0)
+        tokens = tl.load(counts + other * columns + slots_per_rank, mask=other < num_ranks, other=0)
         begin = tl.sum(tl.where(tl.where(other == me, -1, other) < key, tokens, 0))
     for start in range(tl.program_id(1) * BLOCK, rows, PARTS * BLOCK):
         row = start + tl.arange(0, BLOCK)
         there = row < rows
         tl.store(arrived_at + by_slot + row, arrival + row, mask=there)
         tl.store(slot_place + arrival + row, by_slot + row, mask=there)
-        if MEANT:
-            meant = tl.load(meant_at + arrival + row, mask=there, other=0)
-            tl.store(row_at + by_slot + row, begin + meant, mask=there)
+        if HAS_SOURCE_ROWS:
+            source_row = tl.load(source_row_at + arrival + row, mask=there, other=0)
+            tl.store(row_at + by_slot + row, begin + source_row, mask=there)
     if (rank == num_ranks - 1) & (tl.program_id(1) == 0):
         tl.store(ends + slot, (by_slot + rows).to(tl.int32))
 

@@ -30,20 +30,20 @@ class Leaving(NamedTuple):
     """What a batch's choices say of what this rank sends, ahead of any exchange. Own rows come first, then by rank.
 
     Attributes:
-        told_2RW: int64, what each rank is told: choices of each of its slots, then, if tokens are sent once, how many
-            tokens, then the word, if there is one; and room for what each rank tells this one.
+        counts_2RW: int64, sent to each rank: choices of each of its slots, then, with ``dedup``, how many tokens, then
+            the tag, if there is one; and room for what each rank sends here.
         choice_N: int64, choices by slot, choices of one slot in their own order.
         place_TK: int64, the place of each choice there.
-        token_N: int64, the token of each; if tokens are sent once, these tokens, and no more than ``told_2RW`` says.
-        meant_N1: int64, for each of ``choice_N`` which of the tokens that its rank is sent it is of; None: each choice
-            is sent with a row of its own.
+        token_N: int64, the token of each; with ``dedup``, the tokens to send, as many as ``counts_2RW`` says.
+        source_row_N1: int64, for each of ``choice_N`` the row of its token among those sent to its rank; None: each
+            choice has a row of its own.
     """
 
-    told_2RW: Tensor
+    counts_2RW: Tensor
     choice_N: Tensor
     place_TK: Tensor
     token_N: Tensor
-    meant_N1: Tensor | None
+    source_row_N1: Tensor | None
 
 
 class Arriving(NamedTuple):
@@ -63,53 +63,53 @@ class Arriving(NamedTuple):
 
 
 def leaving(
-    slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, once: bool, word: int | None = None
+    slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
     """Which row goes where. No host sync.
 
     Args:
         slots_TK: integer; each from 0 to P - 1.
         rank: this one.
-        once: a token goes to each rank where it has choices once, not once for each choice.
-        word: what else each rank is told.
+        dedup: send a token once to each rank where it has choices, not once for each choice.
+        tag: sent to each rank beside the counts.
     """
     slots_N, device = slots_TK.reshape(-1), slots_TK.device
     choice_N = order_by_slot(slots_N, rank * slots_per_rank, slots_per_rank, num_ranks * slots_per_rank)
     place_TK = inverse(choice_N).view(slots_TK.shape)
-    told = [count(slots_N, num_ranks * slots_per_rank).view(num_ranks, slots_per_rank)]
-    if once:
+    counts = [count(slots_N, num_ranks * slots_per_rank).view(num_ranks, slots_per_rank)]
+    if dedup:
         visits_TR = visits(slots_TK, slots_per_rank, num_ranks)
         tokens_R = visits_TR.sum(dim=0)
         begin_R = (_ahead(num_ranks, rank, device) * tokens_R).sum(dim=1)
         token_N, within_TR = each_once(visits_TR, begin_R, slots_N.shape[0])
-        meant_N1 = within_TR.gather(1, slots_TK // slots_per_rank).view(-1, 1).index_select(0, choice_N)
-        told.append(tokens_R.unsqueeze(1))
+        source_row_N1 = within_TR.gather(1, slots_TK // slots_per_rank).view(-1, 1).index_select(0, choice_N)
+        counts.append(tokens_R.unsqueeze(1))
     else:
-        token_N, meant_N1 = choice_N // slots_TK.shape[1], None
-    if word is not None:
-        told.append(choice_N.new_full((num_ranks, 1), word))
-    told_2RW = choice_N.new_empty(2, num_ranks, sum(column.shape[1] for column in told))
-    torch.cat(told, dim=1, out=told_2RW[0])
-    return Leaving(told_2RW, choice_N, place_TK, token_N, meant_N1)
+        token_N, source_row_N1 = choice_N // slots_TK.shape[1], None
+    if tag is not None:
+        counts.append(choice_N.new_full((num_ranks, 1), tag))
+    counts_2RW = choice_N.new_empty(2, num_ranks, sum(column.shape[1] for column in counts))
+    torch.cat(counts, dim=1, out=counts_2RW[0])
+    return Leaving(counts_2RW, choice_N, place_TK, token_N, source_row_N1)
 
 
 def arriving(
-    told_RW: NDArray[np.int64],
+    counts_RW: NDArray[np.int64],
     first: int,
     slots_per_rank: int,
     device: torch.device,
-    meant_M1: Tensor | None = None,
-    told: Tensor | None = None,
+    source_row_M1: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Arriving:
     """Where rows arrive, and where they are wanted.
 
     Args:
-        told_RW: int64, what each rank has told this one (`Leaving`).
+        counts_RW: int64, the counts that each rank has sent here (`Leaving`).
         first: this rank.
-        meant_M1: `Leaving.meant_N1` of all ranks, as it arrives; None: each choice arrives with a row of its own.
-        told: ``told_RW`` on ``device``, if it is there already.
+        source_row_M1: `Leaving.source_row_N1` of all ranks, in arrival order; None: each choice has a row of its own.
+        counts: ``counts_RW`` on ``device``, if it is there already.
     """
-    counts_RS = told_RW[:, :slots_per_rank]
+    counts_RS = counts_RW[:, :slots_per_rank]
     arrival_R = own_first(len(counts_RS), first)
     arriving_RS = counts_RS[arrival_R]
     arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
@@ -117,16 +117,16 @@ def arriving(
     shift_RS = arrives_RS - by_slot_SR.T
     # Every group moves as a whole: one number says how far.
     groups = [shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()]
-    if meant_M1 is not None:
-        groups.append(np.tile(begins(told_RW[:, slots_per_rank], first), slots_per_rank))
+    if source_row_M1 is not None:
+        groups.append(np.tile(begins(counts_RW[:, slots_per_rank], first), slots_per_rank))
     shift, length, shift_back, length_back, *begin = torch.from_numpy(np.stack(groups)).to(device, non_blocking=True)
     rows = int(counts_RS.sum())
     place_M = torch.arange(rows, device=device)
     arrived_M = place_M + torch.repeat_interleave(shift, length, output_size=rows)
     row_M = arrived_M
-    if meant_M1 is not None:
+    if source_row_M1 is not None:
         row_M = torch.repeat_interleave(begin[0], length, output_size=rows)
-        row_M += meant_M1.view(-1).index_select(0, arrived_M)
+        row_M += source_row_M1.view(-1).index_select(0, arrived_M)
     return Arriving(
         arrived_M,
         place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows),

@@ -61,7 +61,7 @@ def run(
         device: a GPU, or a CPU in Triton's interpreter.
         repeats: of each timing.
         tokens, top_k, experts, ranks, hidden: of the batch; one replica slot a rank. ``ranks`` divides ``experts``.
-        on_progress: told what is measured next.
+        on_progress: counts what is measured next.
         at_once: calls of a timing.
 
     Returns:
@@ -149,14 +149,14 @@ def _of_order(ids_TK: torch.Tensor, slots: int, ranks: int, copy_ids: Callable[[
     given = ids_TK, 0, ranks, slots
     yield _Kernel(
         "order of choices by slot",
-        partial(kernels.leaving, *given, once=True, word=1),
-        partial(permute.leaving, *given, once=True, word=1),
+        partial(kernels.leaving, *given, dedup=True, tag=1),
+        partial(permute.leaving, *given, dedup=True, tag=1),
         copy_ids,
     )
-    left = kernels.leaving(*given, once=False)
-    told = left.told_2RW[0]
-    told_RW = told.cpu().numpy()
-    arrives = told_RW, 0, slots, ids_TK.device, None, told
+    left = kernels.leaving(*given, dedup=False)
+    counts = left.counts_2RW[0]
+    counts_RW = counts.cpu().numpy()
+    arrives = counts_RW, 0, slots, ids_TK.device, None, counts
     yield _Kernel(
         "order of rows that arrive", partial(kernels.arriving, *arrives), partial(permute.arriving, *arrives), copy_ids
     )

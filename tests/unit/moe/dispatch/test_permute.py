@@ -79,20 +79,20 @@ def test_rows_that_arrive_by_rank_are_regrouped_by_slot(first: int, seed: int) -
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 def test_what_leaves_names_for_each_choice_the_token_that_its_rank_is_sent(me: int, tokens: int) -> None:
     slots = choices(tokens, 4, 6)
-    found = permute.leaving(slots, me, 3, 2, once=True, word=7)
-    told, order = found.told_2RW[0].tolist(), [me, *(rank for rank in range(3) if rank != me)]
+    found = permute.leaving(slots, me, 3, 2, dedup=True, tag=7)
+    counts, order = found.counts_2RW[0].tolist(), [me, *(rank for rank in range(3) if rank != me)]
     begin, sent = {}, []
     for rank in order:
         begin[rank] = len(sent)
         sent += [token for token in range(tokens) if (slots[token] // 2 == rank).any()]
-        assert told[rank] == [*[int((slots == 2 * rank + s).sum()) for s in range(2)], len(sent) - begin[rank], 7]
+        assert counts[rank] == [*[int((slots == 2 * rank + s).sum()) for s in range(2)], len(sent) - begin[rank], 7]
     assert found.token_N[: len(sent)].tolist() == sent
-    for choice, meant in zip(found.choice_N.tolist(), found.meant_N1.view(-1).tolist(), strict=True):
+    for choice, source_row in zip(found.choice_N.tolist(), found.source_row_N1.view(-1).tolist(), strict=True):
         rank = int(slots.view(-1)[choice]) // 2
-        assert sent[begin[rank] + meant] == choice // 4
-    alone = permute.leaving(slots, me, 3, 2, once=False)
-    assert torch.equal(alone.token_N, alone.choice_N // 4) and alone.meant_N1 is None
-    assert torch.equal(alone.told_2RW[0], found.told_2RW[0, :, :2])
+        assert sent[begin[rank] + source_row] == choice // 4
+    alone = permute.leaving(slots, me, 3, 2, dedup=False)
+    assert torch.equal(alone.token_N, alone.choice_N // 4) and alone.source_row_N1 is None
+    assert torch.equal(alone.counts_2RW[0], found.counts_2RW[0, :, :2])
     assert torch.equal(alone.place_TK.view(-1)[alone.choice_N], torch.arange(4 * tokens))
 
 

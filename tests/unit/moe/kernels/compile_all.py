@@ -21,8 +21,8 @@ NUMBERS = {"FRACTION": 16, "EIGHTHS": 5, "FROM": 2, "TOLERANCE": 10}
 SUMMED = {"TOP_K": 8, "COLUMNS": 1024}
 
 
-def of_slots(once: bool) -> dict[str, Any]:
-    return {"TOP_K": 8, "SLOTS": 512, "RANKS": 64 * once}
+def of_slots(dedup: bool) -> dict[str, Any]:
+    return {"TOP_K": 8, "SLOTS": 512, "RANKS": 64 * dedup}
 
 
 KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
@@ -43,19 +43,19 @@ KERNELS: list[tuple[Any, list[str], dict[str, Any]]] = [
     ),
     *(
         case
-        for once in (True, False)
+        for dedup in (True, False)
         for case in (
-            (moves._count_slots, [LONG, INT, *[NUMBER] * 3], {**of_slots(once), "BLOCK": 256}),
+            (moves._count_slots, [LONG, INT, *[NUMBER] * 3], {**of_slots(dedup), "BLOCK": 256}),
             (
                 moves._begin_slots,
                 [INT, LONG, NUMBER, "i64", *[NUMBER] * 3],
-                {"SLOTS": 512, "RANKS": 64 * once, "HAS_WORD": once, "WIDE": 32, "AT_ONCE": 128},
+                {"SLOTS": 512, "RANKS": 64 * dedup, "HAS_TAG": dedup, "WIDE": 32, "AT_ONCE": 128},
             ),
-            (moves._place, [LONG, INT, *[LONG] * 5, *[NUMBER] * 5], {**of_slots(once), "BLOCK": 256, "SOME": 64}),
+            (moves._place, [LONG, INT, *[LONG] * 5, *[NUMBER] * 5], {**of_slots(dedup), "BLOCK": 256, "SOME": 64}),
             (
                 moves._arrive,
                 [*[LONG] * 5, INT, *[NUMBER] * 4],
-                {"MEANT": once, "CELLS": 512, "RANKS": 64, "BLOCK": 1024, "PARTS": 4},
+                {"HAS_SOURCE_ROWS": dedup, "CELLS": 512, "RANKS": 64, "BLOCK": 1024, "PARTS": 4},
             ),
         )
     ),

@@ -33,21 +33,21 @@ def same(found: tuple, expected: tuple) -> None:
             assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other), name
 
 
-def leave_alike(slots_TK: Tensor, me: int, ranks: int, slots: int, once: bool, word: int | None) -> None:
+def leave_alike(slots_TK: Tensor, me: int, ranks: int, slots: int, dedup: bool, tag: int | None) -> None:
     found, expected = (
-        function(slots_TK, me, ranks, slots, once=once, word=word) for function in (kernels.leaving, permute.leaving)
+        function(slots_TK, me, ranks, slots, dedup=dedup, tag=tag) for function in (kernels.leaving, permute.leaving)
     )
-    sent = int(expected.told_2RW[0, :, slots].sum()) if once else slots_TK.numel()
-    same(*(one._replace(told_2RW=one.told_2RW[0], token_N=one.token_N[:sent]) for one in (found, expected)))
+    sent = int(expected.counts_2RW[0, :, slots].sum()) if dedup else slots_TK.numel()
+    same(*(one._replace(counts_2RW=one.counts_2RW[0], token_N=one.token_N[:sent]) for one in (found, expected)))
 
 
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize(("ranks", "slots"), JOBS)
 @pytest.mark.parametrize(("tokens", "top_k"), BATCHES)
-def test_what_leaves(tokens: int, top_k: int, ranks: int, slots: int, once: bool) -> None:
+def test_what_leaves(tokens: int, top_k: int, ranks: int, slots: int, dedup: bool) -> None:
     slots_TK = slots_of(tokens, top_k, ranks * slots)
     for me in {0, ranks // 2, ranks - 1}:
-        leave_alike(slots_TK, me, ranks, slots, once, (3 << 40) + 1 if me else None)
+        leave_alike(slots_TK, me, ranks, slots, dedup, (3 << 40) + 1 if me else None)
 
 
 def test_what_leaves_where_all_choose_one_slot_and_where_choices_do_not_lie_in_a_row() -> None:
@@ -57,25 +57,25 @@ def test_what_leaves_where_all_choose_one_slot_and_where_choices_do_not_lie_in_a
     leave_alike(slots_of(40000, 1, 70), 0, 7, 10, False, None)  # more blocks than are counted at once
 
 
-@pytest.mark.parametrize("once", [True, False])
-def test_slots_of_32_bits(once: bool) -> None:
+@pytest.mark.parametrize("dedup", [True, False])
+def test_slots_of_32_bits(dedup: bool) -> None:
     slots_TK = slots_of(90, 3, 8)
-    found = kernels.leaving(slots_TK.int(), 0, 2, 4, once=once)
-    same(found._replace(told_2RW=found.told_2RW[0], token_N=found.token_N[:1]), _first_token(slots_TK, once))
+    found = kernels.leaving(slots_TK.int(), 0, 2, 4, dedup=dedup)
+    same(found._replace(counts_2RW=found.counts_2RW[0], token_N=found.token_N[:1]), _first_token(slots_TK, dedup))
 
 
-def _first_token(slots_TK: Tensor, once: bool) -> permute.Leaving:
-    expected = permute.leaving(slots_TK, 0, 2, 4, once=once)
-    return expected._replace(told_2RW=expected.told_2RW[0], token_N=expected.token_N[:1])
+def _first_token(slots_TK: Tensor, dedup: bool) -> permute.Leaving:
+    expected = permute.leaving(slots_TK, 0, 2, 4, dedup=dedup)
+    return expected._replace(counts_2RW=expected.counts_2RW[0], token_N=expected.token_N[:1])
 
 
 @pytest.mark.parametrize("slot", [-1, 8])
 def test_a_slot_that_there_is_not_is_noticed_on_the_device(slot: int, asserting: None) -> None:
-    kernels.leaving(slots_of(90, 3, 8), 0, 2, 4, once=True)
+    kernels.leaving(slots_of(90, 3, 8), 0, 2, 4, dedup=True)
     slots_TK = slots_of(90, 3, 8)
     slots_TK[40, 1] = slot
     with pytest.raises(Exception, match="a slot that there is not"):
-        kernels.leaving(slots_TK, 0, 2, 4, once=True)
+        kernels.leaving(slots_TK, 0, 2, 4, dedup=True)
 
 
 @pytest.mark.parametrize("meant", [True, False])
@@ -83,13 +83,13 @@ def test_a_slot_that_there_is_not_is_noticed_on_the_device(slot: int, asserting:
 @pytest.mark.parametrize("most", [0, 3, 900])
 def test_what_arrives(ranks: int, slots: int, most: int, meant: bool) -> None:
     generator = np.random.default_rng(ranks + most)
-    told_RW = generator.integers(0, most + 1, (ranks, slots + 2)) * generator.integers(0, 2, (ranks, slots + 2))
-    rows = int(told_RW[:, :slots].sum())
-    meant_M1 = torch.randint(1000, (rows, 1)) if meant else None
+    counts_RW = generator.integers(0, most + 1, (ranks, slots + 2)) * generator.integers(0, 2, (ranks, slots + 2))
+    rows = int(counts_RW[:, :slots].sum())
+    source_row_M1 = torch.randint(1000, (rows, 1)) if meant else None
     for first in {0, ranks - 1}:
-        for told in (None, torch.from_numpy(told_RW)):
+        for told in (None, torch.from_numpy(counts_RW)):
             found, expected = (
-                function(told_RW, first, slots, CPU, meant_M1, told)
+                function(counts_RW, first, slots, CPU, source_row_M1, told)
                 for function in (kernels.arriving, permute.arriving)
             )
             same(found, expected)
@@ -97,8 +97,8 @@ def test_what_arrives(ranks: int, slots: int, most: int, meant: bool) -> None:
 
 
 def test_a_group_of_more_rows_than_its_programs_number_at_once() -> None:
-    told_RW = np.array([[9000, 1], [0, 5000]])
-    same(kernels.arriving(told_RW, 1, 2, CPU), permute.arriving(told_RW, 1, 2, CPU))
+    counts_RW = np.array([[9000, 1], [0, 5000]])
+    same(kernels.arriving(counts_RW, 1, 2, CPU), permute.arriving(counts_RW, 1, 2, CPU))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.uint8], ids=str)
