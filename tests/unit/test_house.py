@@ -1,8 +1,10 @@
-"""The house: eighteen entries at the root, each file in a room, and one order in which rooms import each other."""
+"""The house: eighteen entries at the root, each file in a room, and one order in which rooms import each other; a class
+name is used once, and no function takes a long list of parameters."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
@@ -36,6 +38,9 @@ ORDER: tuple[str, ...] = (
 """Each imports only from those before it."""
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 """(module, a module of a later room) -> the one reason why it is imported all the same."""
+MOST_PARAMETERS = 8
+COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
+"""In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
 
@@ -94,6 +99,41 @@ def test_torch_compile_looks_into_no_backward_pass() -> None:
     assert not seen
     one = ast.parse("class F:\n  @staticmethod\n  def backward(ctx): ...")
     assert list(backward_passes(one)) == [(3, ["staticmethod"])]
+
+
+def test_a_class_name_is_used_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_function_takes_a_long_list() -> None:
+    """Keyword-only arguments of public calls apart: they are read by name."""
+    seen = {
+        f"{module}.{name}": number
+        for module, path in modules()
+        if module != "moe.custom_ops"  # operators of torch take tensors and numbers alone
+        for name, number in parameters(ast.parse(path.read_text()))
+        if number > MOST_PARAMETERS
+    }
+    assert seen == {}
+    long = ast.parse(f"def f({', '.join('abcdefghi')}, *, j): ...\n@jit\ndef g({', '.join('abcdefghi')}): ...")
+    assert list(parameters(long)) == [("f", 9)]
+
+
+def parameters(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Name and number of positional parameters of the functions that nothing compiles."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+        if any(word in decorators for word in COMPILED):
+            continue
+        given = [*node.args.posonlyargs, *node.args.args]
+        yield node.name, sum(argument.arg not in ("self", "cls", "ctx") for argument in given)
 
 
 def backward_passes(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:

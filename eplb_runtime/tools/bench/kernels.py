@@ -46,6 +46,7 @@ class _Kernel:
 def run(
     device: torch.device,
     repeats: int = 20,
+    *,
     tokens: int = 4096,
     top_k: int = 8,
     experts: int = 256,
