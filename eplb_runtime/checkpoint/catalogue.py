@@ -30,7 +30,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredSpan:
     """A box of a saved tensor: where it lies within the tensor, and where its bytes are."""
 
     offsets: tuple[int, ...]
@@ -81,7 +81,7 @@ class Saved:
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[StoredSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Catalogue:
         except SchemaError as error:
             raise CheckpointError(f"{folder / INDEX} cannot be used: {error}") from None
         sizes: dict[str, tuple[int, ...]] = {}
-        parts: dict[str, dict[tuple[int, ...], Part]] = {}
+        parts: dict[str, dict[tuple[int, ...], StoredSpan]] = {}
         optimizers: dict[str, Mapping[str, Any]] = {}
         for file in index["files"]:
             path = folder / file["name"]
@@ -135,7 +135,7 @@ class Catalogue:
             for name, entry in header.items():
                 key, _, offsets = name.rpartition("@")
                 first, last = entry["data_offsets"]
-                part = Part(
+                part = StoredSpan(
                     tuple(int(offset) for offset in offsets.split(",")) if offsets else (),
                     tuple(entry["shape"]),
                     DTYPES[entry["dtype"]],
@@ -191,7 +191,7 @@ class Catalogue:
 
 
 def _overlap(
-    part: Part, offsets: Sequence[int], shape: Sequence[int]
+    part: StoredSpan, offsets: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What a part and a box have in common, as slices of each; None: nothing."""
     inside, outside = [], []

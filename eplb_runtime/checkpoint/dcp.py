@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 
 from ..moe.experts.slices import columns, local
 from .expert_rows import ExpertRows
-from .meeting import Meeting
+from .meeting import JointAccess
 from .optimizers import Given
 from .restoring import options_of, restore_placement, set_options
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state
@@ -106,7 +106,7 @@ def save(
     process_group: dist.ProcessGroup | None,
 ) -> None:
     """`saving.save` by DCP. It writes over what it finds, so a folder that has a checkpoint is refused."""
-    if storage_writer is None and Meeting.of(view, process_group).folder_has(Path(folder) / ".metadata"):
+    if storage_writer is None and JointAccess.of(view, process_group).folder_has(Path(folder) / ".metadata"):
         raise CheckpointError(
             f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
         )

@@ -30,7 +30,7 @@ _ALIKE = (
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RowRun:
     """Local rows ``first_row .. first_row + length`` are experts ``first_expert .. first_expert + length``."""
 
     first_row: int
@@ -90,18 +90,18 @@ class ExpertRows(Tensor):
             return twin._like(func(twin._rows, *rest, **kwargs))
         raise NotImplementedError(f"{func}: ExpertRows is for torch.distributed.checkpoint only")
 
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[_RowRun]:
         # Short ones: DCP copies each chunk that it writes, and reads whole chunks.
-        runs: list[_Run] = []
+        runs: list[_RowRun] = []
         longest = rows_at_once(self._rows)
         for row, expert in enumerate(self._experts):
             if runs and runs[-1].length < longest and expert == runs[-1].first_expert + runs[-1].length:
-                runs[-1] = _Run(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)
+                runs[-1] = _RowRun(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)
             else:
-                runs.append(_Run(row, expert, 1))
+                runs.append(_RowRun(row, expert, 1))
         return runs
 
-    def _offsets(self, run: _Run) -> torch.Size:
+    def _offsets(self, run: _RowRun) -> torch.Size:
         return torch.Size([run.first_expert, self._first_column, *[0] * self.ndim][: self.ndim])
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:

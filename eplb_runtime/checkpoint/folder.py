@@ -24,7 +24,7 @@ from torch import Tensor
 from ..utils.files import PARTIALS, write_file
 from .boxes import Box, boxes_here, boxes_to_write
 from .catalogue import INDEX, Catalogue, index_checksum, names_of
-from .meeting import Meeting
+from .meeting import JointAccess
 from .restoring import options_of, restore_placement, set_options
 from .schema import FORMAT, VERSION
 from .state import (
@@ -56,7 +56,7 @@ class _Content:
 def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> None:
     """`saving.save` in our own format."""
     wait_for_saving(view)
-    meeting = Meeting.of(view, process_group)
+    meeting = JointAccess.of(view, process_group)
     found: list[_Content] = []
     meeting.trying(lambda: found.append(_content(view, meeting)))
     _write(folder, meeting, found)
@@ -64,9 +64,9 @@ def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | Non
 
 def async_save(folder: Path, view: LogicalView) -> Future[None]:
     """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
-    meeting = Meeting.of(view)
+    meeting = JointAccess.of(view)
     if view.balancer is not None:
-        meeting = Meeting(view.balancer._background_group(), torch.device("cpu"))
+        meeting = JointAccess(view.balancer._background_group(), torch.device("cpu"))
     found: list[_Content] = []
 
     def copy() -> None:
@@ -103,7 +103,7 @@ def _saving(view: LogicalView) -> Future[None] | None:
     return view.model.__dict__.get("_eplb_runtime_saving")
 
 
-def _content(view: LogicalView, meeting: Meeting) -> _Content:
+def _content(view: LogicalView, meeting: JointAccess) -> _Content:
     ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else meeting.ranks
     boxes = boxes_to_write(view, list(view.entries()), ranks)
     balancer = view.balancer.state_dict() if view.balancer is not None else None
@@ -111,7 +111,7 @@ def _content(view: LogicalView, meeting: Meeting) -> _Content:
 
 
 @torch.no_grad()
-def _write(folder: Path, meeting: Meeting, found: Sequence[_Content]) -> None:
+def _write(folder: Path, meeting: JointAccess, found: Sequence[_Content]) -> None:
     """``found``: what this rank writes; empty: it could not be had, and all ranks hear of it."""
     meeting.agree(f"{folder} was not saved")
     (content,) = found
@@ -195,7 +195,7 @@ def _bytes(data: bytes) -> Tensor:
 @torch.no_grad()
 def load(folder: Path, view: LogicalView, *, warm_start: bool, process_group: dist.ProcessGroup | None) -> None:
     """`saving.load` of our own format."""
-    meeting = Meeting.of(view, process_group)
+    meeting = JointAccess.of(view, process_group)
     problem = f"{folder} was not loaded, nothing is changed"
     found: list[Any] = []
     meeting.trying(lambda: found.extend(_checked(folder, view)))

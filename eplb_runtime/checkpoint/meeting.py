@@ -16,7 +16,7 @@ from ..distributed.ranks import gather_rows
 from .state import CheckpointError, LogicalView
 
 
-class Meeting:
+class JointAccess:
     """One save or load, on one rank.
 
     Args:
@@ -33,7 +33,7 @@ class Meeting:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
 
     @classmethod
-    def of(cls, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> Meeting:
+    def of(cls, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> JointAccess:
         """All ranks of the model's job; of one that is not attached: the group given, or the world."""
         if process_group is None and view.balancer is not None:
             return cls(view.balancer._gradient_group, view.balancer._runtime.device)

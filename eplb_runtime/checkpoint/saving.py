@@ -13,7 +13,7 @@ from torch import nn
 from . import dcp
 from . import folder as own
 from .catalogue import INDEX
-from .meeting import Meeting
+from .meeting import JointAccess
 from .optimizers import Given
 from .state import CheckpointError, LogicalView
 
@@ -110,7 +110,7 @@ def load(
     """
     view = LogicalView(model, optimizer)
     own.wait_for_saving(view)
-    if storage_reader is None and Meeting.of(view, process_group).folder_has(Path(folder) / INDEX):
+    if storage_reader is None and JointAccess.of(view, process_group).folder_has(Path(folder) / INDEX):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         own.load(Path(folder), view, warm_start=warm_start, process_group=process_group)

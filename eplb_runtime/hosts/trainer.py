@@ -21,7 +21,7 @@ from ..balancer.balancer import Balancer
 from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.catalogue import INDEX
-from ..checkpoint.meeting import Meeting
+from ..checkpoint.meeting import JointAccess
 from ..checkpoint.restoring import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig
@@ -225,7 +225,7 @@ class BalancedTrainerMixin(_TrainerToCome):
         if checkpoint is None:
             return
         folder, view = Path(checkpoint), LogicalView(self.model)
-        meeting = Meeting.of(view)
+        meeting = JointAccess.of(view)
         if meeting.folder_has(folder / STATE / INDEX):
             load(folder / STATE, self.model, self._bare_optimizer)
         else:

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..distributed.transports.deepep_package import refuse_filled_memory
 from ..distributed.transports.deepep_rows import (
     ROW_BYTES,
-    Part,
-    Stream,
+    RowSpan,
+    RowStream,
     addresses,
     as_rows,
     call,
@@ -117,7 +117,9 @@ class _Call:
             row.copy_(bytes_M[place], non_blocking=True)
 
 
-def _call(by: Multicast, streams: Sequence[Sequence[Stream]], here: dict[tuple[int, int], Tensor], first: int) -> _Call:
+def _call(
+    by: Multicast, streams: Sequence[Sequence[RowStream]], here: dict[tuple[int, int], Tensor], first: int
+) -> _Call:
     """Rows ``first`` to ``first + CALL_ROWS`` of every rank."""
     mine = parts_of(streams[by.rank], first, CALL_ROWS)
     width = max(len(stream.peers) for of_rank in streams for stream in of_rank)
@@ -138,7 +140,7 @@ def _call(by: Multicast, streams: Sequence[Sequence[Stream]], here: dict[tuple[i
     )
 
 
-def _places(parts: Sequence[Part], here: dict[tuple[int, int], Tensor]) -> list[tuple[Tensor, slice]]:
+def _places(parts: Sequence[RowSpan], here: dict[tuple[int, int], Tensor]) -> list[tuple[Tensor, slice]]:
     places = []
     for part, rows in zip(parts, rows_of(parts), strict=True):
         begin = rows.start * ROW_BYTES

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
 from eplb_runtime.distributed.transports import neighbours, nixl_agent
-from eplb_runtime.distributed.transports.automatic import Automatic, Choice, choose, lacks, probe
+from eplb_runtime.distributed.transports.automatic import Automatic, TransportChoice, choose, lacks, probe
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.distributed.transports.mixed import Mixed
 from eplb_runtime.distributed.transports.shm import SharedMemory
@@ -80,7 +80,7 @@ def warmed_up() -> Automatic:
     return transport
 
 
-def in_three_places(rank: int) -> list[tuple[str, Choice | None]]:
+def in_three_places(rank: int) -> list[tuple[str, TransportChoice | None]]:
     """One node; two nodes; one node where rank 2 cannot open the others' memory."""
 
     def refuse(*_: object) -> None:

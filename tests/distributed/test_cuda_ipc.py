@@ -22,7 +22,7 @@ from transport_contract import CASES, RANKS, Case, hear, large_messages, run_cas
 from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory
 from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
-from eplb_runtime.distributed.transports.cuda_memory import Export, Handle
+from eplb_runtime.distributed.transports.cuda_memory import Export, IpcHandle
 
 CPU = torch.device("cpu")
 CHEAP = [case for case in CASES if case is not large_messages]
@@ -175,9 +175,9 @@ def test_a_handle_has_the_fields_that_torch_gives_and_takes() -> None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     given = next(c for c in calls if getattr(c.value.func, "attr", "") == "_share_cuda_")
     taken = next(c for c in calls if getattr(c.value.func, "attr", "") == "_new_shared_cuda")
-    assert names_of(given.targets[0]) == list(Handle._fields)
+    assert names_of(given.targets[0]) == list(IpcHandle._fields)
     assert [argument.id.removeprefix("storage_") for argument in taken.value.args] == [
-        field.removeprefix("storage_") for field in Handle._fields
+        field.removeprefix("storage_") for field in IpcHandle._fields
     ]
     released = inspect.getsource(reductions.rebuild_cuda_tensor)
     assert "_release_ipc_counter(\n                ref_counter_handle, ref_counter_offset, device=" in released

@@ -35,7 +35,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """The carriers of one job, equal on all its ranks.
 
     Args:
@@ -87,7 +87,7 @@ def lacks(device: torch.device, backend: str) -> dict[str, str]:
     }
 
 
-def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Choice:
+def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> TransportChoice:
     """The carriers that all ranks will use.
 
     Args:
@@ -105,7 +105,7 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Choice
     within = next((name for name in ("shm", "cuda_ipc") if not why[name]), "torch")
     across = "torch" if why["nixl"] else "nixl"
     unused = [name for name in why if why[name] and not (name == "cuda_ipc" and within == "shm")]
-    return Choice(within, across, "; ".join(f"no {name}: {why[name]}" for name in unused))
+    return TransportChoice(within, across, "; ".join(f"no {name}: {why[name]}" for name in unused))
 
 
 class Automatic(Transport):
@@ -124,7 +124,7 @@ class Automatic(Transport):
         self._carrier: Transport = TorchPointToPoint(*self._arguments)
         self._model_device = device
         self.device = self._carrier.device
-        self.choice: Choice | None = None
+        self.choice: TransportChoice | None = None
 
     def warm_up(self, deadline: float) -> None:
         mine = json.dumps([node_of_this_rank(), lacks(self._model_device, self._arguments[1])]).encode()
@@ -134,7 +134,7 @@ class Automatic(Transport):
         if (self.choice.within, self.choice.across) != ("torch", "torch"):
             problem = self._try(nodes, self.choice, deadline)
             if problem:
-                self.choice = Choice(
+                self.choice = TransportChoice(
                     "torch", "torch", f"{self.choice.within} or {self.choice.across} failed: {problem}"
                 )
         if (self.choice.within, self.choice.across) == ("torch", "torch"):
@@ -176,7 +176,7 @@ class Automatic(Transport):
             return CudaIpc(*self._arguments, peers=peers)
         return Nixl(*self._arguments, peers=peers) if name == "nixl" else TorchPointToPoint(*self._arguments)
 
-    def _try(self, nodes: Sequence[str], choice: Choice, deadline: float) -> str:
+    def _try(self, nodes: Sequence[str], choice: TransportChoice, deadline: float) -> str:
         """Use these carriers if they work on every rank; else why they do not."""
         own = nodes[self._group.rank()]
         near = [rank for rank, node in enumerate(nodes) if node == own]

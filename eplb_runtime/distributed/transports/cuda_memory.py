@@ -38,7 +38,7 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-class Handle(NamedTuple):
+class IpcHandle(NamedTuple):
     """What torch gives for a storage, in its order and by its names (``torch.multiprocessing.reductions``)."""
 
     device: int
@@ -79,7 +79,7 @@ class DeviceMemory:
             RuntimeError: this memory cannot be shared.
         """
         with torch.cuda.device(self.device):
-            given = Handle(*region.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+            given = IpcHandle(*region.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
         # torch would keep freed memory until others let go of it. Nobody reads what is not being sent, so it need not.
         torch.UntypedStorage._release_ipc_counter_cuda(given.ref_counter_handle, given.ref_counter_offset)
         # Notes say when it may be read, so no event of this process is waited for.
@@ -94,7 +94,7 @@ class DeviceMemory:
         """
         given: list[Any] = [bytes.fromhex(field) if isinstance(field, str) else field for field in json.loads(word)]
         device = torch.cuda.current_device() if self.device.index is None else self.device.index
-        storage = torch.UntypedStorage._new_shared_cuda(*Handle(*given)._replace(device=device))
+        storage = torch.UntypedStorage._new_shared_cuda(*IpcHandle(*given)._replace(device=device))
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
 

@@ -27,7 +27,7 @@ from .base import Message, Pending, Transport, TransportError
 from .counted import to_others
 from .deepep_rows import (
     ROW_BYTES,
-    Stream,
+    RowStream,
     addresses,
     as_rows,
     call,
@@ -226,7 +226,7 @@ class DeepEP(Transport):
         return [sent_R for sent_R, _ in of_ranks]
 
     def _call(
-        self, post: _Post, streams_R: Sequence[Sequence[Stream]], first: int, chunk: int, deadline: float
+        self, post: _Post, streams_R: Sequence[Sequence[RowStream]], first: int, chunk: int, deadline: float
     ) -> bool:
         """Rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
         mine = parts_of(streams_R[self._rank], first, chunk)
@@ -261,13 +261,13 @@ class DeepEP(Transport):
         return True
 
 
-def _streams(sent_R: Iterable[int]) -> Sequence[Stream]:
+def _streams(sent_R: Iterable[int]) -> Sequence[RowStream]:
     """What one rank sends: to each other rank all its messages one behind another, as bytes of one content."""
     contents = {(peer, 0): (nbytes, (peer,)) for peer, nbytes in enumerate(sent_R) if nbytes}
     return streams_of(contents, ROW_BYTES)[0]
 
 
-def _rows(streams: Sequence[Stream]) -> int:
+def _rows(streams: Sequence[RowStream]) -> int:
     return sum(stream.rows for stream in streams)
 
 

@@ -18,7 +18,7 @@ ROW_BYTES = 14336
 
 
 @dataclass
-class Stream:
+class RowStream:
     """Contents one behind another, in whole rows, from one rank to the same ranks.
 
     Args:
@@ -35,14 +35,14 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSpan:
     """Rows of a stream that go in one call.
 
     Args:
         begin, end: of the source's rows in the whole exchange.
     """
 
-    stream: Stream
+    stream: RowStream
     begin: int
     end: int
 
@@ -70,18 +70,18 @@ class Part:
 
 def streams_of(
     contents: Mapping[tuple[int, int], tuple[int, Iterable[int]]], row_bytes: int
-) -> tuple[tuple[Stream, ...], int]:
+) -> tuple[tuple[RowStream, ...], int]:
     """What one source sends, and the rows of all of it.
 
     Args:
         contents: of each its bytes and who gets it.
         row_bytes: of a row in which bytes travel.
     """
-    streams: dict[tuple[int, ...], Stream] = {}
+    streams: dict[tuple[int, ...], RowStream] = {}
     ends: dict[tuple[int, ...], int] = defaultdict(int)
     for content, (nbytes, to) in sorted(contents.items()):
         peers = tuple(sorted(to))
-        streams.setdefault(peers, Stream(peers)).contents[content] = ends[peers]
+        streams.setdefault(peers, RowStream(peers)).contents[content] = ends[peers]
         ends[peers] += nbytes
     row = 0
     for peers, stream in streams.items():
@@ -90,13 +90,13 @@ def streams_of(
     return tuple(streams.values()), row
 
 
-def parts_of(streams: Sequence[Stream], first: int, rows: int) -> list[Part]:
+def parts_of(streams: Sequence[RowStream], first: int, rows: int) -> list[RowSpan]:
     """What of a rank's streams lies in its rows ``first`` to ``first + rows``."""
     bounds = ((s, max(first, s.first_row), min(first + rows, s.first_row + s.rows)) for s in streams)
-    return [Part(stream, begin, end) for stream, begin, end in bounds if begin < end]
+    return [RowSpan(stream, begin, end) for stream, begin, end in bounds if begin < end]
 
 
-def addresses(parts: Sequence[Part], base: int, first: int, width: int) -> tuple[Tensor, Tensor]:
+def addresses(parts: Sequence[RowSpan], base: int, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Of the rows of one call the ranks that they are for, int64 ``[N, K]`` (-1: none), and their numbers from 1,
     float32 ``[N]``. N is at least 1: where nothing goes, a row for nobody, of number 0.
 
@@ -114,7 +114,7 @@ def addresses(parts: Sequence[Part], base: int, first: int, width: int) -> tuple
     return to_NK, numbers_N
 
 
-def rows_of(parts: Sequence[Part]) -> list[slice]:
+def rows_of(parts: Sequence[RowSpan]) -> list[slice]:
     """Where each lies among the rows of a call."""
     ends = list(accumulate((part.end - part.begin for part in parts), initial=0))
     return [slice(*bounds) for bounds in pairwise(ends)]
@@ -161,7 +161,7 @@ def call(
     return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8).view(-1)
 
 
-def expected_numbers(parts: Sequence[tuple[int, Part]]) -> Tensor:
+def expected_numbers(parts: Sequence[tuple[int, RowSpan]]) -> Tensor:
     """float32 ``[M]``, ascending: the numbers of rows that arrive.
 
     Args:

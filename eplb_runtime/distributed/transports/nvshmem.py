@@ -34,7 +34,7 @@ _LEFT_SECONDS = 5.0
 
 
 @dataclass
-class _Piece:
+class _StagedPiece:
     data: Tensor
     last_of: Counted | None
 
@@ -51,8 +51,8 @@ class _Peer:
         problem: why nothing goes between us any more.
     """
 
-    sends: deque[_Piece] = field(default_factory=deque)
-    receives: deque[_Piece] = field(default_factory=deque)
+    sends: deque[_StagedPiece] = field(default_factory=deque)
+    receives: deque[_StagedPiece] = field(default_factory=deque)
     sent: int = 0
     room: int = 0
     arrived: int = 0
@@ -230,14 +230,14 @@ class Nvshmem(Transport):
             window.tell(peer, TAKEN, traffic.taken, stream)
         self._mark(piece)
 
-    def _mark(self, piece: _Piece) -> None:
+    def _mark(self, piece: _StagedPiece) -> None:
         if piece.last_of is not None:
             self._under_way.append((self._stream.mark(), piece.last_of))
 
-    def _pieces(self, message: Message, pending: Counted) -> list[_Piece]:
+    def _pieces(self, message: Message, pending: Counted) -> list[_StagedPiece]:
         assert self._window is not None
         parts = torch.split(message.data.detach(), self._window.outbox_B.numel())
-        return [_Piece(part, pending if part is parts[-1] else None) for part in parts]
+        return [_StagedPiece(part, pending if part is parts[-1] else None) for part in parts]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.meeting import Meeting
+from ...checkpoint.meeting import JointAccess
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...distributed.ranks import Job
@@ -82,7 +82,7 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     convert = converter(view.model) if options.pop("save_original_format", True) else lambda state: state  # type: ignore[arg-type]
     plan = _plan(view, entries, pieces_of(view, entries, convert), shard_size, f".{variant}" if variant else "")
     files = _OwnFiles(plan, folder)
-    meeting = Meeting.of(view)
+    meeting = JointAccess.of(view)
     failed = f"{folder} was not exported"
     try:
         meeting.trying(files.open)
@@ -241,7 +241,7 @@ def _write(
     convert: Convert,
     step: _Rows | _Whole,
     files: _OwnFiles,
-    meeting: Meeting,
+    meeting: JointAccess,
 ) -> None:
     """One step of the plan; collective where experts or slices travel."""
     assert view.balancer is not None
