@@ -51,21 +51,21 @@ class _Posted(Counted):
 
 
 @dataclass(frozen=True)
-class _Send:
+class _IpcSend:
     export: Export
     data: Tensor
     pending: _Posted
 
 
 @dataclass(frozen=True)
-class _Receive:
+class _IpcReceive:
     into: Tensor
     number: int
     pending: _Posted
 
 
 @dataclass
-class _Traffic(Traffic):
+class _IpcTraffic(Traffic):
     """Args:
     sends: messages that it has not been told of yet.
     told: messages that it may read, and has not read yet.
@@ -73,9 +73,9 @@ class _Traffic(Traffic):
     opened: its storages by the identity of their pages.
     """
 
-    sends: deque[_Send] = field(default_factory=deque)
-    told: deque[_Send] = field(default_factory=deque)
-    receives: deque[_Receive] = field(default_factory=deque)
+    sends: deque[_IpcSend] = field(default_factory=deque)
+    told: deque[_IpcSend] = field(default_factory=deque)
+    receives: deque[_IpcReceive] = field(default_factory=deque)
     opened: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -87,7 +87,7 @@ class _Traffic(Traffic):
             queue.clear()
 
 
-class CudaIpc(WithinNode[_Posted, _Traffic]):
+class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
     """Reads the memory of other GPUs.
 
     Args:
@@ -119,7 +119,7 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
         self._stream = self._memory.stream()
         self._exports: list[Export] = []
         self._spare: list[tuple[Tensor, Export]] = []
-        self._under_way: deque[tuple[Callable[[], bool], int, _Receive]] = deque()
+        self._under_way: deque[tuple[Callable[[], bool], int, _IpcReceive]] = deque()
 
     def register(self, regions: Sequence[Tensor]) -> None:
         with self._state:
@@ -134,8 +134,8 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
     def empty(self, nbytes: int) -> Tensor:
         return self._memory.empty(nbytes)
 
-    def _new_traffic(self) -> _Traffic:
-        return _Traffic()
+    def _new_traffic(self) -> _IpcTraffic:
+        return _IpcTraffic()
 
     def _new_pending(self, messages: int, end: float) -> _Posted:
         return _Posted(messages, end, self.give_up)
@@ -171,9 +171,9 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
         for message, send in zip(out, shared, strict=True):
             self._traffic[message.peer].sends.append(send)
         for number, message in zip(numbers, into, strict=True):
-            self._traffic[message.peer].receives.append(_Receive(message.data.detach(), number, pending))
+            self._traffic[message.peer].receives.append(_IpcReceive(message.data.detach(), number, pending))
 
-    def _shared(self, messages: Sequence[Message], pending: _Posted) -> list[_Send]:
+    def _shared(self, messages: Sequence[Message], pending: _Posted) -> list[_IpcSend]:
         """Messages where others can read them: in their own memory, if that was registered, or packed."""
         exports = [self._export_of(message.data) for message in messages]
         elsewhere = sum(m.data.nbytes for m, export in zip(messages, exports, strict=True) if export is None)
@@ -191,7 +191,7 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
                     used += data.nbytes
                     self._memory.copy(packed, data)
                     data = packed
-                sends.append(_Send(export, data, pending))
+                sends.append(_IpcSend(export, data, pending))
         return sends
 
     def _export_of(self, data: Tensor) -> Export | None:
@@ -218,7 +218,7 @@ class CudaIpc(WithinNode[_Posted, _Traffic]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def _hear(self, note: Note, traffic: _Traffic) -> None:
+    def _hear(self, note: Note, traffic: _IpcTraffic) -> None:
         if note.kind == Kind.FREED:
             with self._closing_memory():
                 traffic.opened.pop(note.identity, None)

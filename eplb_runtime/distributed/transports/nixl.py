@@ -67,13 +67,13 @@ class _Region:
 
 
 @dataclass
-class _Send:
+class _NixlSend:
     data: Tensor
     pending: _Notified
 
 
 @dataclass
-class _Receive:
+class _NixlReceive:
     into: Tensor | None
     """Where the bytes go from ``at``; None: they are where they should be."""
     at: Tensor
@@ -82,7 +82,7 @@ class _Receive:
 
 
 @dataclass
-class _Traffic:
+class _NixlTraffic:
     """With one peer. Messages have numbers, as notifications may overtake each other.
 
     Args:
@@ -97,8 +97,8 @@ class _Traffic:
     """
 
     name: str
-    sends: dict[int, _Send] = field(default_factory=dict)
-    receives: dict[int, _Receive] = field(default_factory=dict)
+    sends: dict[int, _NixlSend] = field(default_factory=dict)
+    receives: dict[int, _NixlReceive] = field(default_factory=dict)
     offers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     posted: int = 0
     begun: int = 0
@@ -148,7 +148,7 @@ class Nixl(Transport):
             raise TransportError(f"nixl cannot be used: {error}") from error
         self._regions: list[_Region] = []
         self._spare: list[Tensor] = []
-        self._traffic: dict[int, _Traffic] = {}
+        self._traffic: dict[int, _NixlTraffic] = {}
         self._rank_of: dict[str, int] = {}
         self._pending: list[_Notified] = []
         self._thread: threading.Thread | None = None
@@ -162,7 +162,7 @@ class Nixl(Transport):
             for peer in self._peers:
                 theirs = json.loads(words[peer])
                 self._agent.add_remote_agent(base64.b64decode(theirs["metadata"]))
-                self._traffic[peer] = _Traffic(theirs["name"])
+                self._traffic[peer] = _NixlTraffic(theirs["name"])
                 self._rank_of[theirs["name"]] = peer
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
@@ -200,7 +200,7 @@ class Nixl(Transport):
                 if place is not message.data:
                     place.copy_(message.data)
                 traffic = self._traffic[message.peer]
-                traffic.sends[traffic.posted] = _Send(place, pending)
+                traffic.sends[traffic.posted] = _NixlSend(place, pending)
                 traffic.posted += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
@@ -287,7 +287,7 @@ class Nixl(Transport):
             traffic = self._traffic[message.peer]
             into = None if place is message.data else message.data
             first.setdefault(message.peer, traffic.expected)
-            traffic.receives[traffic.expected] = _Receive(into, place, number, pending)
+            traffic.receives[traffic.expected] = _NixlReceive(into, place, number, pending)
             traffic.expected += 1
             self._tell_of(place, message.peer)
             index = place.get_device() if place.is_cuda else 0
@@ -363,7 +363,7 @@ class Nixl(Transport):
                 for note in notes:
                     self._hear(peer, self._traffic[peer], note)
 
-    def _hear(self, peer: int, traffic: _Traffic, note: bytes) -> None:
+    def _hear(self, peer: int, traffic: _NixlTraffic, note: bytes) -> None:
         kind, count, number = _HEAD.unpack_from(note)
         rest = note[_HEAD.size :]
         if kind == _MEMORY:
@@ -386,7 +386,7 @@ class Nixl(Transport):
             if traffic.sends or traffic.receives:
                 raise TransportError(traffic.problem)
 
-    def _hear_offer(self, traffic: _Traffic, needed: int, note: bytes) -> None:
+    def _hear_offer(self, traffic: _NixlTraffic, needed: int, note: bytes) -> None:
         if traffic.memories_known < needed:
             traffic.early.append((needed, note))
             return
@@ -394,7 +394,7 @@ class Nixl(Transport):
         for index, place in enumerate(_PLACE.iter_unpack(note[_HEAD.size :])):
             traffic.offers[number + index] = place
 
-    def _begin_writes(self, traffic: _Traffic) -> None:
+    def _begin_writes(self, traffic: _NixlTraffic) -> None:
         while True:
             first = end = traffic.begun
             while end < traffic.posted and end in traffic.offers and end - first < AT_ONCE:
@@ -421,7 +421,7 @@ class Nixl(Transport):
             if self._agent.transfer(write) == "ERR":
                 raise TransportError("a write failed")
 
-    def _end_writes(self, peer: int, traffic: _Traffic) -> None:
+    def _end_writes(self, peer: int, traffic: _NixlTraffic) -> None:
         under_way = []
         for write, first, count in traffic.writing:
             state = self._agent.check_xfer_state(write)

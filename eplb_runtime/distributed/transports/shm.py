@@ -59,7 +59,7 @@ class _Shared(Counted):
 
 
 @dataclass
-class _Send:
+class _ShmSend:
     data: Tensor
     hashes: Tensor | None
     fill: Callable[[], None] | None
@@ -68,7 +68,7 @@ class _Send:
 
 
 @dataclass
-class _Receive:
+class _ShmReceive:
     segment: Segment
     into: Tensor | None
     """Where the bytes go from the segment; None: they are where they should be."""
@@ -78,15 +78,15 @@ class _Receive:
 
 
 @dataclass
-class _Traffic(Traffic):
+class _ShmTraffic(Traffic):
     """Args:
     sends: messages that are not written yet.
     receives: messages that were offered memory and are not here yet.
     mapped: segments of the neighbour's by identity.
     """
 
-    sends: deque[_Send] = field(default_factory=deque)
-    receives: deque[_Receive] = field(default_factory=deque)
+    sends: deque[_ShmSend] = field(default_factory=deque)
+    receives: deque[_ShmReceive] = field(default_factory=deque)
     mapped: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -102,7 +102,7 @@ class _Traffic(Traffic):
         self.mapped.clear()
 
 
-class SharedMemory(WithinNode[_Shared, _Traffic]):
+class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
     """Writes into the memory of other processes, and hashes on the way.
 
     Args:
@@ -142,8 +142,8 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
             self._segments.append(Segment(nbytes, self._freed.append))
             return self._segments[-1].hand_out()
 
-    def _new_traffic(self) -> _Traffic:
-        return _Traffic()
+    def _new_traffic(self) -> _ShmTraffic:
+        return _ShmTraffic()
 
     def _new_pending(self, messages: int, end: float) -> _Shared:
         return _Shared(messages, end, self.give_up)
@@ -162,7 +162,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
     ) -> None:
         self._offer(into, numbers, pending)
         for message in out:
-            send = _Send(message.data.detach(), message.hashes, message.fill, pending)
+            send = _ShmSend(message.data.detach(), message.hashes, message.fill, pending)
             self._traffic[message.peer].sends.append(send)
 
     def _offer(self, messages: Sequence[Message], numbers: Sequence[int], pending: _Shared) -> None:
@@ -174,11 +174,11 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
             nbytes = message.data.numel()
             if place is not None:
                 segment, offset = place
-                receive = _Receive(segment, None, None, number, pending)
+                receive = _ShmReceive(segment, None, None, number, pending)
             else:
                 assert spare is not None
                 segment, offset = spare, used
-                receive = _Receive(spare, message.data, spare.tensor[used : used + nbytes], number, pending)
+                receive = _ShmReceive(spare, message.data, spare.tensor[used : used + nbytes], number, pending)
                 used += nbytes
             note = Note(Kind.OFFER, self._rank, segment.identity, segment.descriptor, segment.nbytes, offset, nbytes)
             self._traffic[message.peer].receives.append(receive)
@@ -209,7 +209,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _hear(self, note: Note, traffic: _Traffic) -> None:
+    def _hear(self, note: Note, traffic: _ShmTraffic) -> None:
         if note.kind == Kind.FREED:
             traffic.mapped.pop(note.identity, None)
         elif traffic.receives:
@@ -232,7 +232,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
                 return partial(self._write_one_piece, peer, traffic.sends[0], traffic.offers[0])
         return None
 
-    def _write_one_piece(self, peer: int, send: _Send, offer: Note) -> None:
+    def _write_one_piece(self, peer: int, send: _ShmSend, offer: Note) -> None:
         try:
             self._write(peer, send, offer)
         finally:
@@ -240,7 +240,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
                 self._copying = False
                 self._state.notify_all()
 
-    def _write(self, peer: int, send: _Send, offer: Note) -> None:
+    def _write(self, peer: int, send: _ShmSend, offer: Note) -> None:
         """Write the next piece of a message, unless its receiver has given up.
 
         This rank says that it writes before it looks at the receiver's card, and the receiver closes its card before
@@ -302,7 +302,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
                 self._keep_out(self._neighbours[peer], traffic, end)
         return problem
 
-    def _keep_out(self, neighbour: Neighbour, traffic: _Traffic, end: float) -> None:
+    def _keep_out(self, neighbour: Neighbour, traffic: _ShmTraffic, end: float) -> None:
         """Let nothing more be written into what this neighbour was offered."""
         while neighbour.writes_to(self._rank) and not neighbour.ended:
             if time.monotonic() > end:
@@ -312,7 +312,7 @@ class SharedMemory(WithinNode[_Shared, _Traffic]):
             time.sleep(0.0002)
 
 
-def _write_piece(target: Tensor, send: _Send, first: int, end: int) -> None:
+def _write_piece(target: Tensor, send: _ShmSend, first: int, end: int) -> None:
     """Bytes ``first`` to ``end`` of a message; a piece begins at a whole block."""
     if send.hashes is None:
         copy(target[first:end], send.data[first:end])
