@@ -20,6 +20,8 @@ import numba
 import numpy as np
 
 from ..migration.schedule import warm_up as compile_schedules
+from ..moe.routing.sources import split_for_rank
+from ..moe.routing.tables import SplitTables
 from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
 from ..planner.warmup import compile_kernels
@@ -42,7 +44,9 @@ def compile_here(policy: str) -> None:
     """
     compile_schedules()
     compile_copies()
-    predicted_imbalance(np.ones((1, 2)), Placement.initial(1, 2, 2, 1))
+    replicated = Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]]))
+    predicted_imbalance(np.ones((1, 2)), replicated)
+    split_for_rank(np.ones((2, 2), dtype=np.int64), SplitTables.of(replicated), 0, 0, ranks_per_node=1)
     if policy:
         compile_kernels(policy)
 

@@ -31,7 +31,7 @@ from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..planner.track_record import TrackRecord
-from ..utils.jit import compiling_ahead
+from ..utils.jit import answers_at_once, compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here
@@ -172,7 +172,8 @@ class DecisionMaker:
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
-        self._track_record = TrackRecord(self._config.speed_R)
+        self._track_record = TrackRecord(-(-self._config.horizon // self._config.interval), self._config.speed_R)
+        self._splitter = runtime.maps.splitter
         self._job = runtime.job
         self._store = runtime.groups.store
         self._is_planner = self._job.is_planner
@@ -191,6 +192,8 @@ class DecisionMaker:
                 compile_apart(policy, self._closed)
                 if not self._closed.is_set():
                     compile_here(policy)
+                    if self._splitter is not None:
+                        self._splitter.warm_up()
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
@@ -358,7 +361,9 @@ class DecisionMaker:
         def make() -> bytes:
             if not compiling:
                 self._track_record.observe(total.sum(axis=0, dtype=np.float64))
-            return self._make_plan(load, measurement, compiling)
+                return self._make_plan(load, measurement, compiling)
+            with answers_at_once():
+                return self._make_plan(load, measurement, compiling)
 
         return self._in_time(make)
 
@@ -403,11 +408,12 @@ class DecisionMaker:
             **how,
         )
         notes = ["homes only: the planner is still being compiled"] if compiling else []
-        if cost.trust < SAID_BELOW:
+        if cost.trust < SAID_BELOW and self._config.gate == "payoff":
             notes.append(f"counting {cost.trust:.0%} of predicted gains: as much came true lately")
         if notes:
             made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
-        if made.decision == "rebalance" and made.imbalance_before is not None:
+        # What is declared is the next load alone: no later one says whether the plan was good.
+        if made.decision == "rebalance" and made.imbalance_before is not None and measurement.declared is None:
             promised = float((made.imbalance_before - made.imbalance_after).mean())
             self._track_record.add(measurement.placement, made.placement, promised)
         return _as_message(made, measurement.placement)

@@ -166,8 +166,6 @@ class Rebalancer:
         )
 
     def _begin_compiling(self) -> Future[None]:
-        if self._maps.splitter is not None:
-            self._compiler.submit(self._maps.splitter.warm_up)
         compiled = self._compiler.submit(self.decisions.compile)
         if not wait([compiled], COMPILED_SOON_SECONDS).done:
             logger.info(

@@ -15,7 +15,9 @@ from ..placement import Placement
 from .evaluate import predicted_imbalance
 
 JUDGED = 10
-"""Decisions after a plan in which it is judged, and plans that are judged at a time."""
+"""Plans that are judged at a time."""
+LEAST_PROMISE = 0.01
+"""A plan that promises less is made for something else (tokens that cross nodes), and is not judged by imbalance."""
 FADING = 0.95
 """Weight that older plans keep at each decision; so after a bad time another try is made by and by."""
 PRIOR = 0.1
@@ -26,8 +28,8 @@ FORGOTTEN = 0.05
 
 @dataclass
 class _Promise:
-    before: Placement
-    after: Placement
+    before: Placement | None
+    after: Placement | None
     promised: float
     kept: float = 0.0
     judged: int = 0
@@ -37,12 +39,14 @@ class _Promise:
 class TrackRecord:
     """Plans of a job, and what became of them."""
 
-    def __init__(self, speed_R: NDArray[np.float64] | None = None) -> None:
+    def __init__(self, horizon: int = JUDGED, speed_R: NDArray[np.float64] | None = None) -> None:
         """Begin without any plans.
 
         Args:
+            horizon: decisions for which a plan promises its gain.
             speed_R: float64 ``[R]``, as for `predicted_imbalance`.
         """
+        self._horizon = max(1, horizon)
         self._speed_R = speed_R
         self._promises: list[_Promise] = []
 
@@ -52,6 +56,8 @@ class TrackRecord:
         Args:
             promised: by how much imbalance is to fall, mean over layers.
         """
+        if promised < LEAST_PROMISE:
+            return
         self._promises.append(_Promise(before, after, promised))
 
     def observe(self, load: NDArray[np.float64]) -> None:
@@ -60,23 +66,24 @@ class TrackRecord:
         Args:
             load: float64 ``[L, E]``, tokens since the last decision; all zero: nothing came.
         """
-        if not load.any():
-            return
         for promise in self._promises:
             promise.weight *= FADING
         self._promises = [promise for promise in self._promises if promise.weight > FORGOTTEN]
-        imbalances: dict[int, float] = {}
-
-        def imbalance_of(placement: Placement) -> float:
-            # One plan's placement is what the next one begins with.
-            if id(placement) not in imbalances:
-                imbalances[id(placement)] = float(predicted_imbalance(load, placement, self._speed_R).mean())
-            return imbalances[id(placement)]
-
-        for promise in self._promises[-JUDGED:]:
-            if promise.judged < JUDGED:
-                promise.kept += imbalance_of(promise.before) - imbalance_of(promise.after)
-                promise.judged += 1
+        for promise in self._promises[:-JUDGED]:
+            promise.before = promise.after = None  # placements are large
+        if not load.any():
+            return
+        for promise in self._promises:
+            if promise.before is None or promise.after is None:
+                continue
+            before, after = (
+                float(predicted_imbalance(load, placement, self._speed_R).mean())
+                for placement in (promise.before, promise.after)
+            )
+            promise.kept += before - after
+            promise.judged += 1
+            if promise.judged == self._horizon:
+                promise.before = promise.after = None
 
     @property
     def trust(self) -> float:

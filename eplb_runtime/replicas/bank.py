@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..moe.experts.slices import is_sliced, local, version
 
 Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-"""Makes memory of a shape, as `carrier.RowTransport.zeros` does."""
+"""Makes memory of a shape, as `row_transport.RowTransport.zeros` does."""
 
 
 class ReplicaPool:

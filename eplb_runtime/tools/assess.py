@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Shares of a step in expert work that are shown where nobody says one: the middle one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
+CLOSE = 0.95
+"""Of the lowest imbalance that moved homes can have: they have it, nearly."""
 LEAST_INTERVALS = 3
 """One is planned on, two are judged at least."""
 MOST_INTERVALS = 20
@@ -91,7 +94,7 @@ class Recorded:
         steps_per_window: 0: unknown.
         job: what the record says.
         imbalance: max / mean rank load while ``job.step_seconds`` was measured; 0: that of experts in logical order.
-        bandwidths: GB/s inside nodes and between them, as the job measured them; None: unknown.
+        bandwidths: GB/s inside nodes and between them, as the job measured them; 0: unknown.
         takes_replicas: whether the job's framework can hold replicas.
     """
 
@@ -99,7 +102,7 @@ class Recorded:
     steps_per_window: int = 0
     job: RecordedJob = field(default_factory=RecordedJob)
     imbalance: float = 0.0
-    bandwidths: tuple[float, float] | None = None
+    bandwidths: tuple[float, float] = (0.0, 0.0)
     takes_replicas: bool = True
 
 
@@ -179,7 +182,7 @@ class Assessment:
             "step_saved": dict(zip(("share", "low", "high"), saved, strict=True)),
             "move_seconds": None if self.best is None else self.best.move_seconds,
             "assumed": [{"what": one.what, "value": one.value, "option": one.option} for one in self.assumed],
-            "advice": self.advice,
+            "advice": self.advice if self.pays is not None else f"{self.verdict} {self.advice}",
         }
 
     def paragraph(self) -> str:
@@ -190,12 +193,15 @@ class Assessment:
         if self.replicas is not None:
             ways += f", {self.replicas.name} {self.replicas.imbalance:.2f}x"
         share, low, high = self.saved
-        span = "" if low == high else f" ({low * 100:.0f} to {high:.0%} for {_span(self.shares[1:])})"
+        word, sign = ("less", 1) if share >= 0 else ("more", -1)
+        least, most = sorted((sign * low, sign * high))
+        span = "" if low == high else f" ({least * 100:.0f} to {most:.0%} for {_span(self.shares[1:])})"
+        every = "step" if self.interval == 1 else f"{self.interval} steps"
         return (
             f"{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned on the "
             f"past, judged on what came next, {self.windows} windows). If {self.shares[0]:.0%} of a step is expert "
-            f"work, a step takes {_percent(share)} less{span}; moving costs {_seconds(self.best.move_seconds)} every "
-            f"{'step' if self.interval == 1 else f'{self.interval} steps'}. {self.verdict} {self.advice}"
+            f"work, a step takes {_percent(sign * share)} {word}{span}; moving costs "
+            f"{_seconds(self.best.move_seconds)} every {every}. {self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -209,16 +215,24 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
     """
     if path.is_dir() and (files := trace_files(path)):
         return Recorded(load, 1, RecordedJob(ranks=len(files)), takes_replicas=False)
+    if path.is_file() and path in trace_files(path.parent):
+        return Recorded(load, 1, takes_replicas=False)
     if not path.is_dir() or not holds_series(path):
         return Recorded(load)
-    job, steps = read_job(path), read_series(path)[1][-1]
+    job, steps_T = read_job(path), read_series(path)[1]
+    steps = median_high(steps_T)
+    if len(steps_T) == len(load):  # a last window may be of fewer steps, and windows of an earlier job of others
+        load = load[np.array(steps_T) == steps]
     if not holds_events(path):
         return Recorded(load, steps, job)
     try:
         state, _ = state_of_run(path)
     except FileError:
         return Recorded(load, steps, job)
-    bandwidths = (state.job["intra_node_bandwidth"] / 1e9, state.job["inter_node_bandwidth"] / 1e9)
+    # A class of links that the job did not have was not measured.
+    intra = state.job["intra_node_bandwidth"] / 1e9 if job.ranks_per_node > 1 else 0.0
+    inter = state.job["inter_node_bandwidth"] / 1e9 if job.ranks > job.ranks_per_node > 0 else 0.0
+    bandwidths = (intra, inter)
     if state.measured is None:
         return Recorded(load, steps, job, bandwidths=bandwidths)
     job = replace(job, step_seconds=float(state.measured["step_seconds"]))
@@ -256,7 +270,13 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
         return Assessment(None, settled.ranks, settled.interval, settled.assumed, why, advice)
     topology, model, now_seconds = settled.topology, *_calibrated(recorded, settled)
     series = Series(_judged_load(recorded.load, settled), settled.every_windows, None, settled.steps_per_window)
-    homes = series.load.shape[2] // settled.ranks
+    experts = series.load.shape[2]
+    homes = experts // settled.ranks
+    if settled.replica_slots > experts - homes:
+        raise ValueError(
+            f"--replica-slots {settled.replica_slots}: a rank has homes for {homes} of {experts} experts; give at most "
+            f"{experts - homes}"
+        )
 
     def play(policies: Sequence[str], slots_per_rank: int) -> list[PolicyRun]:
         return simulate(
@@ -278,10 +298,12 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     def judge(name: str, run: PolicyRun, refresh_seconds: float = 0.0) -> Placing:
         return _placing(name, run, static, refresh_seconds, settled.moe_share, now_seconds)
 
-    steps = len(recorded.load) * settled.steps_per_window
+    steps = int(recorded.load.any(axis=(1, 2)).sum()) * settled.steps_per_window
+    total_TL = series.load.sum(axis=2)
+    hottest = float((series.load.max(axis=2) * settled.ranks / np.maximum(total_TL, 1)).mean())
     now, by_homes = judge("as it is", static), judge("homes moved", moved)
     by_replicas = None if replicated is None else judge(named, replicated, refresh)
-    return _weigh(settled, now_seconds, steps, len(static.windows), now, by_homes, by_replicas)
+    return _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
 
 
 @dataclass(frozen=True)
@@ -309,7 +331,7 @@ class _Settled:
 
     @property
     def every_windows(self) -> int:
-        return max(1, self.interval // self.steps_per_window)
+        return self.interval // self.steps_per_window
 
     @property
     def most_windows(self) -> int:
@@ -349,6 +371,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     steps = settle(given.steps_per_window, recorded.steps_per_window, steps, "steps of a window", "--steps-per-window")
     cut = steps * max(1, windows // DEFAULT_INTERVALS, min(SHORT_INTERVAL // steps, windows // FEW_INTERVALS))
     interval = settle(given.every, job.interval, cut, "steps between plans", "--every")
+    interval = steps * max(1, interval // steps)  # plans are made between windows
     seconds = settle(given.step_seconds, job.step_seconds, STEP_SECONDS, "seconds of a step", "--step-seconds")
     share = settle(given.moe_share, None, MOE_SHARE, "share of a step in expert work", "--moe-share")
     parameters = settle(
@@ -358,12 +381,13 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         "parameters of an expert",
         "--expert-parameters",
     )
-    weights = job.expert_bytes if job.expert_bytes and given.expert_parameters is None else 2 * parameters
-    of_adam = 8 * parameters if weights >= 4 * parameters else 10 * parameters
+    known = job.expert_bytes and job.expert_parameters
+    weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
+    of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights beside bfloat16 ones
     state = settle(
         given.optimizer_bytes, job.optimizer_bytes, of_adam, "bytes of an expert's optimizer state", "--optimizer-bytes"
     )
-    intra, inter = recorded.bandwidths or (0.0, 0.0)
+    intra, inter = recorded.bandwidths
     on_cpu, giga = job.device == "cpu", 1e9
     default = CPU_BANDWIDTH if on_cpu else DEFAULT_INTRA_NODE_BANDWIDTH / giga
     option = "--intra-node-bandwidth"
@@ -400,6 +424,8 @@ def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
     if ranks == 1:
         on_one = "The record is of one rank" if settled.was_on_one_rank else "There is one rank"
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
+    if experts == 1:
+        return "There is one expert, which no placement divides.", "Record a model of several."
     if experts % ranks:
         dividing = [size for size in range(2, experts + 1) if experts % size == 0]
         near = sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])
@@ -482,6 +508,7 @@ def _weigh(
     now_seconds: float,
     steps: int,
     windows: int,
+    hottest: float,
     now: Placing,
     homes: Placing,
     replicas: Placing | None,
@@ -491,6 +518,7 @@ def _weigh(
     Args:
         now_seconds: of a step with experts in logical order.
         steps, windows: training steps that were recorded, and windows that were judged.
+        hottest: tokens of a layer's hottest expert over a rank's mean: homes alone get no lower.
     """
 
     def saved(way: Placing, share: float) -> float:
@@ -500,21 +528,32 @@ def _weigh(
         """As a share of a step."""
         return way.move_seconds / settled.interval / now_seconds
 
+    def cost(way: Placing) -> float:
+        """Share of a step that expert work must take less."""
+        return max(moving(way) + LEAST_SAVED, HYSTERESIS * moving(way)) + way.refresh_seconds / now_seconds
+
+    def does_pay(way: Placing) -> bool:
+        return way.step_saved + way.refresh_seconds / now_seconds >= cost(way)
+
     best = homes
-    if replicas is not None and replicas.step_saved - moving(replicas) > homes.step_saved - moving(homes) + LEAST_SAVED:
-        best = replicas
-    cost = max(moving(best) + LEAST_SAVED, HYSTERESIS * moving(best)) + best.refresh_seconds / now_seconds
-    pays = best.step_saved + best.refresh_seconds / now_seconds >= cost
-    slots = f", replica_slots={settled.replica_slots}" if best is replicas else ""
+    if replicas is not None:
+        gain = replicas.step_saved - moving(replicas) - (homes.step_saved - moving(homes))
+        if gain > LEAST_SAVED or (does_pay(replicas) and not does_pay(homes)):
+            best = replicas
+    pays = does_pay(best)
+    settings = f"interval={settled.interval}"
+    settings += f", replica_slots={settled.replica_slots}" if best is replicas else ""
+    if settled.shares[1] == settled.shares[2]:  # it was given: the job's gate should count with it, too
+        settings += f", migration=MigrationConfig(moe_share={settled.moe_share:g})"
     if pays:
-        least_share = cost / (1 - best.expert_seconds)
+        least_share = cost(best) / (1 - best.expert_seconds)
         verdict = (
             "It pays." if least_share <= settled.shares[1] else f"It pays from {least_share:.0%} of expert work on."
         )
-        advice = f"Next: BalancerConfig(interval={settled.interval}{slots})"
+        advice = f"Next: BalancerConfig({settings})"
     else:
-        verdict, advice = _why_it_does_not_pay(settled, steps, now, best, moving(best))
-    low, middle, high = (saved(best, share) for share in (settled.shares[1], settled.shares[0], settled.shares[2]))
+        verdict, advice = _why_it_does_not_pay(settled, steps, now, best, moving(best), hottest)
+    low, high = sorted(saved(best, share) for share in settled.shares[1:])
     return Assessment(
         pays=pays,
         ranks=settled.ranks,
@@ -527,12 +566,14 @@ def _weigh(
         homes=homes,
         replicas=replicas,
         best=best,
-        saved=(middle, low, high),
+        saved=(saved(best, settled.shares[0]), low, high),
         shares=settled.shares,
     )
 
 
-def _why_it_does_not_pay(settled: _Settled, steps: int, now: Placing, best: Placing, moving: float) -> tuple[str, str]:
+def _why_it_does_not_pay(
+    settled: _Settled, steps: int, now: Placing, best: Placing, moving: float, hottest: float
+) -> tuple[str, str]:
     longer = 4 * settled.interval
     judged = longer if longer * LEAST_INTERVALS <= steps else steps // LEAST_INTERVALS
     rarer = f"Try a longer interval: --every {judged}."
@@ -541,7 +582,12 @@ def _why_it_does_not_pay(settled: _Settled, steps: int, now: Placing, best: Plac
     again = "Ask again when the router's load has changed."
     if settled.moe_share * (1 - 1 / now.imbalance) < LEAST_SAVED:
         even = _percent(settled.moe_share * (1 - 1 / now.imbalance))
-        return f"It does not pay: the load is balanced, and even load would save {even} of a step.", again
+        is_even = MOE_SHARE * (1 - 1 / now.imbalance) < LEAST_SAVED
+        reason = "the load is balanced" if is_even else "expert work is a small share of a step"
+        return f"It does not pay: {reason}, and even load would save {even} of a step.", again
+    if best.step_saved < LEAST_SAVED and not settled.replica_slots and hottest > CLOSE * best.imbalance:
+        reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
+        return f"It does not pay: {reason}.", "Try --replica-slots 1, where the framework takes replicas."
     if not best.rebalances:
         return "It does not pay: no move would have saved what it costs.", rarer
     if best.step_saved < LEAST_SAVED:

@@ -31,6 +31,8 @@ from ..utils.files import replacing, write_file
 
 FloatArray = NDArray[np.float64]
 
+HORIZON_REPLANS = 10
+"""Replans over which a plan counts what it saves, as a job does by default."""
 WINDOW_ENDINGS = (".csv", ".json")
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
@@ -54,7 +56,7 @@ class StepModel:
         training: count the backward pass.
         stall_seconds: fixed cost of every rebalance, besides its bytes.
         weight_bytes, state_bytes: measured bytes of one expert's weights, and of what moves with its home besides them;
-            0: as its sizes say.
+            0 and None: as its sizes say.
     """
 
     hidden_size: int = 7168
@@ -64,7 +66,7 @@ class StepModel:
     training: bool = True
     stall_seconds: float = 0.0
     weight_bytes: int = 0
-    state_bytes: int = 0
+    state_bytes: int | None = None
 
     @property
     def replica_bytes(self) -> int:
@@ -75,8 +77,8 @@ class StepModel:
     def home_bytes(self) -> int:
         """Bytes of one expert with what has to move in training: float32 master weights and two Adam moments, or the
         measured weights and state."""
-        if self.weight_bytes and (self.state_bytes or not self.training):
-            return self.weight_bytes + self.state_bytes
+        if self.weight_bytes and (self.state_bytes is not None or not self.training):
+            return self.weight_bytes + (self.state_bytes or 0)
         return (12 if self.training else 2) * 3 * self.hidden_size * self.expert_hidden_size
 
     def slot_bytes(self, placement: Placement) -> int:
@@ -272,7 +274,7 @@ def simulate(
             replica_bytes=model.slot_bytes(current),
             step_seconds=model.seconds(mean_tokens, topology),
             moe_share=1.0,
-            horizon_steps=10 * every * series.steps_per_window,
+            horizon_steps=HORIZON_REPLANS * every * series.steps_per_window,
             stall_seconds=model.stall_seconds,
             crossing_seconds=crossing,
         )
@@ -330,7 +332,7 @@ class _Game:
         ask(load[:1], current, 1.0)  # compiles, so that no measured plan does
         imbalance: list[FloatArray] = []
         windows: list[WindowResult] = []
-        record = TrackRecord()
+        record = TrackRecord(horizon=HORIZON_REPLANS)
         for start in range(every, len(load), every):
             record.observe(load[start - every : start].sum(axis=0))
             planned = ask(load[max(0, start - history) : start], current, record.trust)

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import numba
 import xxhash
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,6 +65,24 @@ def compiling_ahead() -> Iterator[None]:
         yield
     finally:
         _compiling.remove(threading.get_ident())
+
+
+_caller = threading.local()
+
+
+@contextmanager
+def answers_at_once() -> Iterator[None]:
+    """Inside, this thread takes a weaker answer rather than wait for the compiler."""
+    _caller.is_hasty = True
+    try:
+        yield
+    finally:
+        _caller.is_hasty = False
+
+
+def wants_answers_at_once() -> bool:
+    """Return whether this thread is inside `answers_at_once`."""
+    return getattr(_caller, "is_hasty", False)
 
 
 def ready(function: Function) -> Function:
@@ -133,7 +152,8 @@ def _parents(package: Path) -> Iterator[Path]:
 
 
 def _name(package: Path) -> str:
-    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version}".encode())
+    processor = f"{get_host_cpu_name()} {get_host_cpu_features().flatten()}"  # as numba's own key has it
+    digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version} {processor}".encode())
     for path in sorted(package.rglob("*.py")):
         source = path.read_bytes()
         if _DECORATOR in source:

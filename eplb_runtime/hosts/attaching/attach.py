@@ -457,14 +457,19 @@ def _forget_graphs() -> None:
 
 
 def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
-    """One expert's weights in the first layer of this rank, as fields of `RecordedJob`; nothing without layers."""
-    rows = [weights[0] for layer in registry.layers[:1] for weights in registry.by_expert(layer)]
-    if not rows:
+    """One expert's weights in the first layer of this rank, as fields of `RecordedJob`; nothing without layers.
+
+    By shapes alone: rank 0 is alone here, and a row of a DTensor is a collective.
+    """
+    weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
+    if not weights:
         return {}
+    numels = [one[0].numel() if isinstance(one, tuple) else one.shape[1:].numel() for one in weights]
+    dtypes = [(one[0] if isinstance(one, tuple) else one).dtype for one in weights]
     return {
-        "expert_parameters": sum(row.numel() for row in rows),
-        "expert_bytes": sum(row.numel() * row.element_size() for row in rows),
-        "dtype": str(rows[0].dtype).removeprefix("torch."),
+        "expert_parameters": sum(numels),
+        "expert_bytes": sum(numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)),
+        "dtype": str(dtypes[0]).removeprefix("torch."),
     }
 
 
