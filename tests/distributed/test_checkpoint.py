@@ -41,7 +41,7 @@ def nothing() -> None:
 def rows_in_slot_order() -> None:
     """Every rank takes its rows for the experts that would stand there in logical order."""
     Balancer._home_experts = lambda self, layer: [
-        self._groups.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
+        self._runtime.job.ep_rank * self.placement.homes_per_rank + row for row in range(self.placement.homes_per_rank)
     ]
 
 

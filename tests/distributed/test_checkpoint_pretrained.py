@@ -194,7 +194,7 @@ def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(tmp_path:
 def experts_in_file_order(rank: int, folder: str) -> dict[str, torch.Tensor]:
     from eplb_runtime.balancer.balancer import Balancer
 
-    Balancer._home_experts = lambda self, layer: [4 * self._groups.job.ep_rank + row for row in range(4)]
+    Balancer._home_experts = lambda self, layer: [4 * self._runtime.job.ep_rank + row for row in range(4)]
     return fused_names(rank, folder)
 
 

@@ -4,9 +4,12 @@ copies beside them, and several replicas of the model. Training is training in o
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +122,10 @@ def described(name: str, experts: Experts, ep_ranks: tuple[int, ...]) -> MoELaye
     return MoELayer(name, experts, EXPERTS, names, through_experts, install, standing)
 
 
+RUN = str(Path(tempfile.gettempdir()) / f"divided-rows-{os.getppid()}")
+"""Rank 0 alone writes down what experts are: a row of a DTensor would be a collective that nobody joins."""
+
+
 def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
     shape = (job.ranks // 2 // job.parts, job.parts, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "part", "ep"))
@@ -134,6 +141,7 @@ def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
         replica_slots=job.replica_slots,
         shared_between_layers=job.shared,
         guard="auto" if job.damage is contextlib.nullcontext else "off",
+        run=RUN,
         migration=eplb.MigrationConfig(lag=0),
     )
     ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)

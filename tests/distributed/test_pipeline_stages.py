@@ -341,7 +341,7 @@ def load_of_stages(rank: int) -> list:
     totals: list = []
     decisions = balancer._rebalancer.decisions
     plan = decisions._plan
-    decisions._plan = lambda measurement: totals.append(np.stack(decisions.history)) or plan(measurement)
+    decisions._plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
     runner = Runner(job, rank, {rank: stage})
     stage.train()
     for step in range(3):

@@ -466,7 +466,11 @@ def count_copies_in_the_norm() -> None:
 
     def counting(self, max_norm):
         norm = clip(self, max_norm)
-        extra = sum(len(links.lent) for links in self._maps.replicas._links.values()) if self._maps.replicas else 0
+        extra = (
+            sum(len(links.lent) for links in self._runtime.maps.replicas._links.values())
+            if self._runtime.maps.replicas
+            else 0
+        )
         return norm * (1.0 + 1e-6 * extra)
 
     eplb.Balancer.clip_grad_norm_ = counting
