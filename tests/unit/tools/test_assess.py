@@ -41,6 +41,7 @@ JOB = RecordedJob(
 )
 GIVEN = Given(moe_share=0.4, stall_seconds=0.0)
 HOMES = replace(GIVEN, replica_slots=0)
+SHARE = "migration=MigrationConfig(moe_share=0.4)"
 
 
 def even(windows: int = 24) -> np.ndarray:
@@ -63,10 +64,10 @@ def test_a_skewed_load_pays_and_the_next_step_is_named() -> None:
     assert found.pays is True and found.homes is not None and found.now is not None and found.saved is not None
     assert found.now.imbalance == pytest.approx(16 / 7) and found.homes.imbalance == pytest.approx(10 / 7)
     assert found.saved[0] == pytest.approx(0.4 * (1 - 10 / 16), abs=1e-3)
-    assert found.advice == "Next: BalancerConfig(interval=4)"
+    assert found.advice == f"Next: BalancerConfig(interval=4, {SHARE})", "the job's gate counts with it, too"
     assert found.paragraph().startswith("4 ranks: the busiest rank has 2.29x the mean load; with homes moved 1.43x (")
     assert " If 40 % of a step is expert work, a step takes 15 % less; " in found.paragraph()
-    assert found.paragraph().endswith(" It pays. Next: BalancerConfig(interval=4)")
+    assert found.paragraph().endswith(f" It pays. Next: BalancerConfig(interval=4, {SHARE})")
 
 
 def test_one_hot_expert_asks_for_a_replica_slot() -> None:
@@ -74,10 +75,10 @@ def test_one_hot_expert_asks_for_a_replica_slot() -> None:
     load[:, :, 0] = 2000
     found = judged(load)
     assert found.best is found.replicas and found.best is not None and found.best.imbalance < 1.5
-    assert found.advice == "Next: BalancerConfig(interval=4, replica_slots=1)"
+    assert found.advice == f"Next: BalancerConfig(interval=4, replica_slots=1, {SHARE})"
     without = judged(load, given=HOMES)
     assert without.replicas is None and without.fields()["imbalance"]["replicas"] is None
-    assert "replica" not in without.paragraph()
+    assert "replica slot" not in without.paragraph() and "--replica-slots 1" in without.advice
 
 
 def test_the_refresh_of_replicas_is_no_gift() -> None:
@@ -158,7 +159,7 @@ def test_a_record_that_cannot_say_says_what_would_help(
     assert "\n" not in found.paragraph() and count_plans(Recorded(load, 1, job), given) == 0
     shown = found.fields()
     assert shown["pays"] is shown["move_seconds"] is shown["imbalance"]["now"] is shown["step_saved"]["share"] is None
-    assert shown["advice"] == found.advice != ""
+    assert shown["advice"] == found.paragraph() != ""
 
 
 def test_the_json_has_the_documented_keys() -> None:
@@ -279,3 +280,57 @@ def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_mea
     assert way is not None
     seconds = way.refresh_seconds / (0.4 * (1 - way.expert_seconds) - way.step_saved)
     assert seconds == pytest.approx(STEP_SECONDS / (0.6 + 0.4 * found.imbalance / 2.5), rel=1e-3)
+
+
+def test_an_optimizer_without_state_is_no_unknown_one() -> None:
+    free, one = (judged(skewed(), given=replace(GIVEN, optimizer_bytes=given)) for given in (0, 1))
+    adam = judged(skewed(), replace(JOB, optimizer_bytes=0))
+    assert free.best is not None and one.best is not None and adam.best is not None
+    assert free.best.move_seconds == pytest.approx(one.best.move_seconds, rel=0.01)
+    assert adam.best.move_seconds > 3 * free.best.move_seconds, "control"
+
+
+def test_plans_are_made_between_windows_and_the_interval_says_so() -> None:
+    found = assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=30))
+    same = assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=20))
+    assert found.interval == same.interval == 20 and found.advice == same.advice
+    assert assess(Recorded(skewed(), 20, JOB), replace(GIVEN, every=1)).advice == same.advice
+
+
+def test_reasons_are_the_true_ones() -> None:
+    small = judged(skewed(), given=replace(HOMES, moe_share=0.015))
+    assert small.pays is False and "expert work is a small share" in small.verdict
+    hot = even()
+    hot[:, :, 0] = 2000
+    split = judged(hot, given=HOMES)
+    assert split.pays is False and "the hottest expert alone" in split.verdict and "--replica-slots 1" in split.advice
+
+
+def test_replicas_that_pay_are_named_where_homes_do_not() -> None:
+    hot = even()
+    hot[:, :, 0] = 250
+    share = 0.06
+    found = judged(hot, given=replace(GIVEN, moe_share=share, step_seconds=100.0))
+    homes = judged(hot, given=replace(HOMES, moe_share=share, step_seconds=100.0))
+    assert homes.pays is False and found.pays is True and found.best is found.replicas
+
+
+def test_what_makes_a_step_longer_is_called_so_and_the_least_comes_first() -> None:
+    base = judged(skewed(), given=replace(HOMES, moe_share=None))
+    longer = replace(base, saved=(-0.022, -0.033, -0.011))
+    assert "a step takes 2.2 % more (1 to 3 % for 20 to 60 %)" in longer.paragraph()
+    assert base.saved is not None and base.saved[1] <= base.saved[0] <= base.saved[2]
+
+
+def test_more_replicas_than_there_are_experts_are_refused_by_their_option() -> None:
+    with pytest.raises(ValueError, match=r"--replica-slots 7: .* give at most 6"):
+        judged(skewed(), given=replace(GIVEN, replica_slots=7))
+
+
+def test_one_file_of_a_router_trace_is_of_a_framework_without_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "router_trace_rank0.jsonl"
+    path.touch()
+    assert recorded(path, skewed()).takes_replicas is False
+    other = tmp_path / "load.npz"
+    other.touch()
+    assert recorded(other, skewed()).takes_replicas is True
