@@ -166,7 +166,7 @@ class Balancer:
 
     @property
     def _searches_outside(self) -> bool:
-        """Whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
+        """Return whether the heap is searched, before homes move, for tensors of the user's whose rows are experts."""
         runtime = self._runtime
         return self.config.guard != "off" and runtime.job.ep_size > 1 and not runtime.host_dispatches
 
@@ -608,7 +608,7 @@ class Balancer:
 
     @property
     def _host_steps(self) -> bool:
-        """Whether only the framework's own optimizer knows where gradients are."""
+        """Return whether only the framework's own optimizer knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self._optimizers)
 
     @property

@@ -84,7 +84,7 @@ def compiles() -> bool:
 
 
 def is_compiled(policy: str) -> bool:
-    """Whether all code of decisions was compiled on this machine, for these very sources."""
+    """Return whether all code of decisions was compiled on this machine, for these very sources."""
     return compiles() and _mark(policy).exists()
 
 

@@ -173,7 +173,6 @@ class DecisionMaker:
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
         self._track_record = TrackRecord(-(-self._config.horizon // self._config.interval), self._config.speed_R)
-        self._splitter = runtime.maps.splitter
         self._job = runtime.job
         self._store = runtime.groups.store
         self._is_planner = self._job.is_planner
@@ -192,8 +191,6 @@ class DecisionMaker:
                 compile_apart(policy, self._closed)
                 if not self._closed.is_set():
                     compile_here(policy)
-                    if self._splitter is not None:
-                        self._splitter.warm_up()
         except Exception:
             logger.warning("the planner could not be compiled ahead of its first use", exc_info=True)
         finally:
@@ -304,7 +301,7 @@ class DecisionMaker:
         return counted_NLE.numpy().astype(np.float64)
 
     def compiling(self, control: dist.ProcessGroup) -> bool:
-        """Whether any rank is still compiling. Collective."""
+        """Return whether any rank is still compiling. Collective."""
         return bool(_highest(control, 0 if self._compiled else 1)[0])
 
     def place_anew(
@@ -413,9 +410,8 @@ class DecisionMaker:
         if notes:
             made = replace(made, reason=f"{made.reason} ({'; '.join(notes)})")
         # What is declared is the next load alone: no later one says whether the plan was good.
-        if made.decision == "rebalance" and made.imbalance_before is not None and measurement.declared is None:
-            promised = float((made.imbalance_before - made.imbalance_after).mean())
-            self._track_record.add(measurement.placement, made.placement, promised)
+        if measurement.declared is None:
+            self._track_record.note(made)
         return _as_message(made, measurement.placement)
 
     def _cost(self, measurement: Measurement) -> CostModel:

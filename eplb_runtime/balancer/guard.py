@@ -124,7 +124,7 @@ class Guard:
 
     @property
     def is_new(self) -> bool:
-        """Whether these are the first steps, which are sampled completely."""
+        """Return whether these are the first steps, which are sampled completely."""
         return self._mode != "off" and bool(self._watched.optimizers) and self._steps < FIRST_STEPS
 
     @contextmanager
@@ -228,7 +228,7 @@ class Guard:
             return self._take_sample("weights", decides=True)
 
     def computed(self) -> bool:
-        """Whether MoE layers ran since the last call."""
+        """Return whether MoE layers ran since the last call."""
         with self.clocked():
             before, self._calls_at_decision = self._calls_at_decision, self._watched.calls()
         return self._calls_at_decision > before

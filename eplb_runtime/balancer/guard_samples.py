@@ -185,6 +185,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_one_value(piece: Tensor) -> bool:
-    """Whether all elements are equal, whatever their dtype."""
+    """Return whether all elements are equal, whatever their dtype."""
     words = piece[: piece.numel() // 8 * 8].clone().view(torch.int64)  # a piece may begin anywhere
     return bool((words == words[:1]).all())

@@ -185,7 +185,7 @@ class Rebalancer:
         return -1 if self._migration.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Whether homes of a layer have moved since attach, even if they are back."""
+        """Return whether homes of a layer have moved since attach, even if they are back."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
@@ -236,11 +236,6 @@ class Rebalancer:
         self._earlier.clear()
 
     @property
-    def ends_in_decision(self) -> bool:
-        """Whether a decision begins at the end of the running step, as far as is known now."""
-        return (self.step + 1) % self._config.interval == 0
-
-    @property
     def progress(self) -> Progress:
         """Progress of training; on any thread."""
         return self._clock.progress(self.step)
@@ -282,7 +277,7 @@ class Rebalancer:
         self._earlier.clear()
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Whether all ranks were given the same; ends what is in flight. Collective, between steps.
+        """Return whether all ranks were given the same; ends what is in flight. Collective, between steps.
 
         Args:
             digest: 16 bytes; zeros: this rank has none.

@@ -77,12 +77,12 @@ class Runtime:
 
     @property
     def averages_dense(self) -> bool:
-        """Whether the balancer averages gradients outside the experts, and not the host."""
+        """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
 
     @property
     def host_dispatches(self) -> bool:
-        """Whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves them."""
+        """Return whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves them."""
         return any(isinstance(layer, HostDispatchedLayer) for layer in self.layers)
 
     def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:

@@ -60,7 +60,7 @@ class MigrationProgress:
 
     @property
     def connections_broken(self) -> bool:
-        """Whether the ranks have to connect anew."""
+        """Return whether the ranks have to connect anew."""
         return self.verdict.connections_broken
 
     @property
@@ -95,7 +95,7 @@ class Migration(Protocol):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a migration was begun and has not ended."""
+        """Return whether a migration was begun and has not ended."""
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
         """Begin a migration between two steps; `advance` goes on with it at once.

@@ -58,7 +58,7 @@ class RecordedLoad:
 
 
 def holds_recorded_load(folder: Path) -> bool:
-    """Whether a folder holds a recorded load and no job of a balancer."""
+    """Return whether a folder holds a recorded load and no job of a balancer."""
     return folder.is_dir() and holds_series(folder) and not holds_events(folder)
 
 

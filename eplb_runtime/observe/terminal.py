@@ -82,7 +82,7 @@ PATIENCE_SECONDS, PATIENCE_INTERVALS = 60.0, 5
 
 
 def _is_silent(view: View, now: float) -> bool:
-    """Whether a job that did not say that it ended has said nothing for long."""
+    """Return whether a job that did not say that it ended has said nothing for long."""
     progress, measured = view.get("progress"), [value for value in view["curve"]["step_seconds"] if value]
     step_seconds = float(progress["step_seconds"] if progress else measured[-1] if measured else 0.0)
     usual = PATIENCE_INTERVALS * int(view["job"]["interval"]) * step_seconds

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from .evaluate import predicted_imbalance
+from .types import Plan
 
 JUDGED = 10
 """Plans that are judged at a time."""
@@ -59,6 +60,11 @@ class TrackRecord:
         if promised < LEAST_PROMISE:
             return
         self._promises.append(_Promise(before, after, promised))
+
+    def note(self, plan: Plan) -> None:
+        """Note a plan if it is to be carried out, with what it promises."""
+        if plan.decision == "rebalance" and plan.current is not None and plan.imbalance_before is not None:
+            self.add(plan.current, plan.placement, float((plan.imbalance_before - plan.imbalance_after).mean()))
 
     def observe(self, load: NDArray[np.float64]) -> None:
         """Judge the newest plans by what came.

@@ -336,9 +336,7 @@ class _Game:
         for start in range(every, len(load), every):
             record.observe(load[start - every : start].sum(axis=0))
             planned = ask(load[max(0, start - history) : start], current, record.trust)
-            if planned.decision == "rebalance" and planned.imbalance_before is not None:
-                promised = float((planned.imbalance_before - planned.imbalance_after).mean())
-                record.add(current, planned.placement, promised)
+            record.note(planned)
             moves, slots = planned.moves, current.slots_per_rank
             migration = cost.transfer_seconds(moves, self.topology, slots) if len(moves) else 0.0
             current = planned.placement

@@ -66,7 +66,7 @@ class Averaging:
 
     @property
     def has_replaced(self) -> bool:
-        """Whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
+        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
         return any(map(self._is_replaced, self._alike))
 
     def arrives(self, parameter: Tensor) -> None:

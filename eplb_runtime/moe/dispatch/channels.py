@@ -91,12 +91,12 @@ class MicroBatchChannels:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a second way."""
+        """Return whether there is a second way."""
         return self._second is not None
 
     @property
     def has_streams(self) -> bool:
-        """Whether two things at once have streams of their own."""
+        """Return whether two things at once have streams of their own."""
         return self._streams is not None
 
     def open(self, second: MicroBatchChannel) -> None:
@@ -111,7 +111,7 @@ class MicroBatchChannels:
         return self._second if in_backward() or get_ident() == self._beside else self._first
 
     def is_first(self, channel: MicroBatchChannel) -> bool:
-        """Whether it is the way that there was at the start."""
+        """Return whether it is the way that there was at the start."""
         return channel is self._first
 
     def launching(self) -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ class MicroBatchChannels:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether two things run at once now, and launch in one order."""
+        """Return whether two things run at once now, and launch in one order."""
         return self._order is not None
 
     def after_the_other(self) -> None:

@@ -153,12 +153,6 @@ class BatchSplitter:
         """Whether any expert of the layer has copies; if not, every token goes home."""
         return self._layers[layer].several and not self.at_home
 
-    def warm_up(self) -> None:
-        """Compile what a batch needs, so that none has to wait for it."""
-        tables = next(iter(self._layers.values())).tables
-        counts_RE = np.ones((tables.num_ranks, tables.first_rank_LE.shape[1]), dtype=np.int64)
-        sources.split_for_rank(counts_RE, tables, 0, self._ep_rank, ranks_per_node=self._settings.ranks_per_node)
-
     def counts(self, topk_ids_TK: Tensor) -> Counted:
         """This rank's choices of each expert, padding included: what will really travel."""
         return self._count(topk_ids_TK, self._num_experts)

@@ -22,8 +22,8 @@ from ..search.explore import LITTLE, POURED_FROM, Found, Limits, Starts, make_st
 from ..search.prices import Question
 from ..search.starts import strides
 from ..search.threads import in_threads
-from ..traffic import worth_by_scenario
 from ..types import PlanRequest
+from .gains import choose, gain_and_noise, where_it_pays
 
 LEAST_GAIN = 0.005
 """A layer's imbalance must fall at least so much, or it stays as it is."""
@@ -31,8 +31,6 @@ PRICE_OF_ALL, STRAY = 0.5, 0.1
 """Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
 at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
 a move gains there is not soon lost again."""
-NOISE = 1.0
-"""A layer's gain must be so many times the standard error of its mean over the scenarios."""
 FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 ALL_MAY_MOVE = 0.02
@@ -107,7 +105,7 @@ def _uses_no_copies(start: Placement) -> NDArray[np.bool_]:
 def _reached(request: PlanRequest, start: Placement, found: list[Trajectory]) -> Placement:
     """What the layers reach, where that is more than noise."""
     moves_L = np.array([one.taken > 0 for one in found])
-    return _where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
+    return where_it_pays(request, start, _at_the_end(start, [one.found for one in found], moves_L))
 
 
 class _Search:
@@ -255,14 +253,6 @@ def _at_the_end(start: Placement, ends: list[Found], moves: NDArray[np.bool_]) -
     return align(start, home_rank, replicas)
 
 
-def _where_it_pays(request: PlanRequest, standing: Placement, other: Placement) -> Placement:
-    """Layers of ``other`` whose gain, by the splitter itself, is more than the scenarios' own noise."""
-    gain_WL = worth_by_scenario(request, standing) - worth_by_scenario(request, other)
-    gain_L = gain_WL.mean(axis=0)
-    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
-    return _choose((gain_L > 0) & (gain_L > NOISE * error_L), other, standing)
-
-
 def _where_all_may_move(
     request: PlanRequest,
     one: tuple[Placement, list[Trajectory]],
@@ -270,16 +260,14 @@ def _where_all_may_move(
     first_L: NDArray[np.bool_],
 ) -> Placement:
     """Layers of ``other`` that gain enough over ``one`` for what they move beyond it."""
-    gain_WL = worth_by_scenario(request, one[0]) - worth_by_scenario(request, other[0])
-    gain_L = gain_WL.mean(axis=0)
-    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros_like(gain_L)
+    gain_L, noise_L = gain_and_noise(request, one[0], other[0])
     share, seconds_price = ALL_MAY_MOVE / request.num_slots, _seconds_price(request)
     price_L = np.zeros_like(gain_L)
     for sign, found in ((-1, one[1]), (1, other[1])):
         for layer, track in enumerate(found):
             moved, seconds = track.moved[track.taken].sum(), track.seconds[track.taken]
             price_L[layer] += sign * (share * moved + seconds_price * seconds)
-    return _choose(first_L & (gain_L > np.maximum(price_L, NOISE * error_L)), other[0], one[0])
+    return choose(first_L & (gain_L > np.maximum(price_L, noise_L)), other[0], one[0])
 
 
 def _seconds_price(request: PlanRequest) -> float:
@@ -287,16 +275,3 @@ def _seconds_price(request: PlanRequest) -> float:
     if request.seconds_per_imbalance is None:
         return 0.0
     return HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
-
-
-def _choose(first: NDArray[np.bool_], one: Placement, other: Placement) -> Placement:
-    """Layers of ``one`` where ``first`` ``[L]`` holds, of ``other`` elsewhere."""
-    if one.home is None or other.home is None or not first.any():
-        return other
-    return Placement(
-        np.where(first[:, None], one.physical_to_logical, other.physical_to_logical),
-        one.num_experts,
-        one.num_ranks,
-        np.where(first[:, None], one.home, other.home),
-        other.epoch,
-    )

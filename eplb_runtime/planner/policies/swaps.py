@@ -15,13 +15,11 @@ from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
 from ..search.align import align
 from ..search.budget import share_out
-from ..traffic import worth_by_scenario
 from ..types import PlanError, PlanRequest
+from .gains import where_it_pays
 
 LEAST_GAIN = 0.01
 """A layer's imbalance must fall at least so much, or it stays as it is."""
-NOISE = 1.0
-"""A layer's gain must be so many times the standard error of its mean over the scenarios."""
 MOST_SWAPS_PER_RANK = 2
 """In a layer, on average."""
 
@@ -59,12 +57,7 @@ def swaps(request: PlanRequest) -> Placement:
     for layer, taken in enumerate(share_out(value, moved, (request.max_moves, request.max_bytes)).tolist()):
         for one, other in found[layer].pairs[:taken].tolist():
             rank_LE[layer, [one, other]] = rank_LE[layer, [other, one]]
-    made = align(start, rank_LE, start.replicas_LRK)
-    gain_WL = worth_by_scenario(request, start) - worth_by_scenario(request, made)
-    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros(len(rank_LE))
-    gain_L = gain_WL.mean(axis=0)
-    pays_L = (gain_L > 0) & (gain_L > NOISE * error_L)
-    return align(start, np.where(pays_L[:, None], rank_LE, start.home_rank), start.replicas_LRK)
+    return where_it_pays(request, start, align(start, rank_LE, start.replicas_LRK))
 
 
 def _price_of_swap(request: PlanRequest) -> float:
