@@ -88,10 +88,6 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
     add("--ranks-per-node", "G", positive, "ranks that share a node", required=True)
     add("--slots-per-rank", "S", positive, "experts that each rank holds, copies included", required=True)
     add("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", default=1)
-    spilled = "hierarchical: so many experts a layer may leave their group's node (default: 0)"
-    add("--spilled-experts", "N", not_negative, spilled, default=0)
-    above = "hierarchical: a layer drops the group rule where it costs more than this share of imbalance, as 0.1"
-    add("--global-above", "X", not_negative_float, above)
     add("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers")
     add(
         "--windows",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import InputError
 from .printing import note
@@ -60,10 +60,6 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
         )
     except ValueError as error:
         raise InputError(str(error)) from None
-
-
-def policy_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"spilled_experts": arguments.spilled_experts, "global_above": arguments.global_above}
 
 
 def read_windows(path: str, arguments: argparse.Namespace, layers: int | None = None) -> NDArray[np.float64]:

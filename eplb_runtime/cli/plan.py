@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .arguments import LOAD, POLICY, InputError, add_cluster, add_command, adder, positive, ranks_of, speeds
-from .inputs import policy_options, read_windows, require_output, require_policies, topology_of
+from .inputs import read_windows, require_output, require_policies, topology_of
 from .printing import print_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         "--gone",
         "A,B,...",
         ranks_of,
-        "ranks that are not there: experts get a place on the others, homes on these numbered anew",
+        "ranks that are not there, with --policy free: experts get slots on the others",
     )
     add("-o", "FILE", str, "write the placement, .json or .safetensors", dest="output")
 
@@ -71,7 +71,6 @@ def _run(arguments: argparse.Namespace) -> None:
         layout=arguments.layout,
         groups=arguments.groups,
         max_moves=arguments.max_moves,
-        options=policy_options(arguments),
         rank_speed=arguments.rank_speed,
         available=available,
         cost=None if parameters is None else CostModel(home_bytes=12 * parameters, replica_bytes=2 * parameters),

@@ -16,7 +16,7 @@ from .arguments import (
     positive,
     positive_float,
 )
-from .inputs import policy_options, read_windows, require_extra, require_output, require_policies, topology_of
+from .inputs import read_windows, require_extra, require_output, require_policies, topology_of
 from .printing import print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> None:
             topology,
             slots_per_rank=arguments.slots_per_rank,
             policies=policies,
-            asked=Asked(arguments.groups, arguments.max_moves, arguments.gate, policy_options(arguments)),
+            asked=Asked(arguments.groups, arguments.max_moves, arguments.gate),
             step_model=StepModel(
                 hidden_size=arguments.hidden_size,
                 expert_hidden_size=arguments.expert_hidden_size,

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..placement import Placement
-from .policies import LAYOUTS, OPTIONS, POLICIES
+from .policies import LAYOUTS, POLICIES
 from .terms import Settled
 from .types import PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
 KNOWS_SPEEDS = ("incremental", "static", "swaps")
-KNOWS_ABSENCE = ("free", "incremental")
 MOST_SLOTS = 2**26
 """Slots over all layers that are planned for; 100 layers on 1,024 ranks of 64 slots are a tenth of it."""
 MOST_TOKENS = 1e300
@@ -91,9 +90,10 @@ def checked_speed(settled: Settled, policy: str, ranks: int) -> NDArray[np.float
         return speed_R
     if not there_R.any():
         raise PlanError("available: no rank is left to plan for")
-    if policy not in KNOWS_ABSENCE or settled.groups > 1:
+    if policy != "free" or settled.groups > 1:
         raise PlanError(
-            f"available: policy {policy!r} needs every rank; 'free' and 'incremental' (groups=1) can do without some"
+            f"available: policy {policy!r} needs every rank; 'free' (groups=1) plans without some. A job whose "
+            "ranks are gone loads its checkpoint on those that are left"
         )
     there_R = there_R.astype(np.float64) if speed_R is None else there_R * speed_R
     return np.asarray(there_R / there_R.max())
@@ -127,14 +127,6 @@ def check_whole(settled: Settled, slots_per_rank: object) -> None:
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise PlanError(f"{name}={value!r}: give a whole number")
-
-
-def check_options(settled: Settled) -> None:
-    """A setting that no policy looks at would be a mistake that nobody sees."""
-    known = {option for options in OPTIONS.values() for option in options}
-    for name in settled.options or {}:
-        if name not in known:
-            raise PlanError(f"options: no policy has {name!r}; there are: {', '.join(sorted(known))}")
 
 
 def check_sizes(

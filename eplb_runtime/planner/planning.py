@@ -13,10 +13,9 @@ from ..load import forecast as forecasts
 from ..load.forecast import coarsen
 from ..placement import Placement
 from ..topology import Topology
-from .available import lost_experts, on_the_ranks_left, without_gone_ranks
+from .available import lost_experts, without_gone_ranks
 from .checks import (
     check_gate,
-    check_options,
     check_shapes,
     check_sizes,
     check_whole,
@@ -65,14 +64,11 @@ def plan(
             replayed routing in reinforcement learning).
         rank_speed: float ``[R]``, how fast each rank is beside the others: a slow one gets fewer tokens, and imbalance
             is the slowest rank's time over that of all ranks at their speeds. For ``incremental``; None: all alike.
-        available: bool ``[R]``; ranks that are False are gone, and every expert gets a place elsewhere, by the fewest
-            moves. With ``free``, slots of ranks that are gone keep what stands there; nobody reads them. With
-            ``incremental``, whose homes are shared out evenly, the plan's placement is for the ranks that are left,
-            numbered anew in their order, on which a job goes on from its checkpoint. None: all are there.
+        available: bool ``[R]``; ranks that are False are gone, and every expert gets a slot elsewhere, by the fewest
+            moves. Their own slots keep their experts; nobody reads them. For ``free``; None: all are there.
         sources: tokens by where they come from, ``[N, L, E]`` by node or ``[R, L, E]`` by rank; only the proportions in
             which an expert's tokens come from the nodes matter. None: from all alike. They count where crossing nodes
             has a cost (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
-        options: further settings of single policies.
 
     Returns:
         The plan; a ``"stay"`` plan has no moves and the current placement.
@@ -95,14 +91,11 @@ def plan(
     layout = checked_layout(policy, layout)
     check_gate(settled, current)
     check_whole(settled, slots_per_rank)
-    check_options(settled)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)
     speed_R = checked_speed(settled, policy, topology.num_ranks)
     request = replace(_request(windows, topology, slots_per_rank, current, layout, settled), speed_R=speed_R)
     check_shapes(request)
     everybody = speed_R is None or bool(speed_R.all())
-    if layout == "home" and not everybody:
-        return _on_fewer_ranks(request, policy, settled, began)
     placement = POLICIES[policy](request) if everybody else without_gone_ranks(request, POLICIES[policy])
     return _weigh(request, policy, placement, settled, began)
 
@@ -139,7 +132,6 @@ def _request(
         seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1]) if cost and priced else None,
         crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
         source_share_LNE=share_LNE,
-        options=dict(settled.options or {}),
     )
 
 
@@ -160,20 +152,6 @@ def _load_to_come(
         return forecasts.foretell(windows, settled.forecast, ranks)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _on_fewer_ranks(request: PlanRequest, policy: str, settled: Settled, began: float) -> Plan:
-    """In the home layout, for the ranks that are left."""
-    smaller, placement, moves = on_the_ranks_left(request, POLICIES[policy])
-    made = _weigh(smaller, policy, placement, settled, began)
-    if request.current is None:
-        return made
-    left, ranks = smaller.topology.num_ranks, request.topology.num_ranks
-    reason = (
-        f"{left} of {ranks} ranks are left, numbered anew: {len(moves)} experts whose homes are gone come from a "
-        f"checkpoint; mean imbalance will be {made.imbalance_after.mean():.3f}"
-    )
-    return replace(made, current=request.current, moves=moves, reason=reason)
 
 
 def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Settled, began: float) -> Plan:

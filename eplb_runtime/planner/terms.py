@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from numpy.typing import ArrayLike
 
@@ -26,7 +25,6 @@ class Terms(TypedDict, total=False):
     rank_speed: ArrayLike | None
     available: ArrayLike | None
     sources: ArrayLike | None
-    options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -43,4 +41,3 @@ class Settled:
     rank_speed: ArrayLike | None = None
     available: ArrayLike | None = None
     sources: ArrayLike | None = None
-    options: Mapping[str, Any] | None = None

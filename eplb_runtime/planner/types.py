@@ -5,9 +5,7 @@ No decisions here; policies decide, ``planning.plan`` puts the answer together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +47,6 @@ class PlanRequest:
         crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
-        options: further settings of single policies.
     """
 
     load: NDArray[np.float64]
@@ -69,7 +66,6 @@ class PlanRequest:
     speed_R: NDArray[np.float64] | None = None
     crossing_price: float = 0.0
     source_share_LNE: NDArray[np.float64] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -101,8 +97,7 @@ class Plan:
     Args:
         policy: name of the policy that made it.
         placement: the placement to go to; ``current`` itself when the decision is ``"stay"``.
-        current: the placement that stands now, or None; of more ranks than ``placement``, where some of them are gone
-            (``available``).
+        current: the placement that stands now, or None.
         moves: int32 ``[M, 5]``, columns (layer, expert, source rank, destination slot, is home), in that order of
             layers and slots: every slot that gets another expert. The source is the expert's home rank in ``current``
             (its nearest copy in the free layout; -1 without ``current``, or where no rank that is left holds it). A

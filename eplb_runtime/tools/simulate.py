@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class Asked:
     """What every plan is asked for.
 
     Args:
-        groups, max_moves, gate, options: as in ``planner.plan``; the payoff gate takes seconds from the step model and
+        groups, max_moves, gate: as in ``planner.plan``; the payoff gate takes seconds from the step model and
             a horizon of ``10 * every`` windows.
         sources: tokens by where they come from, as in ``planner.plan``, the same in every window; where there is more
             than one node, plans weigh tokens that cross nodes by the step model's seconds. None: from all alike.
@@ -227,7 +227,6 @@ class Asked:
     groups: int = 1
     max_moves: int | None = None
     gate: Gate = "always"
-    options: Mapping[str, Any] | None = None
     sources: FloatArray | None = None
 
 
@@ -300,7 +299,6 @@ def _asking(
                 groups=asked.groups,
                 max_moves=asked.max_moves,
                 gate=asked.gate,
-                options=dict(asked.options or {}),
                 sources=asked.sources,
             )
         except PlanError as error:

@@ -169,22 +169,6 @@ def test_simulate_compares_by_default_no_balancer_the_common_one_and_ours(
     assert [policy["policy"] for policy in result["policies"]] == ["static", "deepseek", "incremental"]  # type: ignore[attr-defined]
 
 
-def test_the_group_rule_bends_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load = np.ones((1, 16))
-    load[0, :4] = [90, 60, 40, 30]  # one group is far hotter than a node should be
-    write_load(tmp_path / "load.npz", load)
-    cluster = ["--ranks", "4", "--ranks-per-node", "2", "--slots-per-rank", "5", "--groups", "4"]
-    command = ["plan", tmp_path / "load.npz", *cluster, "--policy", "hierarchical"]
-
-    def worst(*options: str) -> float:
-        return float(answer(capsys, *command, *options)["imbalance"]["max"])  # type: ignore[index]
-
-    ruled = worst()
-    assert worst("--spilled-experts", "2") < ruled
-    assert worst("--global-above", "0.01") < ruled
-    assert worst("--global-above", "100") == ruled
-
-
 def test_a_plan_from_a_placement_keeps_its_budget(
     load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

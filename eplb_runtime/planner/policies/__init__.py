@@ -32,6 +32,3 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "swaps": ("home",),
 }
 """The layouts each policy plans; the first is its default."""
-
-OPTIONS: dict[str, tuple[str, ...]] = {"hierarchical": ("spilled_experts", "global_above")}
-"""What ``options`` may hold, by policy."""

@@ -100,7 +100,7 @@ def plan_layer(layer: PackedLayer, lowest: float) -> None:
     """Place all copies of one layer; in place.
 
     Args:
-        layer: weights, and counts of locked experts, are given; the rest is found.
+        layer: weights are given; the rest is found.
         lowest: no rank can be lighter than this many tokens at its hottest, or need not be: stop there.
     """
     slots_per_rank = layer.expert.shape[1]
@@ -199,11 +199,11 @@ def _kick_count(layer: PackedLayer, random: np.uint64) -> np.uint64:
         place = (start + offset) % layer.expert.size
         rank, slot = place // slots, place % slots
         giver = layer.expert[rank, slot]
-        if layer.locked[giver] or layer.copies[giver] < 2:
+        if layer.copies[giver] < 2:
             continue
         for further in range(experts):
             taker = (first + further) % experts
-            if not layer.holds[rank, taker] and not layer.locked[taker] and layer.copies[taker] < num_ranks:
+            if not layer.holds[rank, taker] and layer.copies[taker] < num_ranks:
                 replace(layer, rank, slot, int(taker))
                 return random
     return random

@@ -31,8 +31,6 @@ class PackedLayer(NamedTuple):
     """``[E]`` copies of each expert."""
     unit: FloatArray
     """``[E]`` tokens of one copy: weight / copies."""
-    locked: BoolArray
-    """``[E]`` experts whose count is given and must stay."""
     expert: IntArray
     """``[R, S]`` the expert in each slot."""
     load: FloatArray
@@ -49,7 +47,6 @@ def empty_layer(weight: FloatArray, num_ranks: int, slots_per_rank: int) -> Pack
         weight,
         np.ones(experts, dtype=np.int32),
         weight.copy(),
-        np.zeros(experts, dtype=np.bool_),
         np.full((num_ranks, slots_per_rank), -1, dtype=np.int32),
         np.zeros(num_ranks),
         np.zeros((num_ranks, experts), dtype=np.bool_),
@@ -69,7 +66,7 @@ def spread_copies(layer: PackedLayer) -> None:
     layer.unit[:] = layer.weight / layer.copies
     key = layer.unit.copy()
     for expert in range(experts):
-        if layer.locked[expert] or layer.copies[expert] >= num_ranks:
+        if layer.copies[expert] >= num_ranks:
             key[expert] = -1.0
     heap = np.argsort(-key, kind="mergesort")  # sorted: a heap already
     while spare > 0:
@@ -295,7 +292,7 @@ def improve_by_another_copy(layer: PackedLayer, rank: int) -> bool:
     best_expert = best_rank = best_slot = -1
     for own_slot in range(slots):
         expert = layer.expert[rank, own_slot]
-        if layer.locked[expert] or layer.copies[expert] >= num_ranks:
+        if layer.copies[expert] >= num_ranks:
             continue
         unit = layer.weight[expert] / (layer.copies[expert] + 1)
         relief = layer.unit[expert] - unit
@@ -304,7 +301,7 @@ def improve_by_another_copy(layer: PackedLayer, rank: int) -> bool:
                 continue
             for slot in range(slots):
                 other = layer.expert[other_rank, slot]
-                if layer.locked[other] or layer.copies[other] < 2:
+                if layer.copies[other] < 2:
                     continue
                 worst = layer.load[other_rank] + unit - layer.unit[other]
                 if worst >= best:

@@ -52,9 +52,7 @@ def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
         excess = _excess(copies, target, np.inf)
         found = False
         while excess > 0.0 and trials < max_trials:
-            num_givers, num_takers = _candidates(
-                weight, count, layer.locked, copies, target, aim % 2 == 0, givers, takers
-            )
+            num_givers, num_takers = _candidates(weight, count, copies, target, aim % 2 == 0, givers, takers)
             giver = taker = -1
             for giver_index in range(num_givers):
                 for taker_index in range(num_takers):
@@ -96,7 +94,6 @@ def search_counts(layer: PackedLayer, floor: float, max_trials: int) -> int:
 def _candidates(
     weight: FloatArray,
     count: NDArray[np.int32],
-    locked: NDArray[np.bool_],
     copies: FloatArray,
     target: float,
     heaviest_first: bool,
@@ -110,8 +107,6 @@ def _candidates(
     room = target - heavy
     num_givers = num_takers = 0
     for expert in range(weight.size):
-        if locked[expert]:
-            continue
         unit = weight[expert] / count[expert]
         if count[expert] > 1 and weight[expert] / (count[expert] - 1) <= target:
             givers[num_givers] = expert

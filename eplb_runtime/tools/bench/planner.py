@@ -141,9 +141,7 @@ def _rows(
         "deepseek": _by_rows(shape, lambda w: _deepseek(w, shape)),
     }
     if shape.groups > 1:
-        for spilled in (0, 2):
-            planner = f"hierarchical, {spilled} experts may spill" if spilled else "hierarchical"
-            ours[planner] = _by_rows(shape, _hierarchical(shape, spilled))
+        ours["hierarchical"] = _by_rows(shape, lambda w: _hierarchical(w, shape))
     else:
         ours["free"] = _by_rows(shape, lambda w: balance_free(w, shape.ranks, shape.slots_per_rank))
         if experts % shape.ranks == 0:
@@ -189,10 +187,8 @@ def _deepseek(window: FloatArray, shape: PlanShape) -> NDArray[np.int32]:
     return balance_deepseek(window, shape.slots, shape.groups, nodes, shape.ranks)[0]
 
 
-def _hierarchical(shape: PlanShape, spilled: int) -> Callable[[FloatArray], NDArray[np.int32]]:
-    return lambda window: balance_hierarchical(
-        window, shape.ranks, shape.slots_per_rank, shape.groups, shape.nodes, spilled_experts=spilled
-    )
+def _hierarchical(window: FloatArray, shape: PlanShape) -> NDArray[np.int32]:
+    return balance_hierarchical(window, shape.ranks, shape.slots_per_rank, shape.groups, shape.nodes)
 
 
 def _asked(peer: Peer, shape: PlanShape) -> Callable[[FloatArray], NDArray[np.int32]]:

@@ -91,7 +91,6 @@ def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
         ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
         ({"max_moves": 3, "current": None}, "limit moves from a placement that stands"),
         ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
-        ({"options": {"spilled": 1}}, "options: no policy has 'spilled'"),
         ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
         ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
         ({"rank_speed": [1e-9, 1, 1, 1]}, "rank_speed: 1e-09 beside 1"),
