@@ -15,7 +15,7 @@ import eplb_runtime as eplb
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 AT_MOST = {"attach": 118, "decision": 73, "batch": 34}
-"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. To be lowered only."""
+"""Files of the package in which any function runs, on all threads of rank 0, with a replica slot. Only ever lowered."""
 
 
 class FilesEntered:
