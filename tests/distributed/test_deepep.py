@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,9 @@ def all_of_it(rank: int) -> dict[str, Any]:
     found["low latency"] = {
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
     }
+    found["waits"] = list(deepep_double.HOST_WAITS)
+    for order in ORDERS:
+        found[order, "late"] = a_rank_that_comes_late(place, pair, order, f"{order} {rank // 2}")
     plain = AllToAll(whole, SLOTS)
     found["attached"] = attached(rank)
     found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
@@ -186,6 +190,32 @@ def wide(group: dist.ProcessGroup, rank: int, order: str) -> tuple[torch.Tensor,
     return hidden, dispatcher.combine(arrived.rows_MD, arrived)
 
 
+def a_rank_that_comes_late(rank: int, group: dist.ProcessGroup, order: str, name: str) -> bool:
+    """The second rank comes to a dispatch only when a thread of the first, which is there, has answered it."""
+    store = dist.distributed_c10d._get_default_store()
+    dispatcher, batch = over(group, order), replace(IN_BFLOAT16, tokens=(5, 4), slots=tuple(range(6)))
+    there_and_back(dispatcher, batch, rank)  # makes the buffer
+
+    apart = store.clone()  # a connection serves one thread at a time
+
+    def answer() -> None:
+        apart.wait([f"{name} asks"])
+        apart.set(f"{name} answers", "")
+
+    if rank == 0:
+        answers = threading.Thread(target=answer)
+        answers.start()
+        store.set(f"{name} is there", "")
+        there_and_back(dispatcher, batch, rank)
+        answers.join()
+    else:
+        store.wait([f"{name} is there"])
+        store.set(f"{name} asks", "")
+        store.wait([f"{name} answers"])
+        there_and_back(dispatcher, batch, rank)
+    return True
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return run_ranks(4, all_of_it)
@@ -231,6 +261,15 @@ def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, order: str
     passes = ["dispatch", "combine", "again", "combine"]
     for result in ranks:
         assert result[order, "calls"] == [*passes, *passes, "again", *passes[1:]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_threads_of_a_rank_that_waits_for_another_go_on(ranks: list, order: str) -> None:
+    assert all(result[order, "late"] for result in ranks)
+
+
+def test_deepep_never_waits_on_the_host_with_the_interpreter_locked(ranks: list) -> None:
+    assert all(result["waits"] == [] for result in ranks)
 
 
 @pytest.mark.parametrize("dtype", ["placed", "placed in float32"])

@@ -20,7 +20,7 @@ from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 
 pytestmark = [
@@ -217,7 +217,8 @@ def experts_between_tokens(rank: int) -> list[bool]:
         payload, into = random_bytes(rank, size, device), transport.empty(size)
         pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
         pending.wait(soon())
-        received = [buffer.dispatch(hidden, slots) for _ in range(5)]
+        sent, counts = buffer.layout(slots), RecvCounts(RANKS * len(slots), None)
+        received = [buffer.dispatch(hidden, sent, counts) for _ in range(5)]
         back = [buffer.combine(one.rows_UC, one.handle) for one in received]
         right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]
     transport.close()
