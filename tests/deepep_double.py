@@ -193,6 +193,7 @@ class Buffer:
             assert num_tokens_per_rdma_rank is not None and num_tokens_per_rdma_rank.dtype == torch.int32
             assert torch.equal(num_tokens_per_rdma_rank.long(), self._by_node(is_token_in_rank).sum(0))
         local = len(num_tokens_per_expert) // self.group_size
+        assert local <= (128 if self.nodes == 1 else 1024), "intranode.cu:123, deep_ep.cpp:348"
         self._notify(waits=num_worst_tokens == 0 and self.nodes == 1)
         rows, received = self._exchange(x, is_token_in_rank)
         ids, _ = self._exchange(topk_idx, is_token_in_rank)

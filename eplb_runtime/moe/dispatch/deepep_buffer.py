@@ -22,7 +22,8 @@ from .channels import MicroBatchChannel, MicroBatchChannels
 
 MOST_ROW_BYTES = 15 << 10
 """A row is staged in a warp's 16 KiB of shared memory, with its ids and weights; wider ones go in several calls."""
-_MOST_LOCAL_EXPERTS = 1024
+_MOST_LOCAL_EXPERTS, _MOST_LOCAL_EXPERTS_OF_A_NODE = 1024, 128
+"""Slots a rank: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of `intranode::notify_dispatch`)."""
 _SUMMED_BYTES = 512
 """Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
 
@@ -99,8 +100,9 @@ class DeepEPBuffer:
         self._num_sms = num_sms
         self._num_ranks = group.size()
         self._num_experts = group.size() * slots_per_rank
-        if slots_per_rank > _MOST_LOCAL_EXPERTS:
-            raise ConfigError(f"dispatch='deepep' knows up to {_MOST_LOCAL_EXPERTS} slots a rank, not {slots_per_rank}")
+        most = _MOST_LOCAL_EXPERTS if self.tells_the_host else _MOST_LOCAL_EXPERTS_OF_A_NODE
+        if slots_per_rank > most:
+            raise ConfigError(f"dispatch='deepep' knows up to {most} slots a rank here, not {slots_per_rank}")
         self._package.Buffer.set_num_sms(num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._dispatch_config, self._combine_config = deepep_package.settings(self._package, group.size())

@@ -20,6 +20,7 @@ from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose, maker
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.tools.verification import runs
@@ -247,6 +248,19 @@ def test_most_tokens_are_for_one_node() -> None:
     group = SimpleNamespace(size=lambda: 16)
     with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
         DeepEPDispatcher(group, 4, config=DispatchConfig("deepep", most_tokens=64))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
+def test_more_slots_than_the_kernels_count_are_refused_at_attach(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, most: int
+) -> None:
+    """Threads of `intranode::notify_dispatch`, NUM_MAX_LOCAL_EXPERTS (`deepep_asserts.md`)."""
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
+    group = SimpleNamespace(size=lambda: ranks)
+    DeepEPBuffer(group, most, 20)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"up to {most} slots a rank here, not {most + 1}"):
+        DeepEPBuffer(group, most + 1, 20)  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
