@@ -23,6 +23,8 @@ CALLS: list[str] = []
 """Of all buffers of this process, in order."""
 DTYPES: list[torch.dtype] = []
 """Of what was sent, beside `CALLS`."""
+LOW_LATENCY_WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""Hidden sizes that the low-latency kernels are built for (launch.cuh)."""
 NODE = 8
 """Ranks of one node where there are several. The real one has no other number."""
 HOST_WAITS: list[str] = []
@@ -282,7 +284,7 @@ class Buffer:
         local, (_, hidden) = num_experts // ranks, x.shape
         self._may_send(async_finish, return_recv_hook)
         assert self.low_latency_mode and self.num_qps == local and (most + 1) * 2 <= 1024 and ranks * most % 4 == 0
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden % (512 if use_fp8 else 128) == 0
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden in LOW_LATENCY_WIDTHS
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11
         assert len(x) == len(topk_idx) <= most
         assert self.get_low_latency_rdma_size_hint(most, hidden, ranks, num_experts) <= self.num_rdma_bytes

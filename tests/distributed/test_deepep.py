@@ -30,10 +30,11 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import DispatchConfig
+from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
@@ -113,7 +114,27 @@ def attached(rank: int) -> dict[str, Any]:
         optimizer.step()
         balancer.close()
         found[order], found[order, "said"] = float(loss), said.getvalue()
+    found["exchanged before a refusal"] = exchanged_before_a_refusal(replace(config, replica_slots=1), new_batch(0))
     return found
+
+
+def exchanged_before_a_refusal(config: eplb.BalancerConfig, batch: dict[str, torch.Tensor]) -> int:
+    """Exchanges of counts in a forward in float32, which sums by rank do not take."""
+    model = make_model("olmoe", experts=8, top_k=2)
+    asked = replace(config, dispatch=replace(config.dispatch, combine_order="by_rank"))
+    balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=asked)
+    gather, gathered = CountExchange._gather, []
+
+    def noted(exchange: CountExchange, mine: torch.Tensor) -> Any:
+        gathered.append(mine)
+        return gather(exchange, mine)
+
+    CountExchange._gather = noted
+    with pytest.raises(ConfigError, match="these hidden states are torch.float32"):
+        model(**batch)
+    CountExchange._gather = gather
+    balancer.close()
+    return len(gathered)
 
 
 def cases_of(order: str) -> dict[str, Batch]:
@@ -158,10 +179,10 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]
-    experts = torch.randn(12, 512, generator=torch.Generator().manual_seed(9)).bfloat16()
+    experts = torch.randn(12, 2048, generator=torch.Generator().manual_seed(9)).bfloat16()
     found: dict[str, Any] = {}
     for name, tokens in {"small": (8, 5), "none on one": (0, 3), "large on one": (3, 9), "learns": (8, 5)}.items():
-        hidden = torch.randn(tokens[rank], 512, generator=generator).bfloat16()
+        hidden = torch.randn(tokens[rank], 2048, generator=generator).bfloat16()
         ids = torch.rand(tokens[rank], 12, generator=generator).argsort(dim=1)[:, :4]
         weights = torch.rand(tokens[rank], 4, generator=generator)
         with torch.set_grad_enabled(name == "learns"):
@@ -339,6 +360,10 @@ def test_their_results_are_those_of_a_dense_computation_and_know_no_placement(ra
             torch.testing.assert_close(one["out"].double(), one["dense"], rtol=0.02, atol=0.05)
         for name in ("small", "none on one"):
             assert all(torch.equal(first[name]["out"], other[name]["out"]) for other in others)
+
+
+def test_a_dtype_is_refused_before_ranks_exchange_counts(ranks: list) -> None:
+    assert all(result["attached"]["exchanged before a refusal"] == 0 for result in ranks)
 
 
 def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:

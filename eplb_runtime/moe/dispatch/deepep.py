@@ -160,7 +160,7 @@ class DeepEPDispatcher(Dispatcher):
         return SendLayout(slots_TK, sent, self._recv_counts(sent, slots_TK.shape[1], counts))
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        self._check(hidden_TD, weights_TK)
+        self.check(hidden_TD, weights_TK)
         if isinstance(metadata, SendLayout) and metadata.sent is None:
             assert self._low_latency is not None
             with self._launching():
@@ -210,8 +210,9 @@ class DeepEPDispatcher(Dispatcher):
 
     # -- what the two orders differ in ---------------------------------------------------------------------------------
 
-    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
-        """Refuse hidden states that cannot be sent, by shapes and dtypes alone."""
+    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+        if self._low_latency is not None and self._nothing_learns():
+            self._low_latency.check(hidden_TD, weights_TK.shape[1])
         if self._in_float8 and (refused := float8.refusal(hidden_TD, weights_TK)):
             raise ConfigError(refused)
 
@@ -330,8 +331,8 @@ class DeepEPByRank(DeepEPDispatcher):
         grad_TD, grad_TK = row_bytes.unpack_sums(summed, grad_MD.shape[1], sums_UD.dtype, num_weights, dtype)
         return grad_TD, None if grad_M is None else grad_TK
 
-    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
-        super()._check(hidden_TD, weights_TK)
+    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+        super().check(hidden_TD, weights_TK)
         if hidden_TD.dtype != row_bytes.CARRIED:
             raise ConfigError(
                 f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
