@@ -130,7 +130,7 @@ def exchanged_before_a_refusal(config: eplb.BalancerConfig, batch: dict[str, tor
         return gather(exchange, mine)
 
     CountExchange._gather = noted
-    with pytest.raises(ConfigError, match="these hidden states are torch.float32"):
+    with pytest.raises(ConfigError, match=r"these hidden states are torch\.float32"):
         model(**batch)
     CountExchange._gather = gather
     balancer.close()

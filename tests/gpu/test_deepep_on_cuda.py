@@ -15,11 +15,10 @@ from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, packages
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package, packages
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
