@@ -8,6 +8,9 @@ asserts, this asserts.
 
 from __future__ import annotations
 
+import ctypes
+import socket
+import struct
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +23,16 @@ CALLS: list[str] = []
 """Of all buffers of this process, in order."""
 DTYPES: list[torch.dtype] = []
 """Of what was sent, beside `CALLS`."""
+LOW_LATENCY_WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""Hidden sizes that the low-latency kernels are built for (launch.cuh)."""
 NODE = 8
 """Ranks of one node where there are several. The real one has no other number."""
+HOST_WAITS: list[str] = []
+"""Calls in which the host waited for other ranks with Python's interpreter locked."""
+WAIT_SECONDS = 10
+"""NUM_CPU_TIMEOUT_SECS; 100 in the real one."""
+_locked = ctypes.PyDLL(None)
+"""The C library, called as DeepEP is by its binding: Python's interpreter stays locked."""
 _between_nodes: list[Any] = []
 """Buffers of this process that have RDMA: NVSHMEM is started once."""
 
@@ -67,6 +78,32 @@ class Buffer:
             assert num_rdma_bytes > 0 and not _between_nodes, "a process starts NVSHMEM once"
             _between_nodes.append(self)
         self._receives: Any = None
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WAIT_SECONDS, 0))
+        ports = torch.empty(self.group_size, dtype=torch.int64)
+        mine = torch.tensor([self._socket.getsockname()[1]])
+        dist.all_gather_into_tensor(ports, mine, group=self.group)
+        self._ports = [port for rank, port in enumerate(ports.tolist()) if rank != self.rank]
+
+    def _notify(self, waits: bool) -> None:
+        """Tell all other ranks that this one has come to a dispatch, and hear it of them.
+
+        Args:
+            waits: as the host does inside a node where it does not say how many rows come: without releasing Python's
+                interpreter lock. Otherwise kernels do it, and threads go on.
+        """
+        for port in self._ports:
+            self._socket.sendto(b"1", ("127.0.0.1", port))
+        if waits:
+            HOST_WAITS.append("dispatch")
+            word = ctypes.create_string_buffer(1)
+            for _ in self._ports:
+                if _locked.recv(self._socket.fileno(), word, 1, 0) != 1:
+                    raise RuntimeError("DeepEP error: CPU recv timeout")
+        else:
+            for _ in self._ports:
+                self._socket.recv(1)
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -158,6 +195,8 @@ class Buffer:
             assert num_tokens_per_rdma_rank is not None and num_tokens_per_rdma_rank.dtype == torch.int32
             assert torch.equal(num_tokens_per_rdma_rank.long(), self._by_node(is_token_in_rank).sum(0))
         local = len(num_tokens_per_expert) // self.group_size
+        assert local <= (128 if self.nodes == 1 else 1024), "intranode.cu:123, deep_ep.cpp:348"
+        self._notify(waits=num_worst_tokens == 0 and self.nodes == 1)
         rows, received = self._exchange(x, is_token_in_rank)
         ids, _ = self._exchange(topk_idx, is_token_in_rank)
         weights, _ = self._exchange(topk_weights, is_token_in_rank)
@@ -245,7 +284,7 @@ class Buffer:
         local, (_, hidden) = num_experts // ranks, x.shape
         self._may_send(async_finish, return_recv_hook)
         assert self.low_latency_mode and self.num_qps == local and (most + 1) * 2 <= 1024 and ranks * most % 4 == 0
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden % (512 if use_fp8 else 128) == 0
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and hidden in LOW_LATENCY_WIDTHS
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and topk_idx.shape[1] <= 11
         assert len(x) == len(topk_idx) <= most
         assert self.get_low_latency_rdma_size_hint(most, hidden, ranks, num_experts) <= self.num_rdma_bytes

@@ -147,6 +147,7 @@ class ExpertParallelLayer:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
         replicas = grad_inputs is not None and self._splitter is not None
         self._context.meeting.enter(self.index, self._counter.closed_steps, training, epoch, replicas)
+        self._dispatcher.check(hidden_TD, topk_weights_TK)
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +30,11 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.config import DispatchConfig
+from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
@@ -77,6 +79,9 @@ def all_of_it(rank: int) -> dict[str, Any]:
     found["low latency"] = {
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
     }
+    found["waits"] = list(deepep_double.HOST_WAITS)
+    for order in ORDERS:
+        found[order, "late"] = a_rank_that_comes_late(place, pair, order, f"{order} {rank // 2}")
     plain = AllToAll(whole, SLOTS)
     found["attached"] = attached(rank)
     found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
@@ -109,7 +114,27 @@ def attached(rank: int) -> dict[str, Any]:
         optimizer.step()
         balancer.close()
         found[order], found[order, "said"] = float(loss), said.getvalue()
+    found["exchanged before a refusal"] = exchanged_before_a_refusal(replace(config, replica_slots=1), new_batch(0))
     return found
+
+
+def exchanged_before_a_refusal(config: eplb.BalancerConfig, batch: dict[str, torch.Tensor]) -> int:
+    """Exchanges of counts in a forward in float32, which sums by rank do not take."""
+    model = make_model("olmoe", experts=8, top_k=2)
+    asked = replace(config, dispatch=replace(config.dispatch, combine_order="by_rank"))
+    balancer = eplb.attach(model, torch.optim.AdamW(model.parameters()), config=asked)
+    gather, gathered = CountExchange._gather, []
+
+    def noted(exchange: CountExchange, mine: torch.Tensor) -> Any:
+        gathered.append(mine)
+        return gather(exchange, mine)
+
+    CountExchange._gather = noted
+    with pytest.raises(ConfigError, match=r"these hidden states are torch\.float32"):
+        model(**batch)
+    CountExchange._gather = gather
+    balancer.close()
+    return len(gathered)
 
 
 def cases_of(order: str) -> dict[str, Batch]:
@@ -154,10 +179,10 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]
-    experts = torch.randn(12, 512, generator=torch.Generator().manual_seed(9)).bfloat16()
+    experts = torch.randn(12, 2048, generator=torch.Generator().manual_seed(9)).bfloat16()
     found: dict[str, Any] = {}
     for name, tokens in {"small": (8, 5), "none on one": (0, 3), "large on one": (3, 9), "learns": (8, 5)}.items():
-        hidden = torch.randn(tokens[rank], 512, generator=generator).bfloat16()
+        hidden = torch.randn(tokens[rank], 2048, generator=generator).bfloat16()
         ids = torch.rand(tokens[rank], 12, generator=generator).argsort(dim=1)[:, :4]
         weights = torch.rand(tokens[rank], 4, generator=generator)
         with torch.set_grad_enabled(name == "learns"):
@@ -184,6 +209,32 @@ def wide(group: dist.ProcessGroup, rank: int, order: str) -> tuple[torch.Tensor,
     dispatcher = over(group, order)
     arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
     return hidden, dispatcher.combine(arrived.rows_MD, arrived)
+
+
+def a_rank_that_comes_late(rank: int, group: dist.ProcessGroup, order: str, name: str) -> bool:
+    """The second rank comes to a dispatch only when a thread of the first, which is there, has answered it."""
+    store = dist.distributed_c10d._get_default_store()
+    dispatcher, batch = over(group, order), replace(IN_BFLOAT16, tokens=(5, 4), slots=tuple(range(6)))
+    there_and_back(dispatcher, batch, rank)  # makes the buffer
+
+    apart = store.clone()  # a connection serves one thread at a time
+
+    def answer() -> None:
+        apart.wait([f"{name} asks"])
+        apart.set(f"{name} answers", "")
+
+    if rank == 0:
+        answers = threading.Thread(target=answer)
+        answers.start()
+        store.set(f"{name} is there", "")
+        there_and_back(dispatcher, batch, rank)
+        answers.join()
+    else:
+        store.wait([f"{name} is there"])
+        store.set(f"{name} asks", "")
+        store.wait([f"{name} answers"])
+        there_and_back(dispatcher, batch, rank)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +282,15 @@ def test_backward_and_recompute_go_the_way_of_the_handle(ranks: list, order: str
     passes = ["dispatch", "combine", "again", "combine"]
     for result in ranks:
         assert result[order, "calls"] == [*passes, *passes, "again", *passes[1:]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_threads_of_a_rank_that_waits_for_another_go_on(ranks: list, order: str) -> None:
+    assert all(result[order, "late"] for result in ranks)
+
+
+def test_deepep_never_waits_on_the_host_with_the_interpreter_locked(ranks: list) -> None:
+    assert all(result["waits"] == [] for result in ranks)
 
 
 @pytest.mark.parametrize("dtype", ["placed", "placed in float32"])
@@ -300,6 +360,10 @@ def test_their_results_are_those_of_a_dense_computation_and_know_no_placement(ra
             torch.testing.assert_close(one["out"].double(), one["dense"], rtol=0.02, atol=0.05)
         for name in ("small", "none on one"):
             assert all(torch.equal(first[name]["out"], other[name]["out"]) for other in others)
+
+
+def test_a_dtype_is_refused_before_ranks_exchange_counts(ranks: list) -> None:
+    assert all(result["attached"]["exchanged before a refusal"] == 0 for result in ranks)
 
 
 def test_an_attach_says_when_sums_are_by_rank(ranks: list) -> None:

@@ -23,7 +23,7 @@ from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()
     rows = torch.full((3, 16), float(rank + 1), dtype=torch.bfloat16)
-    received = carrier.dispatch(rows, torch.tensor([[0], [2], [4]]))
+    received = carrier.dispatch(rows, carrier.layout(torch.tensor([[0], [2], [4]])), RecvCounts(3, None))
     assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
     assert torch.equal(carrier.combine(received.rows_UC, received.handle), rows)
     assert CALLS == ["tokens", "experts", "back"]

@@ -15,12 +15,12 @@ from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, packages
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package, packages
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
-from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 
 pytestmark = [
@@ -192,6 +192,8 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_float8: bool) -> None:
     skip_without_deepep()
+    if why := deepep_package.no_infiniband():
+        pytest.skip(why)  # the kernels would trap, which ends the CUDA context
     for of_rank in run_ranks(RANKS, small_batches, in_float8, backend=NCCL, start_method="spawn"):
         for (rows, out), (fast_rows, fast_out) in of_rank:
             torch.testing.assert_close(rows.float(), fast_rows.float(), rtol=0.07 if in_float8 else 0, atol=0)
@@ -217,7 +219,8 @@ def experts_between_tokens(rank: int) -> list[bool]:
         payload, into = random_bytes(rank, size, device), transport.empty(size)
         pending = transport.post([Message(1 - rank, payload)], [Message(1 - rank, into)])
         pending.wait(soon())
-        received = [buffer.dispatch(hidden, slots) for _ in range(5)]
+        sent, counts = buffer.layout(slots), RecvCounts(RANKS * len(slots), None)
+        received = [buffer.dispatch(hidden, sent, counts) for _ in range(5)]
         back = [buffer.combine(one.rows_UC, one.handle) for one in received]
         right += [torch.equal(into, random_bytes(1 - rank, size, device)), *(torch.equal(hidden, one) for one in back)]
     transport.close()

@@ -7,6 +7,7 @@ experts go through the same one, experts between steps. Nothing is imported unle
 from __future__ import annotations
 
 from importlib import util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ RANKS_OF_A_NODE = 8
 """Ranks of one node in DeepEP's kernels where there are several nodes."""
 SIZED_FOR_ROW_BYTES = 16 << 10
 """So that one buffer serves rows of all widths."""
+INFINIBAND = Path("/sys/class/infiniband")
 _between_nodes: list[tuple[int, ...]] = []
 """Ranks of this process's buffer that goes beyond a node: NVSHMEM, which it needs, is started once in a process."""
 
@@ -35,6 +37,16 @@ def missing(device: torch.device | None = None) -> str:
     if why := packages.no_gpu(device):
         return why
     return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
+
+
+def no_infiniband() -> str:
+    """Why the low-latency kernels cannot run on this machine, in a line; empty: they can.
+
+    They send by InfiniBand's queue pairs, also inside a node, and without any they trap, which ends the CUDA context.
+    """
+    if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+        return ""
+    return f"low_latency_tokens needs InfiniBand, and {INFINIBAND} has no device: leave low_latency_tokens out"
 
 
 def unfit(num_ranks: int, ranks_per_node: int) -> str:

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from .base import Message, Pending, Transport, TransportError
 from .counted import Counted, to_others
 from .meeting import tell_all
 from .nixl_agent import new_agent
+from .side_stream import SideStream
 
 SPARE_BYTES = 1 << 16
 AT_ONCE = 128
@@ -68,7 +69,15 @@ class _Region:
 
 @dataclass
 class _NixlSend:
+    """Args:
+    data: registered memory that is sent from.
+    source: what is copied there, or the same; alive until it is written.
+    ready: whether the device has written ``data``.
+    """
+
     data: Tensor
+    source: Tensor
+    ready: Callable[[], bool]
     pending: _Notified
 
 
@@ -151,6 +160,8 @@ class Nixl(Transport):
         self._traffic: dict[int, _NixlTraffic] = {}
         self._rank_of: dict[str, int] = {}
         self._pending: list[_Notified] = []
+        self._stream = SideStream(device)
+        self._arriving: list[tuple[Callable[[], bool], _NixlReceive]] = []
         self._thread: threading.Thread | None = None
         self._ping = 0.0
         self._problem = ""
@@ -184,9 +195,8 @@ class Nixl(Transport):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
-        if self.device.type == "cuda" and out:
-            torch.cuda.current_stream(self.device).synchronize()  # UCX knows of no streams
         with self._lock:
+            self._stream.after_current()
             pending = _Notified(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
@@ -196,11 +206,15 @@ class Nixl(Transport):
             places = self._registered_places([message.data for message in (*into, *out)], pending)
             self._pending.append(pending)
             self._guarded(lambda: self._offer(into, places[: len(into)], numbers, pending))
-            for message, place in zip(out, places[len(into) :], strict=True):
-                if place is not message.data:
-                    place.copy_(message.data)
+            from_places = list(zip(out, places[len(into) :], strict=True))
+            with self._stream():
+                for message, place in from_places:
+                    if place is not message.data:
+                        place.copy_(message.data, non_blocking=True)
+            ready = self._stream.mark()  # UCX knows of no streams: nothing is sent before the device has written it
+            for message, place in from_places:
                 traffic = self._traffic[message.peer]
-                traffic.sends[traffic.posted] = _NixlSend(place, pending)
+                traffic.sends[traffic.posted] = _NixlSend(place, message.data, ready, pending)
                 traffic.posted += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
@@ -339,6 +353,7 @@ class Nixl(Transport):
 
     def _step(self) -> None:
         self._listen()
+        self._end_copies()
         now = time.monotonic()
         for peer, traffic in self._traffic.items():
             if traffic.problem:
@@ -377,14 +392,28 @@ class Nixl(Transport):
         elif kind == _WRITTEN:
             for written in range(number, number + count):
                 receive = traffic.receives.pop(written)
-                if receive.into is not None:
-                    receive.into.copy_(receive.at)
-                receive.pending.here[receive.number] = 1
-                receive.pending.one_done()
+                if receive.into is None:
+                    self._has_arrived(receive)
+                    continue
+                with self._stream():
+                    receive.into.copy_(receive.at, non_blocking=True)
+                self._arriving.append((self._stream.mark(), receive))
         elif kind == _GOODBYE:
             traffic.problem = f"EP rank {peer} does not answer: it has given up"
             if traffic.sends or traffic.receives:
                 raise TransportError(traffic.problem)
+
+    def _has_arrived(self, receive: _NixlReceive) -> None:
+        receive.pending.here[receive.number] = 1
+        receive.pending.one_done()
+
+    def _end_copies(self) -> None:
+        """What the device has copied to its place has arrived, and nothing before that."""
+        for copied, receive in list(self._arriving):
+            if not copied():
+                return  # one stream: what comes after it is not done either
+            self._arriving.pop(0)
+            self._has_arrived(receive)
 
     def _hear_offer(self, traffic: _NixlTraffic, needed: int, note: bytes) -> None:
         if traffic.memories_known < needed:
@@ -398,6 +427,8 @@ class Nixl(Transport):
         while True:
             first = end = traffic.begun
             while end < traffic.posted and end in traffic.offers and end - first < AT_ONCE:
+                if not traffic.sends[end].ready():
+                    break
                 end += 1
             if end == first:
                 return
@@ -458,6 +489,7 @@ class Nixl(Transport):
             self._agent = None
             self._regions.clear()
             self._spare.clear()
+            self._arriving.clear()
         for traffic in self._traffic.values():
             traffic.sends.clear()
             traffic.receives.clear()

@@ -69,6 +69,13 @@ class Dispatcher(ABC):
     def __init__(self, meeting: Meeting | None = None) -> None:
         self._meeting = meeting
 
+    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:  # noqa: B027
+        """Refuse hidden states that cannot be sent, by shapes and dtypes alone, before ranks exchange anything.
+
+        Raises:
+            ConfigError: a setting is not for such hidden states.
+        """
+
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
         """Work out which row goes where.

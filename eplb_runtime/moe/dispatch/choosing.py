@@ -62,6 +62,17 @@ def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     return why
 
 
+def unfit_settings(config: BalancerConfig, num_ranks: int) -> str:
+    """Why DeepEP cannot serve so many ranks with these settings on this machine, in a line; empty: it can."""
+    low_latency = config.dispatch.low_latency_tokens > 0
+    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep_package.RANKS_OF_A_NODE):
+        return (
+            "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
+            "process starts it once: take another transport"
+        )
+    return deepep_package.no_infiniband() if low_latency else ""
+
+
 def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
     """One choice for all ranks.
 
@@ -91,7 +102,7 @@ def choose_together(
     """
     if config.dispatch.name in OVER_TORCH:
         return choose(config.dispatch.name, [])
-    mine = lacks(device, topology.num_ranks, topology.ranks_per_node)
+    mine = unfit_settings(config, topology.num_ranks) or lacks(device, topology.num_ranks, topology.ranks_per_node)
     said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
     return choose(config.dispatch.name, [word.decode() for word in said])
 

@@ -28,7 +28,7 @@ from . import float8, permute, row_bytes
 from .base import Dispatched, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel, MicroBatchChannels
 from .count_exchange import CountExchange
-from .deepep_buffer import DeepEPBuffer, RecvTokens
+from .deepep_buffer import DeepEPBuffer, RecvCounts, RecvTokens, SendTokens
 from .deepep_low_latency import LowLatency, LowLatencyLayout
 from .memory import RowMemory
 
@@ -39,11 +39,13 @@ class SendLayout(DispatchMetadata):
 
     Args:
         slots_TK: int64, physical slots.
-        low_latency: whether it goes by the low-latency kernels.
+        sent: where its rows go; None: by the low-latency kernels.
+        counts: what arrives here; None: DeepEP tells the host.
     """
 
     slots_TK: Tensor
-    low_latency: bool
+    sent: SendTokens | None
+    counts: RecvCounts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +140,8 @@ class DeepEPDispatcher(Dispatcher):
         if config.low_latency_tokens:
             self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, channels)
         self._exchange_counts = CountExchange(group, meeting, channels)
+        self._exchange_tokens = CountExchange(group, meeting, channels)
+        self._rank = group.rank()
         self._memory = RowMemory()
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
@@ -148,19 +152,16 @@ class DeepEPDispatcher(Dispatcher):
             )
         if self._low_latency is not None and self._nothing_learns():
             # All ranks take the same kernels, also where only one has too many tokens for them.
-            most = self._exchange_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
-            return SendLayout(slots_TK, low_latency=bool(most <= self._low_latency.most_tokens))
-        if self._meeting is not None and counts is None:
-            nothing = slots_TK.new_empty(0)
-            if not self._most_tokens:
-                self._exchange_counts(nothing)
-            elif not self._meeting.has_met:
-                self._exchange_counts.on_device(nothing)
-        return SendLayout(slots_TK, low_latency=False)
+            most = self._exchange_tokens(slots_TK.new_full((1,), slots_TK.shape[0])).max()
+            if most <= self._low_latency.most_tokens:
+                return SendLayout(slots_TK, None)
+        with self._launching():  # the first call makes the buffer with the other ranks
+            sent = self._buffer.layout(self._slots_of_rows(slots_TK))
+        return SendLayout(slots_TK, sent, self._recv_counts(sent, slots_TK.shape[1], counts))
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        self._check(hidden_TD, weights_TK)
-        if isinstance(metadata, SendLayout) and metadata.low_latency:
+        self.check(hidden_TD, weights_TK)
+        if isinstance(metadata, SendLayout) and metadata.sent is None:
             assert self._low_latency is not None
             with self._launching():
                 return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_TK)
@@ -209,8 +210,9 @@ class DeepEPDispatcher(Dispatcher):
 
     # -- what the two orders differ in ---------------------------------------------------------------------------------
 
-    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
-        """Refuse hidden states that cannot be sent, by shapes and dtypes alone."""
+    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+        if self._low_latency is not None and self._nothing_learns():
+            self._low_latency.check(hidden_TD, weights_TK.shape[1])
         if self._in_float8 and (refused := float8.refusal(hidden_TD, weights_TK)):
             raise ConfigError(refused)
 
@@ -227,9 +229,9 @@ class DeepEPDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         """Rows by slot, and a value of each, back to where their choices were made: ``[N, D]`` and ``[N]``."""
         exact_M1 = None if exact_M is None else exact_M.unsqueeze(1)
-        place_U = layout.place_UK.reshape(-1).clamp(min=0)  # what is -1 came from nowhere, and goes nowhere
-        rows_MD = rows_MD.index_select(0, place_U)
-        exact_M1 = None if exact_M1 is None else exact_M1.index_select(0, place_U)
+        place_U = layout.place_UK.reshape(-1)  # what is -1 came from nowhere, and goes nowhere
+        rows_MD = _taken_or_any(rows_MD, place_U)
+        exact_M1 = None if exact_M1 is None else _taken_or_any(exact_M1, place_U)
         packed = row_bytes.pack_sums(rows_MD, exact_M1)
         with self._launching():
             summed = self._buffer.combine(packed, layout.handle)
@@ -240,6 +242,30 @@ class DeepEPDispatcher(Dispatcher):
         return rows_ND, None if exact_M is None else exact_NW.squeeze(1)
 
     # -- for both ------------------------------------------------------------------------------------------------------
+
+    def _recv_counts(self, sent: SendTokens, top_k: int, known: RowCounts | None) -> RecvCounts | None:
+        """What arrives here; None where DeepEP tells the host. All ranks are in the same forward afterwards.
+
+        Args:
+            known: rows of each choice, if they were exchanged before.
+        """
+        nothing, slots = sent.slots_NK.new_empty(0), self._num_slots
+        if self._most_tokens:
+            if self._meeting is not None and known is None and not self._meeting.has_met:
+                self._exchange_counts.on_device(nothing)
+            most_rows = self._most_tokens * self._rows_per_token(top_k) * sent.to_ranks.shape[0]
+            return RecvCounts(most_rows, None)
+        if self._buffer.tells_the_host:
+            if self._meeting is not None and known is None:
+                self._exchange_counts(nothing)
+            return None
+        if known is not None and self._rows_per_token(top_k) == top_k:  # then a row is a choice
+            choices_S = known.received_RS.sum(axis=0).tolist()
+            return RecvCounts(sum(choices_S), choices_S)
+        counts_RW = self._exchange_counts(torch.cat([sent.to_ranks, sent.to_experts]).to(torch.int64))
+        rows_W = counts_RW.sum(axis=0)
+        first = counts_RW.shape[0] + self._rank * slots
+        return RecvCounts(int(rows_W[self._rank]), rows_W[first : first + slots].tolist())
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
@@ -263,12 +289,12 @@ class DeepEPDispatcher(Dispatcher):
             rows_NC = pack(source_TD, weights_TK, self._rows_per_token(metadata.top_k))
             with self._launching():
                 return self._buffer.dispatch_cached(rows_NC, metadata.handle), metadata
-        slots_TK = metadata.slots_TK
-        rows_per_token = self._rows_per_token(slots_TK.shape[1])
-        rows_NC = pack(source_TD, weights_TK, rows_per_token)
+        assert metadata.sent is not None
+        top_k = metadata.slots_TK.shape[1]
+        rows_NC = pack(source_TD, weights_TK, self._rows_per_token(top_k))
         with self._launching():
-            received = self._buffer.dispatch(rows_NC, self._slots_of_rows(slots_TK), self._most_tokens * rows_per_token)
-        return received.rows_UC, RecvLayout.of(received, slots_TK.shape[1], self._num_slots)
+            received = self._buffer.dispatch(rows_NC, metadata.sent, metadata.counts)
+        return received.rows_UC, RecvLayout.of(received, top_k, self._num_slots)
 
 
 class DeepEPByRank(DeepEPDispatcher):
@@ -305,8 +331,8 @@ class DeepEPByRank(DeepEPDispatcher):
         grad_TD, grad_TK = row_bytes.unpack_sums(summed, grad_MD.shape[1], sums_UD.dtype, num_weights, dtype)
         return grad_TD, None if grad_M is None else grad_TK
 
-    def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
-        super()._check(hidden_TD, weights_TK)
+    def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
+        super().check(hidden_TD, weights_TK)
         if hidden_TD.dtype != row_bytes.CARRIED:
             raise ConfigError(
                 f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
@@ -318,6 +344,13 @@ class DeepEPByRank(DeepEPDispatcher):
 
     def _slots_of_rows(self, slots_TK: Tensor) -> Tensor:
         return slots_TK
+
+
+def _taken_or_any(rows_MD: Tensor, place_U: Tensor) -> Tensor:
+    """Rows by their places, any row where that is -1; zeros where there is none at all."""
+    if not rows_MD.shape[0]:
+        return rows_MD.new_zeros(place_U.shape[0], rows_MD.shape[1])
+    return rows_MD.index_select(0, place_U.clamp(min=0))
 
 
 def _places(rows_ND: Tensor, layout: RecvLayout) -> Tensor:

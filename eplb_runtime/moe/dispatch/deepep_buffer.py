@@ -22,9 +22,42 @@ from .channels import MicroBatchChannel, MicroBatchChannels
 
 MOST_ROW_BYTES = 15 << 10
 """A row is staged in a warp's 16 KiB of shared memory, with its ids and weights; wider ones go in several calls."""
-_MOST_LOCAL_EXPERTS = 1024
+_MOST_LOCAL_EXPERTS, _MOST_LOCAL_EXPERTS_OF_A_NODE = 1024, 128
+"""Slots a rank: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of `intranode::notify_dispatch`)."""
 _SUMMED_BYTES = 512
 """Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
+
+
+@dataclass(frozen=True, eq=False)
+class SendTokens:
+    """Where rows go.
+
+    Args:
+        slots_NK: int64, physical slots.
+        to_ranks: int32 ``[R]``, rows to each rank.
+        to_nodes: int32, rows to each node; None inside a node.
+        to_experts: int32 ``[P]``, choices for each slot.
+        in_rank: bool ``[N, R]``, which rows go to which ranks.
+    """
+
+    slots_NK: Tensor
+    to_ranks: Tensor
+    to_nodes: Tensor | None
+    to_experts: Tensor
+    in_rank: Tensor
+
+
+@dataclass(frozen=True)
+class RecvCounts:
+    """How much arrives here, on the host.
+
+    Args:
+        rows: that come at most; those that do not are not written, and have no slot.
+        choices_S: for each local slot; None: only the device knows.
+    """
+
+    rows: int
+    choices_S: list[int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +65,10 @@ class RecvTokens:
     """Rows that arrived: ordered by source rank, then by their position there.
 
     Args:
-        rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent.
+        rows_UC: bfloat16 ``[U, C]``, or `float8.Rows` where those were sent. Rows past those that came may follow, with
+            no slot (-1) and memory that nobody has written.
         slots_UK: int64, the local slots of each row, -1 where a choice is on another rank.
-        counts: choices for each local slot; None: only the device knows. Then rows past those that came may follow,
-            with no slot (-1) and memory that nobody has written.
+        counts: choices for each local slot; None: only the device knows.
         handle: DeepEP's, for `DeepEPBuffer.dispatch_cached` and `DeepEPBuffer.combine`.
     """
 
@@ -67,41 +100,59 @@ class DeepEPBuffer:
         self._num_sms = num_sms
         self._num_ranks = group.size()
         self._num_experts = group.size() * slots_per_rank
-        if slots_per_rank > _MOST_LOCAL_EXPERTS:
-            raise ConfigError(f"dispatch='deepep' knows up to {_MOST_LOCAL_EXPERTS} slots a rank, not {slots_per_rank}")
+        most = _MOST_LOCAL_EXPERTS if self.tells_the_host else _MOST_LOCAL_EXPERTS_OF_A_NODE
+        if slots_per_rank > most:
+            raise ConfigError(f"dispatch='deepep' knows up to {most} slots a rank here, not {slots_per_rank}")
         self._package.Buffer.set_num_sms(num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._dispatch_config, self._combine_config = deepep_package.settings(self._package, group.size())
         self._others: dict[MicroBatchChannel, Any] = {}
 
-    def dispatch(self, rows_NC: Any, slots_NK: Tensor, most_rows: int = 0) -> RecvTokens:
-        """Send each row once to every rank where it has a slot. Without ``most_rows`` one host sync, DeepEP's own.
+    @property
+    def tells_the_host(self) -> bool:
+        """Return whether DeepEP itself tells the host how many rows come: between nodes.
+
+        Inside a node it could, too, but it would wait there without releasing Python's interpreter lock
+        (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
+        """
+        return self._num_ranks > deepep_package.RANKS_OF_A_NODE
+
+    def layout(self, slots_NK: Tensor) -> SendTokens:
+        """Count the rows to each rank and slot on the device. No other rank is waited for.
+
+        Args:
+            slots_NK: int64, physical slots.
+        """
+        slots_NK = slots_NK.contiguous()
+        to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer().get_dispatch_layout(slots_NK, self._num_experts)
+        return SendTokens(slots_NK, to_ranks, to_nodes, to_experts, in_rank)
+
+    def dispatch(self, rows_NC: Any, sent: SendTokens, counts: RecvCounts | None) -> RecvTokens:
+        """Send each row once to every rank where it has a slot.
 
         Args:
             rows_NC: bfloat16; any bytes, they are copied. Or float8 with scales.
-            slots_NK: int64, physical slots.
-            most_rows: no rank sends more: R times as many arrive, those that are not sent unwritten, and the host does
-                not wait; ranks of one node only. 0: as many arrive as are sent.
+            sent: of `layout`.
+            counts: what arrives here; the host does not wait then. None where DeepEP `tells_the_host`: one host sync.
         """
-        buffer = self._buffer()
-        slots_NK = slots_NK.contiguous()
-        to_ranks, to_nodes, to_experts, in_rank, _ = buffer.get_dispatch_layout(slots_NK, self._num_experts)
+        assert (counts is None) == self.tells_the_host
+        buffer, slots_NK = self._buffer(), sent.slots_NK
         first, *more = split_columns(rows_NC, MOST_ROW_BYTES)
         # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
         unused = torch.zeros(slots_NK.shape, dtype=torch.float32, device=slots_NK.device)
-        rows, slots_UK, _, counts, handle, _ = buffer.dispatch(
+        rows, slots_UK, _, told, handle, _ = buffer.dispatch(
             first,
-            num_tokens_per_rank=to_ranks,
-            num_tokens_per_rdma_rank=to_nodes,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=to_experts,
+            num_tokens_per_rank=sent.to_ranks,
+            num_tokens_per_rdma_rank=sent.to_nodes,
+            is_token_in_rank=sent.in_rank,
+            num_tokens_per_expert=sent.to_experts,
             topk_idx=slots_NK,
             topk_weights=unused,
-            num_worst_tokens=most_rows * self._num_ranks,
+            num_worst_tokens=0 if counts is None else max(1, counts.rows),  # with 0 it would wait
             config=self._dispatch_config,
         )
         rows = cat_columns([rows, *self._columns_again(buffer, more, handle)])
-        return RecvTokens(rows, slots_UK, None if most_rows else counts, handle)
+        return RecvTokens(rows, slots_UK, told if counts is None else counts.choices_S, handle)
 
     def dispatch_cached(self, rows_NC: Any, handle: Any) -> Any:
         """Send other rows the way of an earlier `dispatch`; no host sync."""

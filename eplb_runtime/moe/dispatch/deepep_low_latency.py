@@ -20,8 +20,10 @@ from . import float8, row_bytes
 from .base import Dispatched, DispatchMetadata
 from .channels import MicroBatchChannel, MicroBatchChannels
 
-_FLOAT8_STEP = 512
-"""Columns; these kernels write float8 in such blocks."""
+WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""Hidden sizes that these kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN)."""
+MOST_TOP_K = 11
+"""Choices of a token (csrc/kernels/internode_ll.cu, kNumMaxTopK)."""
 _LOW = (1 << 32) - 1
 
 
@@ -77,12 +79,7 @@ class LowLatency:
         self._made: tuple[int, Any] | None = None
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
-        """As `Dispatcher.dispatch`, of bfloat16. One host sync, for the numbers of rows.
-
-        Raises:
-            ConfigError: these hidden states cannot go so.
-        """
-        self._check(hidden_TD)
+        """As `Dispatcher.dispatch`, of what `check` lets through. One host sync, for the numbers of rows."""
         slots_TK = slots_TK.contiguous()
         hidden_there = hidden_TD.contiguous()
         rows, counts_S, handle, *_ = self._through(
@@ -146,12 +143,18 @@ class LowLatency:
         chosen_M = taken_SN.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:rows]
         return found_M.index_select(0, chosen_M)
 
-    def _check(self, hidden_TD: Tensor) -> None:
-        step = _FLOAT8_STEP if self._in_float8 else float8.COLUMNS
-        if hidden_TD.dtype != row_bytes.CARRIED or hidden_TD.shape[1] % step:
+    def check(self, hidden_TD: Tensor, top_k: int) -> None:
+        """Refuse what there are no kernels for, by shapes and dtypes alone.
+
+        Raises:
+            ConfigError: these hidden states cannot go so.
+        """
+        width = hidden_TD.shape[1]
+        if hidden_TD.dtype != row_bytes.CARRIED or width not in WIDTHS or top_k > MOST_TOP_K:
             raise ConfigError(
-                f"low_latency_tokens is for bfloat16 hidden states of whole {step} columns, and these are "
-                f"{hidden_TD.shape[1]} columns of {hidden_TD.dtype}: leave low_latency_tokens out"
+                f"low_latency_tokens is for bfloat16 hidden states of {', '.join(map(str, WIDTHS))} columns and up to "
+                f"{MOST_TOP_K} choices a token, and these are {width} columns of {hidden_TD.dtype} with {top_k}: "
+                "leave low_latency_tokens out"
             )
 
     def _buffer(self, width: int) -> Any:

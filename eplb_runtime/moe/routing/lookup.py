@@ -11,6 +11,14 @@ from torch import Tensor
 from ...placement import Placement
 
 
+def record_use(*tensors: Tensor) -> None:
+    """Keep the memory of tensors that another thread's stream has made until this thread's stream has read them, also
+    where they are freed before."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 class SlotTable:
     """int64 ``[L, E]`` on the device: the home slot of each logical expert, under the active placement.
 
@@ -43,6 +51,7 @@ class SlotTable:
         new, index = new.to(device), torch.from_numpy(rows).to(device)
 
         def take_over() -> None:
+            record_use(new, index)
             self._both_L2E.index_copy_(0, index, new)
             self.epoch = placement.epoch
             self.changes_L[rows] += 1

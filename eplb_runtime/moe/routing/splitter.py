@@ -7,8 +7,8 @@ only deals its choices out by the result; where it does not, the device does all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...placement import Placement
 from . import sources
+from .lookup import record_use
 from .tables import SplitTables
 from .water_filling import Mode
 
@@ -33,6 +34,15 @@ class RowCounts:
 
     sent_P: NDArray[np.int64]
     received_RS: NDArray[np.int64]
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Tensors in the fields of a dataclass, and of those in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors_of(getattr(value, field.name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +155,7 @@ class BatchSplitter:
             new[layer] = _Layer(tables, index, slots_LEC[index], slot_P, several, on_device[index])
 
         def take_over() -> None:
+            record_use(slots_LEC, *(tensor for layer in on_device for tensor in _tensors_of(layer)))
             self._layers.update(new)
 
         return take_over

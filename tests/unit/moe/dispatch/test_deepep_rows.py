@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -14,12 +15,20 @@ import deepep_double
 import pytest
 import torch
 
-from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, DispatchConfig, config_from_settings
+from eplb_runtime.config import (
+    DISPATCHES,
+    BalancerConfig,
+    ConfigError,
+    DispatchConfig,
+    MigrationConfig,
+    config_from_settings,
+)
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose, maker
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.tools.verification import runs
@@ -247,6 +256,82 @@ def test_most_tokens_are_for_one_node() -> None:
     group = SimpleNamespace(size=lambda: 16)
     with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
         DeepEPDispatcher(group, 4, config=DispatchConfig("deepep", most_tokens=64))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
+def test_more_slots_than_the_kernels_count_are_refused_at_attach(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, most: int
+) -> None:
+    """Threads of `intranode::notify_dispatch`, NUM_MAX_LOCAL_EXPERTS (`deepep_asserts.md`)."""
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
+    group = SimpleNamespace(size=lambda: ranks)
+    DeepEPBuffer(group, most, 20)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"up to {most} slots a rank here, not {most + 1}"):
+        DeepEPBuffer(group, most + 1, 20)  # type: ignore[arg-type]
+
+
+LOW_LATENCY_CONFIG = DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("width", "top_k", "dtype", "fits"),
+    [
+        (2048, 11, torch.bfloat16, True),
+        (8192, 8, torch.bfloat16, True),
+        (2048, 12, torch.bfloat16, False),
+        (512, 8, torch.bfloat16, False),
+        (4608, 8, torch.bfloat16, False),
+        (2048, 8, torch.float32, False),
+    ],
+)
+def test_low_latency_is_refused_where_no_kernel_was_built(
+    monkeypatch: pytest.MonkeyPatch, width: int, top_k: int, dtype: torch.dtype, fits: bool
+) -> None:
+    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
+    group = SimpleNamespace(size=lambda: 8, rank=lambda: 0)
+    dispatcher = DeepEPByRank(group, 4, config=LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
+    hidden, weights = torch.empty(2, width, dtype=dtype), torch.empty(2, top_k)
+    with torch.no_grad(), nullcontext() if fits else pytest.raises(ConfigError):
+        dispatcher.check(hidden, weights)
+    if dtype == torch.bfloat16:
+        dispatcher.check(hidden, weights)  # what learns goes by other kernels
+
+
+@pytest.mark.parametrize("devices", [None, [], ["mlx5_0"]], ids=str)
+def test_low_latency_is_refused_on_a_machine_without_infiniband(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[str] | None
+) -> None:
+    folder = tmp_path / "infiniband"
+    if devices is not None:
+        for each in (folder, *(folder / device for device in devices)):
+            each.mkdir()
+    monkeypatch.setattr(deepep_package, "INFINIBAND", folder)
+    said = choosing.unfit_settings(BalancerConfig(dispatch=LOW_LATENCY_CONFIG), 8)
+    assert bool(said) == (not devices)
+    assert choosing.unfit_settings(BalancerConfig(dispatch="deepep"), 8) == ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "low_latency", "said"),
+    [
+        ("nvshmem", 16, False, "a process starts it once"),
+        ("nvshmem", 8, True, "a process starts it once"),
+        ("nvshmem", 8, False, ""),
+        ("torch", 16, False, ""),
+        ("torch", 8, True, ""),
+    ],
+)
+def test_two_users_of_nvshmem_in_a_process_are_refused(
+    monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int, low_latency: bool, said: str
+) -> None:
+    monkeypatch.setattr(deepep_package, "no_infiniband", lambda: "")
+    dispatch = LOW_LATENCY_CONFIG if low_latency else DispatchConfig("deepep")
+    found = choosing.unfit_settings(
+        BalancerConfig(dispatch=dispatch, migration=MigrationConfig(transport=transport)), ranks
+    )
+    assert said in found and bool(said) == bool(found)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

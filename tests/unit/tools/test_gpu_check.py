@@ -1,0 +1,73 @@
+"""`launch/gpu_check.py` without a GPU: its dry run, and that a cut call leaves what it found and is gone on with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "launch" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def stage(check: ModuleType, name: str, code: str, seconds: float = 60.0):  # type: ignore[no-untyped-def]
+    return check.Stage(1, name, seconds, ("-c", code))
+
+
+def test_a_dry_run_runs_what_a_cpu_can_and_lists_the_rest(check: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    on_cpu = {one.name for one in check.STAGES if one.on_cpu}
+    assert check.have_run(tmp_path / "result.md") == on_cpu
+    listed = [line for line in ran.stdout.splitlines() if line.startswith("needs a GPU: ")]
+    assert len(listed) == len(check.STAGES) - len(on_cpu) > 0
+
+
+def test_a_repeated_call_goes_on_with_what_has_not_run(check: ModuleType, tmp_path: Path) -> None:
+    result, ran = tmp_path / "result.md", tmp_path / "ran"
+    stages = [stage(check, name, f"open({str(ran)!r}, 'a').write({name!r})") for name in "abc"]
+    assert check.run_call(stages[:2], result)
+    assert check.run_call(stages, result)
+    assert ran.read_text() == "abc"
+
+
+def test_a_stage_that_fails_or_is_cut_leaves_its_last_lines_and_the_next_runs(
+    check: ModuleType, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.md"
+    stages = [
+        stage(check, "fails", "print('the reason'); raise SystemExit(3)"),
+        stage(check, "hangs", "import time; print('so far', flush=True); time.sleep(600)", seconds=2.0),
+        stage(check, "passes", "print('all well')"),
+    ]
+    assert not check.run_call(stages, result)
+    said = result.read_text()
+    assert [name in said for name in ("| fails | failed |", "| hangs | cut |", "| passes | passed |")] == [True] * 3
+    assert all(line in said for line in ("the reason", "so far", "all well"))
+
+
+def test_a_call_without_time_runs_nothing_more(check: ModuleType, tmp_path: Path) -> None:
+    assert check.run_call([stage(check, "late", "pass")], tmp_path / "result.md", seconds=0.0)
+    assert check.have_run(tmp_path / "result.md") == set()
+
+
+def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleType) -> None:
+    assert len({one.name for one in check.STAGES}) == len(check.STAGES)
+    for one in check.STAGES:
+        assert one.seconds < check.CALL_SECONDS
+        assert all((ROOT / part).exists() for part in one.command if part.startswith("tests/"))
