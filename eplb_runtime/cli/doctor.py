@@ -123,9 +123,10 @@ def _show_answer(found: RecipeAnswer) -> None:
 
     judgement = found.judgement
     framework = f" ({found.version})" if found.version else ""
+    number = len(judgement.refused)
     verdict = {
         True: "yes, it attaches",
-        False: f"no, it does not attach: {len(judgement.refused)} settings are refused",
+        False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
         None: f"not known: {', '.join(judgement.undecided)} decides, and the recipe does not show it",
     }
     staged = MigrationConfig().staging_bytes >> 20

@@ -30,7 +30,7 @@ from ..attaching.description import (
 from ..settings import problems
 from .layer import install, keeps_every_bit, watch
 from .optimizers import adapt, options_of
-from .settings import RULES, live_settings
+from .settings import RULES, MegatronJobSettings, live_settings
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -63,7 +63,7 @@ def describe(model: nn.Module) -> HostModel:
         ranks=_ranks(found, wrapped),
         optimizer=partial(adapt, layers, wrapped),
         dense_is_equal=not layers or _dense_is_equal(model),
-        problems=partial(_problems, model, found),
+        problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
     )
 
@@ -116,18 +116,23 @@ def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
     return Ranks(ep=groups.pop(), gradient_divisor=1 if wrapped else None)
 
 
-def _problems(model: nn.Module, found: Sequence[tuple[str, Any]], optimizers: Sequence[Any]) -> list[str]:
-    """A line for each rule that refuses the job; none for a model without an MoE layer."""
-    if not found:
-        return []
+def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobSettings | None:
+    """Settings of a live job; None: the model has no MoE layer here."""
+    layers = [module for module in model.modules() if isinstance(module, MegatronLayer)]
+    if not layers:
+        return None
     of_optimizers = [options_of(optimizer) for optimizer in optimizers]
-    settings = live_settings(
-        vars(found[0][1].config),
+    return live_settings(
+        vars(layers[0].config),
         vars(model.ddp_config) if hasattr(model, "ddp_config") else {},
         next(filter(None, of_optimizers), {}),
         world_size=dist.get_world_size(),
     )
-    return problems(settings, RULES)
+
+
+def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
+    settings = settings_of_job(model, optimizers)
+    return [] if settings is None else problems(settings, RULES)
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
