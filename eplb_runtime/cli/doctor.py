@@ -1,4 +1,5 @@
-"""``eplb-runtime doctor``: what a model will take on each rank, and what of this machine can be used."""
+"""``eplb-runtime doctor``: what a model will take on each rank, what of this machine can be used, and whether jobs of a
+recipe would attach."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .arguments import InputError, add_command, adder, not_negative, positive
-from .printing import print_json, print_table, spinner
+from .printing import print_json, print_lines, print_table, spinner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..tools.doctor import Diagnosis, TransportTrial
+    from ..tools.recipes import RecipeAnswer
 
 
 def add(commands: Any) -> None:
@@ -27,7 +29,17 @@ def add(commands: Any) -> None:
   torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
   eplb-runtime doctor --model-config ./my-model --ranks 64 --replica-slots 1
   eplb-runtime doctor --model-config config.json --ranks 8 --dtype float32 --optimizer sgd --json
+  eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh            # would it attach? by the flags alone
+  eplb-runtime doctor --recipe torchtitan.models.deepseek_v3.config_registry.deepseek_v3_16b
+  eplb-runtime doctor --recipe recipes.json run_verl.sh --json # several: a total
 """,
+    )
+    command.add_argument(
+        "--recipe",
+        nargs="+",
+        metavar="FILE",
+        help="say whether a job would attach: a script or text with Megatron's flags or verl's overrides, JSON, or a "
+        "torchtitan config function by import path",
     )
     command.add_argument("--model-config", metavar="PATH", help="a folder with config.json, or that file")
     add = adder(command)
@@ -48,6 +60,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.recipe is not None:
+        _judge(arguments.recipe, arguments.json)
+        return
     if arguments.model_config is not None and arguments.ranks is None:
         raise InputError("doctor --model-config needs --ranks: how many ranks share the experts")
     import torch
@@ -73,6 +88,76 @@ def _run(arguments: argparse.Namespace) -> None:
         print_json({**found.to_dict(), "transports": [asdict(carrier) for carrier in carriers]})
         return
     _show(found, carriers)
+
+
+def _judge(paths: Sequence[str], as_json: bool) -> None:
+    from ..tools.recipes import answer, read_recipes, reasons, totals
+
+    answers = [answer(recipe) for path in paths for recipe in read_recipes(path)]
+    if as_json and len(answers) == 1:
+        print_json(answers[0].to_dict())
+    elif as_json:
+        each = [{"recipe": one.recipe.name, "source": one.recipe.source, **one.to_dict()} for one in answers]
+        print_json({"recipes": each, "total": totals(answers), "reasons": reasons(answers)})
+    elif len(answers) == 1:
+        _show_answer(answers[0])
+    else:
+        rows = [
+            {
+                "recipe": one.recipe.name,
+                "attaches": _YES_NO[one.attaches],
+                "refused": ", ".join(refusal.setting for refusal in one.judgement.refused),
+            }
+            for one in answers
+        ]
+        print_table("recipes", rows)
+        print_table("total", totals(answers))
+        print_table("refused settings", reasons(answers))
+
+
+_YES_NO = {True: "yes", False: "no", None: "not known"}
+
+
+def _show_answer(found: RecipeAnswer) -> None:
+    from ..config import MigrationConfig
+
+    judgement = found.judgement
+    framework = f" ({found.version})" if found.version else ""
+    number = len(judgement.refused)
+    verdict = {
+        True: "yes, it attaches",
+        False: f"no, it does not attach: {number} {'setting is' if number == 1 else 'settings are'} refused",
+        None: f"not known: {', '.join(judgement.undecided)} decides, and the recipe does not show it",
+    }
+    staged = MigrationConfig().staging_bytes >> 20
+    print_lines(
+        f"{found.recipe.name}: {verdict[found.attaches]}{framework}",
+        f"homes move: {_YES_NO[judgement.homes]}; replica slots: {_YES_NO[judgement.replicas]}"
+        + "".join(f" ({one.setting}: {one.why})" for one in judgement.without_replicas[:1]),
+        f"with homes moved, training is equal to: {found.exact or 'not known'}",
+        f"EP {_or_unknown(found.ep)}, EDP {_or_unknown(found.edp)}; a migration takes up to {2 * staged} MiB per rank "
+        f"({staged} in, {staged} out; more only where one expert with its state is larger)",
+    )
+    if judgement.refused:
+        print_table(
+            "refused",
+            [
+                {"setting": one.setting, "value": str(one.value), "why": one.why, "instead": one.instead}
+                for one in judgement.refused
+            ],
+        )
+    if found.unknown:
+        rows = [{"setting": name, "value": text} for name, text in found.unknown.items()]
+        print_table("the recipe does not show", rows)
+    if found.assumed:
+        rows = [{"setting": name, "value": str(value)} for name, value in found.assumed.items()]
+        print_table(f"assumed: defaults of {found.version}, or of {found.recipe.source}", rows)
+    if found.checked_at_attach:
+        print_lines("checked at attach:", *(f"  {what}" for what in found.checked_at_attach))
+
+
+def _or_unknown(size: int | None) -> str:
+    return "not known" if size is None else str(size)
 
 
 def _show(found: Diagnosis, carriers: Sequence[TransportTrial]) -> None:

@@ -29,8 +29,8 @@ from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
-HOSTS = {"transformers": "transformers", "megatron": "megatron.core"}
-"""Room in here -> the framework's module. A room is imported only where that is: what nobody has imported has made no
+HOSTS = {"transformers": "transformers", "megatron.describe": "megatron.core"}
+"""Module in here -> the framework's. A module is imported only where that is: what nobody has imported has made no
 model."""
 
 
@@ -117,7 +117,10 @@ def attach(
             for number, part, own in zip(numbers, models, _layers_of(models, layers), strict=False)
         ]
         ranks = _ranks_of_hosts(ranks, stages)
-        optimizers = [_adapted(one, stages) for one in given if one is not None]
+        optimizers = [one for one in given if one is not None]
+        if refused := [line for stage in stages for line in stage.host.problems(optimizers)]:
+            raise AttachError("; besides, ".join(dict.fromkeys(refused)))
+        optimizers = [_adapted(one, stages) for one in optimizers]
         on = device_of(stages, device)
     except BaseException as error:
         problem = problem or error

@@ -115,6 +115,7 @@ class HostModel:
         ranks: who shares what, where the framework knows; None: ``attach`` is told.
         optimizer: makes of an optimizer of the framework's own what attaching can use.
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
+        problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
     """
 
@@ -128,6 +129,7 @@ class HostModel:
     ranks: Ranks | None = None
     optimizer: Callable[[Any], AnyOptimizer] | None = None
     dense_is_equal: bool = True
+    problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
 
 

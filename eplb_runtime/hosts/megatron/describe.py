@@ -27,8 +27,10 @@ from ..attaching.description import (
     WatchedModel,
     mark_spread,
 )
+from ..settings import problems
 from .layer import install, keeps_every_bit, watch
-from .optimizers import adapt
+from .optimizers import adapt, options_of
+from .settings import RULES, MegatronJobSettings, live_settings
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -61,6 +63,7 @@ def describe(model: nn.Module) -> HostModel:
         ranks=_ranks(found, wrapped),
         optimizer=partial(adapt, layers, wrapped),
         dense_is_equal=not layers or _dense_is_equal(model),
+        problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
     )
 
@@ -113,9 +116,29 @@ def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
     return Ranks(ep=groups.pop(), gradient_divisor=1 if wrapped else None)
 
 
+def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobSettings | None:
+    """Settings of a live job; None: the model has no MoE layer here."""
+    layers = [module for module in model.modules() if isinstance(module, MegatronLayer)]
+    if not layers:
+        return None
+    of_optimizers = [options_of(optimizer) for optimizer in optimizers]
+    return live_settings(
+        vars(layers[0].config),
+        vars(model.ddp_config) if hasattr(model, "ddp_config") else {},
+        next(filter(None, of_optimizers), {}),
+        world_size=dist.get_world_size(),
+    )
+
+
+def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
+    settings = settings_of_job(model, optimizers)
+    return [] if settings is None else problems(settings, RULES)
+
+
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
     if config.replica_slots:
-        return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
+        rule = next(rule for rule in RULES if rule.replicas_only)
+        return f"replica_slots with Megatron: {rule.why}; {rule.instead}"
     if replace(config.dispatch, kernels=False) != DispatchConfig():  # kernels hash experts for checksums here, too
         return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
@@ -133,25 +156,9 @@ def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) 
 
 
 def _check_layer(name: str, module: nn.Module) -> None:
-    """What is asked is whether columns can change places, and whether experts are whole on their rank."""
+    """Check that columns can change places and that experts lie in order; settings have rules of their own."""
     if not isinstance(module, MegatronLayer):
         raise AttachError(f"{name} is a {type(module).__name__}, no MoELayer: how it routes tokens is not known")
-    config = module.config
-    refused = {
-        "CUDA graphs (cuda_graph_impl)": getattr(config, "cuda_graph_impl", "none") not in (None, "none")
-        or getattr(config, "enable_cuda_graph", False)
-        or getattr(config, "external_cuda_graph", False),
-        "fp8 or fp4": bool(config.fp8 or config.fp4),
-        "pipeline stages (pipeline_model_parallel_size > 1)": config.pipeline_model_parallel_size > 1,
-        "expert tensor parallelism": (config.expert_tensor_parallel_size or 1) > 1,
-    }
-    for what, there in refused.items():
-        if there:
-            raise AttachError(f"{name}: Megatron with {what} is not supported yet")
-    if config.moe_pad_expert_input_to_capacity:
-        raise AttachError(
-            f"{name}: moe_pad_expert_input_to_capacity gives every expert equally many rows: nothing to balance"
-        )
     first = module.ep_group.rank() * module.num_local_experts
     if list(module.local_expert_indices) != list(range(first, first + module.num_local_experts)):
         raise AttachError(f"{name} holds the experts {list(module.local_expert_indices)}, not {first} and following")

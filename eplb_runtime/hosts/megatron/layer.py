@@ -14,22 +14,13 @@ import torch
 from torch import Tensor
 
 from ...moe.layer import HostDispatchedLayer
+from .settings import EXACT_BY_ITSELF, can_reorder, sums_in_order
 from .sharded_state import save_by_logical_expert
-
-EXACT_BY_ITSELF = 2
-"""Experts a token: the sum of two does not depend on their order."""
 
 
 def keeps_every_bit(module: Any) -> bool:
     """Whether the layer gives the same bits wherever experts stand: a token's results are added in logical order."""
-    return module.config.moe_router_topk <= EXACT_BY_ITSELF or _can_reorder(module)
-
-
-def _can_reorder(module: Any) -> bool:
-    config = module.config
-    return (
-        config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
-    )
+    return sums_in_order(module.config)
 
 
 def install(module: Any, columns: HostDispatchedLayer) -> None:
@@ -38,7 +29,9 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     Args:
         module: Megatron's `MoELayer`.
     """
-    in_order = _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and _can_reorder(module) else None
+    in_order = (
+        _LogicalOrder() if module.config.moe_router_topk > EXACT_BY_ITSELF and can_reorder(module.config) else None
+    )
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     num_experts = module.config.num_moe_experts
     padding: list[Tensor | None] = [None]

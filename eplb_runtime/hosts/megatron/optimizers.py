@@ -54,6 +54,17 @@ def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptim
     return StepByMegatron(optimizer, experts)
 
 
+def options_of(optimizer: Any) -> dict[str, Any]:
+    """Fields of Megatron's OptimizerConfig, with the name of what really steps; empty for an optimizer of torch's."""
+    if not isinstance(optimizer, MegatronOptimizer):
+        return {}
+    leaves = list(_leaves(optimizer))
+    options = dict(vars(leaves[0].config)) if leaves else {}
+    if any("muon" in type(leaf.optimizer).__name__.lower() for leaf in leaves):
+        options["optimizer"] = "muon"  # Megatron writes 'adam' into the config while it makes one
+    return options
+
+
 class StepByMegatron:
     """A `hosts.attaching.description.HostOptimizer`.
 
@@ -218,12 +229,6 @@ def _main_of(leaf: Any, parameter: Tensor) -> Tensor:
 
 
 def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
-    config = leaf.config
-    if getattr(config, "use_precision_aware_optimizer", False) or getattr(config, "optimizer_cpu_offload", False):
-        raise AttachError(
-            "use_precision_aware_optimizer and optimizer_cpu_offload keep expert state where it cannot be moved in "
-            "place: leave them out"
-        )
     for name, parameter in experts.items():
         if isinstance(leaf, DistributedOptimizer):
             main = leaf._get_main_param_and_optimizer_states(parameter)["param"]

@@ -6,8 +6,20 @@
     balance(config, eplb.BalancerConfig(interval=50))
 
 Nothing else of a training changes. What is exact, what is refused and what ran stands in the README beside this file.
+`settings.py` runs without torchtitan.
 """
 
-from .attach import balance
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attach import balance
 
 __all__ = ["balance"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "balance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .attach import balance
+
+    return balance

@@ -24,8 +24,10 @@ from .. import _meet
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
+from ..settings import judge
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
+from .settings import RULES, TorchtitanJobSettings, settings_of
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, come_together, keep_order
 
 logger = logging.getLogger("eplb_runtime")
@@ -136,60 +138,47 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...]) -> HostModel:
     )
 
 
-_NOT_TRIED = {
-    "cp": "context_parallel_degree",
-}
-
-_WITHOUT_COPIES = {
-    "pp": "pipeline_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
-
-
 def _refuse(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, config: BalancerConfig
 ) -> None:
-    """What would go another way than the balancer knows; from settings that all ranks have."""
-    for name, option in _NOT_TRIED.items():
-        if getattr(parallel_dims, name) > 1:
-            raise AttachError(
-                f"parallelism.{option}={getattr(parallel_dims, name)}: torchtitan's experts are balanced under "
-                "expert_parallel_degree, data_parallel_shard_degree, data_parallel_replicate_degree, "
-                "pipeline_parallel_degree and tensor_parallel_degree alone so far"
-            )
-    if not parallel_dims.ep_enabled:
-        raise AttachError("parallelism.expert_parallel_degree=1: every rank has all experts, nothing to balance")
-    if parallel_dims.spmd_backend != "partial_dtensor":
-        raise AttachError(
-            f"parallelism.spmd_backend={parallel_dims.spmd_backend!r}: tried with 'partial_dtensor' alone, which is "
-            "the one that runs with torch 2.13"
-        )
+    """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
+    judged = judge(_live_settings(optimizers, model_parts, parallel_dims), RULES)
+    refused = [str(refusal) for refusal in judged.refused]
+    if config.replica_slots:
+        refused += [
+            f"replica_slots={config.replica_slots} with parallelism.{refusal}" for refusal in judged.without_replicas
+        ]
     if not isinstance(optimizers, BalancedOptimizers):
-        raise AttachError(
+        refused.append(
             f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
             f"state would be saved in another order: override.imports must have {_path(balanced_optimizers)}"
         )
-    for name, option in _WITHOUT_COPIES.items():
-        degree = getattr(parallel_dims, name)
-        if config.replica_slots and degree > 1:
-            raise AttachError(
-                f"replica_slots={config.replica_slots} with parallelism.{option}={degree}: copies of experts are not "
-                "there for it yet; set replica_slots=0"
-            )
     if config.initial_placement is not None:
-        raise AttachError("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
-    compiled = [name for part in model_parts for name, block in part.named_modules() if _is_compiled(block)]
-    if compiled:
-        raise AttachError(
-            f"{compiled[0]} is compiled as one graph, and a batch meets other ranks in the middle of it: leave 'model' "
-            "out of compile.components, or set compile.enable=False"
-        )
-    for name, routed in (named for part in model_parts for named in routed_experts(part)):
-        if type(routed.token_dispatcher) not in (AllToAllTokenDispatcher, TorchAOTokenDispatcher):
-            raise AttachError(
-                f"{name} has a {type(routed.token_dispatcher).__name__}, and the balancer carries tokens itself: "
-                "choose the model with moe_comm_backend='standard', and BalancerConfig(dispatch=...)"
-            )
+        refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
+    if refused:
+        raise AttachError("; besides, ".join(refused))
+
+
+def _live_settings(
+    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims
+) -> TorchtitanJobSettings:
+    blocks = [block for part in model_parts for block in part.modules()]
+    dispatchers = {type(routed.token_dispatcher) for part in model_parts for _, routed in routed_experts(part)}
+    others = sorted(kind.__name__ for kind in dispatchers - {AllToAllTokenDispatcher, TorchAOTokenDispatcher})
+    return settings_of(
+        {
+            "expert_parallel_degree": parallel_dims.ep,
+            "tensor_parallel_degree": parallel_dims.tp,
+            "pipeline_parallel_degree": parallel_dims.pp,
+            "context_parallel_degree": parallel_dims.cp,
+            "data_parallel_replicate_degree": parallel_dims.dp_replicate,
+            "spmd_backend": parallel_dims.spmd_backend,
+            "moe_comm_backend": others[0] if others else "standard",
+            "compiled": ("model",) if any(map(_is_compiled, blocks)) else (),
+            "optimizers": tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
+            "world_size": parallel_dims.world_size,
+        }
+    )
 
 
 def _is_compiled(block: nn.Module) -> bool:

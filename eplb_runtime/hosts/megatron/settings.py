@@ -1,0 +1,251 @@
+"""Settings of a Megatron job that decide whether it can be balanced, by Megatron's own names, and the rules on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..settings import Exact, HostRules, Rule, Unresolved, given_or_default
+
+VERSION = "Megatron-Core 0.16.1"
+EXACT_BY_ITSELF = 2
+"""Experts a token: the sum of two does not depend on their order."""
+EXACT_IN_ONE_SUM = 2
+"""Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
+
+
+@dataclass(frozen=True)
+class MegatronJobSettings:
+    """Settings of a job, by the names of Megatron's configs, with their defaults. Any may be `Unresolved`.
+
+    Args:
+        expert_tensor_parallel_size: ranks that share an expert; Megatron's default is the tensor-parallel size.
+        expert_data_parallel_size: ranks that hold the same experts (EDP), of the world's size.
+        phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
+        lora: adapters are trained; likewise.
+        assumed: fields that have their default, which nobody has given.
+    """
+
+    num_moe_experts: int | Unresolved | None = None
+    moe_router_topk: int | Unresolved = 2
+    tensor_model_parallel_size: int | Unresolved = 1
+    pipeline_model_parallel_size: int | Unresolved = 1
+    context_parallel_size: int | Unresolved = 1
+    expert_model_parallel_size: int | Unresolved = 1
+    expert_tensor_parallel_size: int | Unresolved = 1
+    expert_data_parallel_size: int | Unresolved = field(default_factory=lambda: Unresolved("ranks of the job"))
+    moe_token_dispatcher_type: str | Unresolved = "allgather"
+    moe_permute_fusion: bool | Unresolved = False
+    moe_latent_size: int | Unresolved | None = None
+    moe_pad_expert_input_to_capacity: bool | Unresolved = False
+    overlap_moe_expert_parallel_comm: bool | Unresolved = False
+    cuda_graph_impl: str | Unresolved = "none"
+    fp8: str | Unresolved | None = None
+    fp4: str | Unresolved | None = None
+    optimizer: str | Unresolved = "adam"
+    optimizer_cpu_offload: bool | Unresolved = False
+    use_precision_aware_optimizer: bool | Unresolved = False
+    use_distributed_optimizer: bool | Unresolved = False
+    num_distributed_optimizer_instances: int | Unresolved = 1
+    overlap_param_gather_with_optimizer_step: bool | Unresolved = False
+    use_megatron_fsdp: bool | Unresolved = False
+    phase_offload: bool | Unresolved = False
+    lora: bool | Unresolved = False
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+
+
+def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
+    """Settings of options by Megatron's names; absent ones and None have Megatron's default.
+
+    Args:
+        options: also ``world_size``, the ranks of the job, where it is known.
+    """
+    by_old_names = options.get("enable_cuda_graph") or options.get("external_cuda_graph")
+    if by_old_names and options.get("cuda_graph_impl", "none") == "none":
+        options = {**options, "cuda_graph_impl": "local"}
+    given, assumed = given_or_default(MegatronJobSettings, options)
+    settings = MegatronJobSettings(**given, assumed=assumed)
+    ranks = options.get("world_size")
+    if "expert_tensor_parallel_size" not in given:
+        settings = replace(settings, expert_tensor_parallel_size=_expert_tensor_ranks(settings, ranks))
+    if "expert_data_parallel_size" not in given:
+        known = tuple(name for name in assumed if name != "expert_data_parallel_size")
+        settings = replace(settings, expert_data_parallel_size=_expert_data_ranks(settings, ranks), assumed=known)
+    return settings
+
+
+def live_settings(
+    config: Mapping[str, Any], ddp_config: Mapping[str, Any], optimizer_config: Mapping[str, Any], *, world_size: int
+) -> MegatronJobSettings:
+    """Settings of a live job.
+
+    Args:
+        config: fields of Megatron's TransformerConfig.
+        ddp_config, optimizer_config: of its DistributedDataParallelConfig and OptimizerConfig; empty: there is none.
+    """
+    options: dict[str, Any] = {}
+    for one in (ddp_config, optimizer_config, config):
+        options |= {name: value for name, value in one.items() if value is not None}
+    return settings_of({**options, "world_size": world_size, "phase_offload": Unresolved("seen in a recipe alone")})
+
+
+def _expert_tensor_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unresolved:
+    """The tensor-parallel size, or 1 where experts cut so do not fit the ranks of the job."""
+    sizes = (
+        settings.tensor_model_parallel_size,
+        settings.expert_model_parallel_size,
+        settings.pipeline_model_parallel_size,
+    )
+    tensor, expert, stages = sizes
+    if isinstance(tensor, Unresolved):
+        return tensor
+    if isinstance(expert, Unresolved) or isinstance(stages, Unresolved) or not isinstance(ranks, int):
+        return tensor
+    return tensor if ranks % (tensor * expert * stages) == 0 else 1
+
+
+def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unresolved:
+    sizes = (
+        settings.expert_tensor_parallel_size,
+        settings.expert_model_parallel_size,
+        settings.pipeline_model_parallel_size,
+    )
+    product = 1
+    for size in sizes:
+        if isinstance(size, Unresolved):
+            return size
+        product *= size
+    if not isinstance(ranks, int):
+        return Unresolved(str(ranks) if ranks is not None else "ranks of the job")
+    return max(ranks // product, 1)
+
+
+def can_reorder(config: Any) -> bool:
+    """Whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
+    return (
+        config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
+    )
+
+
+def sums_in_order(config: Any) -> bool:
+    """Whether a token's results are added in an order that no placement changes."""
+    return config.moe_router_topk <= EXACT_BY_ITSELF or can_reorder(config)
+
+
+def _exact(settings: Any) -> Exact:
+    if not sums_in_order(settings):
+        return "rounding"
+    return "bit" if settings.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+
+
+RULES = (
+    Rule(
+        "expert_tensor_parallel_size",
+        lambda job: job.expert_tensor_parallel_size > 1,
+        "an expert that is cut over tensor-parallel ranks is not supported",
+        "set expert_tensor_parallel_size=1",
+    ),
+    Rule(
+        "pipeline_model_parallel_size",
+        lambda job: job.pipeline_model_parallel_size > 1,
+        "pipeline stages are not supported yet",
+        "set pipeline_model_parallel_size=1",
+    ),
+    Rule(
+        "overlap_moe_expert_parallel_comm",
+        lambda job: job.overlap_moe_expert_parallel_comm,
+        "two micro-batches in a layer at once are not supported yet",
+        "set overlap_moe_expert_parallel_comm=False",
+    ),
+    Rule(
+        "cuda_graph_impl",
+        lambda job: job.cuda_graph_impl != "none",
+        "CUDA graphs are not supported yet",
+        "set cuda_graph_impl='none'",
+    ),
+    Rule("fp8", lambda job: job.fp8 is not None, "FP8 is not supported yet", "leave fp8 out"),
+    Rule("fp4", lambda job: job.fp4 is not None, "FP4 is not supported yet", "leave fp4 out"),
+    Rule(
+        "moe_pad_expert_input_to_capacity",
+        lambda job: job.moe_pad_expert_input_to_capacity,
+        "every expert gets equally many rows: nothing to balance",
+        "set moe_pad_expert_input_to_capacity=False",
+    ),
+    Rule(
+        "optimizer",
+        lambda job: job.optimizer not in ("adam", "sgd"),
+        "its state of an expert cannot be moved yet",
+        "set optimizer='adam' or 'sgd'",
+    ),
+    Rule(
+        "optimizer_cpu_offload",
+        lambda job: job.optimizer_cpu_offload,
+        "it keeps expert state where it cannot be moved in place",
+        "set optimizer_cpu_offload=False",
+    ),
+    Rule(
+        "use_precision_aware_optimizer",
+        lambda job: job.use_precision_aware_optimizer,
+        "it keeps expert state where it cannot be moved in place",
+        "set use_precision_aware_optimizer=False",
+    ),
+    Rule(
+        "use_distributed_optimizer",
+        lambda job: job.use_distributed_optimizer and job.expert_data_parallel_size > 1,
+        "it splits experts over ranks that hold the same",
+        "set use_distributed_optimizer=False, or spread the experts over all data-parallel ranks",
+    ),
+    Rule(
+        "num_distributed_optimizer_instances",
+        lambda job: job.num_distributed_optimizer_instances > 1,
+        "several instances of the distributed optimizer are not supported",
+        "set num_distributed_optimizer_instances=1",
+    ),
+    Rule(
+        "overlap_param_gather_with_optimizer_step",
+        lambda job: job.overlap_param_gather_with_optimizer_step,
+        "an optimizer for each model chunk is not supported",
+        "set overlap_param_gather_with_optimizer_step=False",
+    ),
+    Rule(
+        "use_megatron_fsdp",
+        lambda job: job.use_megatron_fsdp,
+        "experts that Megatron's FSDP cuts are not supported",
+        "set use_megatron_fsdp=False",
+    ),
+    Rule(
+        "phase_offload",
+        lambda job: job.phase_offload,
+        "weights and optimizer state that are freed between phases are not supported yet",
+        "keep parameters, gradients and optimizer on the device (verl: param_offload, grad_offload and "
+        "optimizer_offload=False)",
+    ),
+    Rule(
+        "lora",
+        lambda job: job.lora,
+        "adapters of experts are not one tensor for each expert",
+        "train the experts themselves",
+    ),
+    Rule(
+        "replica_slots",
+        lambda job: True,
+        "its dispatchers know one place for an expert",
+        "use replica_slots=0",
+        replicas_only=True,
+    ),
+)
+"""What Megatron jobs are refused for; one entry for each class of settings."""
+
+HOST = HostRules(
+    VERSION,
+    settings_of,
+    RULES,
+    _exact,
+    (
+        "experts are one tensor of each kind for each expert (SequentialMLP, TEGroupedMLP)",
+        "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
+        "the optimizer keeps the whole state of each expert on its rank",
+        "all MoE layers have one expert-parallel group, with experts in order",
+    ),
+)

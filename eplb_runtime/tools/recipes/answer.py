@@ -1,0 +1,135 @@
+"""What a recipe's settings come to: the answer of ``eplb-runtime doctor --recipe``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ...hosts.megatron import settings as megatron
+from ...hosts.settings import Exact, Judgement, Refusal, Resolved, Unresolved, UnresolvedError, judge
+from ...hosts.torchtitan import settings as torchtitan
+from .base import Recipe
+
+HOSTS = {"megatron": megatron.HOST, "torchtitan": torchtitan.HOST}
+EXPERT_RANKS = ("expert_model_parallel_size", "expert_parallel_degree")
+"""Names of EP in the frameworks."""
+
+
+@dataclass(frozen=True)
+class RecipeAnswer:
+    """Whether a recipe's job could be balanced.
+
+    Args:
+        version: of the framework that the rules are for; empty: it has no host.
+        exact: how equal it is to the same training without moves; None: not known.
+        assumed: settings that have a default, which the recipe does not give.
+        unknown: settings whose value the recipe does not show, and where it comes from.
+        checked_at_attach: what only the live job shows.
+        ep, edp: ranks that share a layer's experts, and ranks that hold the same; None: not known.
+    """
+
+    recipe: Recipe
+    version: str
+    judgement: Judgement
+    exact: Exact | None
+    assumed: Mapping[str, Any]
+    unknown: Mapping[str, str]
+    checked_at_attach: Sequence[str]
+    ep: int | None
+    edp: int | None
+
+    @property
+    def attaches(self) -> bool | None:
+        """None: a rule depends on a setting that is not known."""
+        return self.judgement.homes
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "attaches": self.attaches,
+            "homes": self.judgement.homes,
+            "replicas": self.judgement.replicas,
+            "exact": self.exact,
+            "refused": [
+                {"setting": one.setting, "value": one.value, "why": one.why, "instead": one.instead}
+                for one in self.judgement.refused
+            ],
+            "assumed": [{"setting": name, "value": value, "of": self.version} for name, value in self.assumed.items()],
+            "unknown": [{"setting": name, "value": text} for name, text in self.unknown.items()],
+            "ep": self.ep,
+            "edp": self.edp,
+        }
+
+
+def answer(recipe: Recipe) -> RecipeAnswer:
+    """Judge a recipe by the rules of its framework."""
+    host = HOSTS.get(recipe.host)
+    if host is None:
+        return _without_host(recipe)
+    given = {name: value for name, value in recipe.options.items() if value is not None}
+    settings = host.settings_of({**recipe.defaults, **given})
+    values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "assumed"}
+    judgement = judge(settings, host.rules)
+    try:
+        exact: Exact | None = host.exact(Resolved(settings))
+    except UnresolvedError:
+        exact = None
+    ep = next(values[name] for name in EXPERT_RANKS if name in values)
+    of_project = [name for name in recipe.defaults if name not in given]
+    assumed = [name for name in values if name in settings.assumed or name in of_project]
+    return RecipeAnswer(
+        recipe,
+        host.version,
+        replace(judgement, refused=tuple(_as_written(one, recipe) for one in judgement.refused)),
+        exact,
+        {name: values[name] for name in assumed if not isinstance(values[name], Unresolved)},
+        {name: str(value) for name, value in values.items() if isinstance(value, Unresolved)},
+        host.checked_at_attach,
+        _known(ep),
+        _known(values["expert_data_parallel_size"]),
+    )
+
+
+def _as_written(refusal: Refusal, recipe: Recipe) -> Refusal:
+    """With the name that the recipe has for the setting."""
+    return replace(refusal, setting=recipe.written.get(refusal.setting, refusal.setting))
+
+
+def _without_host(recipe: Recipe) -> RecipeAnswer:
+    refusal = Refusal(
+        "host",
+        f"{recipe.source or recipe.host}",
+        "its trainer spreads experts itself, and no host of ours knows it",
+        "attach by hand, by attach(..., layers=[eplb.MoE(...)]), where each rank still has all experts",
+    )
+    ep, edp = recipe.options.get("expert_parallel_degree"), recipe.options.get("expert_data_parallel_size")
+    return RecipeAnswer(recipe, "", Judgement((refusal,), (), ()), None, {}, {}, (), ep, edp)
+
+
+def _known(value: Any) -> int | None:
+    return None if isinstance(value, Unresolved) else value
+
+
+def totals(answers: Sequence[RecipeAnswer]) -> list[dict[str, Any]]:
+    """How many recipes attach, by project; the last row is the sum."""
+    sources = dict.fromkeys(one.recipe.source for one in answers)
+    groups = [(source, [one for one in answers if one.recipe.source == source]) for source in sources]
+    return [
+        {
+            "source": source,
+            "recipes": len(of_source),
+            "attach": sum(one.attaches is True for one in of_source),
+            "refused": sum(one.attaches is False for one in of_source),
+            "unknown": sum(one.attaches is None for one in of_source),
+        }
+        for source, of_source in [*groups, ("all", list(answers))]
+    ]
+
+
+def reasons(answers: Sequence[RecipeAnswer]) -> list[dict[str, Any]]:
+    """How many recipes each setting refuses, and for how many it is the only one."""
+    every = Counter(refusal.setting for one in answers for refusal in one.judgement.refused)
+    only = Counter(one.judgement.refused[0].setting for one in answers if len(one.judgement.refused) == 1)
+    return [{"setting": name, "recipes": count, "alone": only[name]} for name, count in every.most_common()]

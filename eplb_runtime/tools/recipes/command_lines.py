@@ -1,0 +1,157 @@
+"""Recipes that are command lines: Megatron's own flags, also through slime, and verl's overrides ``key=value``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ...hosts.megatron.settings import MegatronJobSettings
+from ...hosts.settings import Unresolved
+from .base import MARK, Recipe, RecipeError, product, value_of
+from .shell import Script
+
+FIELDS = frozenset(field.name for field in fields(MegatronJobSettings) if field.name != "assumed")
+FLAGS = {
+    **{name: name for name in FIELDS},
+    "num_experts": "num_moe_experts",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "use_custom_fsdp": "use_megatron_fsdp",
+    "enable_cuda_graph": "enable_cuda_graph",
+    "external_cuda_graph": "external_cuda_graph",
+}
+"""Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
+NODES = ("actor_num_nodes", "nnodes")
+RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
+SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall"}
+"""What slime sets for all of its jobs."""
+VERL = {
+    "use_distributed_optimizer": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "num_moe_experts": Unresolved("of the model's own config"),
+    "moe_router_topk": Unresolved("of the model's own config"),
+    "moe_permute_fusion": Unresolved("set by the model's bridge"),
+}
+"""verl's defaults where Megatron has others."""
+VERL_ROOTS = ("actor_rollout_ref.actor.megatron.", "engine.", "actor_rollout_ref.actor.optim.", "optim.")
+VERL_INNER = re.compile(r"override_(?:transformer|ddp|optimizer)_config\.")
+PHASES = ("param_offload", "grad_offload", "optimizer_offload")
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_ARGUMENTS = re.compile(r"\[[@*]\]|ARG|OPT|FLAG|CONFIG|EXTRA|PARAM")
+_FEWEST = 3
+"""Known options of a command that starts a training."""
+
+
+def read_command_lines(path: Path) -> Recipe:
+    """The recipe of a script, or of a text that holds flags or overrides.
+
+    Raises:
+        RecipeError: it names no experts.
+    """
+    script = Script(path.parent).read(path.read_text(errors="replace"))
+    overrides = _overrides(_most(script, lambda words: len(_overrides(words))))
+    if any(key.startswith(VERL_ROOTS) for key in overrides):
+        return _of_verl(path, overrides, script)
+    return _of_megatron(path, _most(script, lambda words: len(set(_flags(words)[0]) & set(FLAGS))))
+
+
+def _most(script: Script, known: Any) -> list[str]:
+    """The words of the command with the most known options; of all, where they are spread over many."""
+    commands = [_split(words) for words in script.commands]
+    lines = [words for words in commands if words and (words[0].startswith("--") or _OVERRIDE.fullmatch(words[0]))]
+    best = max([*commands, list(chain(*lines))], key=known, default=[])
+    if known(best) >= _FEWEST:
+        return best
+    return _split(chain(*script.commands, *script.variables.values()))
+
+
+def _split(words: Iterable[str]) -> list[str]:
+    """Words one by one, also of a command that is one quoted word."""
+    return [one for word in words for one in (word.split() if re.search(r"\s--|^--\S*\s", word) else [word])]
+
+
+def _flags(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Values of each flag, and what stands for arguments that the file does not have."""
+    found: dict[str, list[str]] = {}
+    missing: list[str] = []
+    values: list[str] | None = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            values = found[name.replace("-", "_")] = [value] if equals else []
+        elif word.startswith(MARK) and word.endswith(MARK) and (_ARGUMENTS.search(word) or values is None):
+            missing.append(word.strip(MARK))
+        elif values is not None:
+            values.append(word)
+    return found, [word for word in missing if not word.startswith(("$(", "`"))]
+
+
+def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
+    flags, missing = _flags(words)
+    options: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for flag, name in FLAGS.items():
+        if flag in flags:
+            options[name] = value_of(flags[flag][0]) if flags[flag] else True
+            written[name] = f"--{flag.replace('_', '-')}"
+    if not (_has_experts(options) or any(flag.startswith("moe_") for flag in flags)):
+        elsewhere = f", and {missing[0]} is not in the file" if missing else ""
+        raise RecipeError(f"{path}: no setting of experts in it (--num-experts){elsewhere}")
+    is_slime = any(flag in flags for flag in ("actor_num_nodes", "actor_num_gpus_per_node"))
+    options["world_size"] = product(_first(flags, NODES), _first(flags, RANKS_OF_A_NODE))
+    if is_slime and options.get("moe_token_dispatcher_type") == "allgather":
+        options["moe_token_dispatcher_type"] = "alltoall"
+    defaults: dict[str, Any] = dict(SLIME) if is_slime else {}
+    if "num_moe_experts" not in options:
+        defaults["num_moe_experts"] = Unresolved("not in the file")
+    if missing:
+        derived = {"expert_data_parallel_size", "phase_offload", "lora"}
+        defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
+    return Recipe(path.stem, "slime" if is_slime else "Megatron-LM", "megatron", options, defaults, written)
+
+
+def _first(flags: Mapping[str, Sequence[str]], names: Iterable[str]) -> Any:
+    return next((value_of(flags[name][0]) for name in names if flags.get(name)), None)
+
+
+def _has_experts(options: Mapping[str, Any]) -> bool:
+    """Whether options are of a model with experts, as far as they say."""
+    sizes = (options.get("num_moe_experts"), options.get("expert_model_parallel_size"))
+    return any(isinstance(size, Unresolved) or (size or 0) > 1 for size in sizes)
+
+
+def _overrides(words: Iterable[str]) -> dict[str, str]:
+    return {found[1]: found[2] for word in words if (found := _OVERRIDE.fullmatch(word))}
+
+
+def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe:
+    options: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for key, text in overrides.items():
+        root = next((root for root in VERL_ROOTS if key.startswith(root)), None)
+        if root is None:
+            continue
+        name = VERL_INNER.sub("", key.removeprefix(root))
+        if name in FLAGS or name in PHASES:
+            options[name], written[name] = value_of(text), key
+    if not (_has_experts(options) or any(".moe_" in key for key in overrides)):
+        raise RecipeError(f"{path}: no setting of experts in it (expert_model_parallel_size)")
+    phases = [options.pop(name) for name in PHASES if name in options]
+    if phases:
+        unresolved = next((phase for phase in phases if isinstance(phase, Unresolved)), False)
+        options["phase_offload"] = True if True in phases else unresolved
+        written["phase_offload"] = next(written[name] for name in PHASES if name in written)
+    for key, text in overrides.items():
+        if key.endswith((".lora_rank", ".lora.rank")):
+            rank = value_of(text)
+            options["lora"], written["lora"] = rank if isinstance(rank, Unresolved) else bool(rank), key
+    flags, _ = _flags(_split(chain(*script.commands)))
+    nodes = overrides.get("trainer.nnodes"), overrides.get("trainer.n_gpus_per_node")
+    sizes = [value_of(text) if text is not None else None for text in nodes]
+    if None in sizes:
+        sizes = [_first(flags, NODES), _first(flags, RANKS_OF_A_NODE)]
+    return Recipe(path.stem, "verl", "megatron", {**options, "world_size": product(*sizes)}, dict(VERL), written)

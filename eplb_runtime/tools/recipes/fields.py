@@ -1,0 +1,125 @@
+"""Recipes as JSON: one object for each, with fields that all projects share (`tp`, `pp`, `ep`, `optimizer`, ...)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...hosts.settings import Unresolved
+from .base import Recipe, RecipeError, value_of
+from .command_lines import SLIME, VERL
+
+MEGATRON = {
+    "num_experts": "num_moe_experts",
+    "top_k": "moe_router_topk",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "edp_at_reference": "expert_data_parallel_size",
+    "gpus": "world_size",
+    "dispatcher": "moe_token_dispatcher_type",
+    "overlap_moe_comm": "overlap_moe_expert_parallel_comm",
+    "fp8": "fp8",
+    "optimizer": "optimizer",
+    "optimizer_cpu_offload": "optimizer_cpu_offload",
+    "precision_aware_optimizer": "use_precision_aware_optimizer",
+    "distributed_optimizer": "use_distributed_optimizer",
+    "fsdp": "use_megatron_fsdp",
+    "phase_offload": "phase_offload",
+    "lora": "lora",
+}
+"""A recipe's fields, and Megatron's names for them."""
+MEGATRON_AS_WRITTEN = (
+    "moe_permute_fusion",
+    "moe_latent_size",
+    "moe_pad_expert_input_to_capacity",
+    "num_distributed_optimizer_instances",
+    "overlap_param_gather_with_optimizer_step",
+)
+"""Options that have no field; `source_lines` has them where the recipe sets them."""
+TORCHTITAN = {
+    "num_experts": "num_experts",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "gpus": "world_size",
+    "lora": "lora",
+}
+TORCHTITAN_AS_WRITTEN = ("spmd_backend", "data_parallel_replicate_degree")
+UNKNOWN_SIZES = ("num_experts", "num_moe_experts", "moe_router_topk")
+"""Belong to the model; a framework's default says nothing of them."""
+BY_PROJECT: Mapping[str, Mapping[str, Any]] = {
+    "slime": SLIME,
+    "verl": VERL,
+    "Megatron-Bridge": {"moe_permute_fusion": Unresolved("set by the model's provider")},
+}
+
+
+def read_json(path: Path) -> list[Recipe]:
+    """The recipes of a file: an object or a list of them.
+
+    Raises:
+        RecipeError: it is no JSON of recipes, or one of them has no experts.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not JSON: {error}") from None
+    entries = content if isinstance(content, list) else [content]
+    if not entries:
+        raise RecipeError(f"{path}: no recipe in it")
+    return [_recipe(path, number, entry) for number, entry in enumerate(entries)]
+
+
+def _recipe(path: Path, number: int, entry: Any) -> Recipe:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("host"), str):
+        raise RecipeError(f"{path}: entry {number} is no recipe: it has no field 'host'")
+    name = str(entry.get("name", f"{path.stem}[{number}]"))
+    if not any(isinstance(entry.get(size), int) and entry[size] > 1 for size in ("num_experts", "ep")):
+        raise RecipeError(f"{path}: {name} has no experts (num_experts, ep)")
+    source, host = str(entry.get("project", "")), entry["host"]
+    if host == "megatron":
+        options = _named(entry, MEGATRON, MEGATRON_AS_WRITTEN)
+        if entry.get("cuda_graph"):
+            options["cuda_graph_impl"] = str(entry["cuda_graph"])
+        if entry.get("nvfp4"):
+            options["fp4"] = "nvfp4"
+    elif host == "torchtitan":
+        options = _named(entry, TORCHTITAN, TORCHTITAN_AS_WRITTEN)
+        options |= _of_torchtitan(entry)
+    else:
+        options = {
+            "expert_parallel_degree": entry.get("ep"),
+            "expert_data_parallel_size": entry.get("edp_at_reference"),
+        }
+    written = {name: field for field, name in (MEGATRON if host == "megatron" else TORCHTITAN).items()}
+    return Recipe(name, source, host, options, dict(BY_PROJECT.get(source, {})), written)
+
+
+def _named(entry: Mapping[str, Any], names: Mapping[str, str], as_written: tuple[str, ...]) -> dict[str, Any]:
+    options = {name: entry.get(field) for field, name in names.items()}
+    for size in UNKNOWN_SIZES:
+        if size in options and options[size] is None:
+            options[size] = Unresolved("of the model's own config")
+    lines = {key.rpartition(".")[2].replace("-", "_"): value for key, value in entry.get("source_lines", {}).items()}
+    for name in as_written:
+        if name in lines:
+            options[name] = value_of(lines[name]) if isinstance(lines[name], str) else lines[name]
+    return options
+
+
+def _of_torchtitan(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that torchtitan has otherwise than the fields."""
+    options: dict[str, Any] = {}
+    if entry.get("compile") is not None:
+        options["compiled"] = (str(entry["compile"]),) if entry["compile"] else ()
+    if entry.get("optimizer") is not None:
+        options["optimizers"] = (str(entry["optimizer"]),)
+    if entry.get("dispatcher") is not None:
+        options["moe_comm_backend"] = "standard" if entry["dispatcher"] == "alltoall" else entry["flex_backend"]
+    return options

@@ -1,0 +1,76 @@
+"""A live Megatron job and its command line have the same settings, and attach names all that the rules refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples import FOLDER, load_example
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
+)
+COMMAND = """
+torchrun --nnodes 1 --nproc-per-node 2 pretrain_gpt.py --num-experts 8 --moe-router-topk 3 --bf16 \\
+  --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-distributed-optimizer --optimizer adam
+"""
+
+
+def live_job(rank: int, folder: str) -> dict[str, Any]:
+    sys.path.insert(0, str(FOLDER))
+    ours = load_example("megatron_gpt")
+    from megatron.core import parallel_state
+
+    import eplb_runtime as eplb
+    from eplb_runtime.hosts import AttachError
+    from eplb_runtime.hosts.megatron.describe import settings_of_job
+    from eplb_runtime.hosts.megatron.settings import settings_of
+    from eplb_runtime.tools.recipes import read_recipes
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    script = Path(folder) / f"run{rank}.sh"
+    script.write_text(COMMAND)
+    (recipe,) = read_recipes(str(script))
+    written = settings_of({**recipe.defaults, **recipe.options})
+    model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=3))
+    live = settings_of_job(model, [optimizer])
+    assert live is not None
+    plain, plain_optimizer = ours.wrapped(ours.model_of(moe_router_topk=3), distributed=False)
+    model.config.fp8, model.config.pipeline_model_parallel_size = "e4m3", 2
+    try:
+        eplb.attach([model], optimizer)
+        said = ""
+    except AttachError as error:
+        said = str(error)
+    return {
+        "live": replace(live, phase_offload=False),
+        "written": written,
+        "other": settings_of_job(plain, [plain_optimizer]),
+        "said": said,
+    }
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, live_job, str(tmp_path_factory.mktemp("settings")))
+
+
+def test_a_live_job_and_its_command_line_have_the_same_settings(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        assert job["live"] == job["written"]
+        assert job["live"].expert_data_parallel_size == 1 and job["live"].use_distributed_optimizer is True
+
+
+def test_control_another_optimizer_shows(jobs: list[dict[str, Any]]) -> None:
+    assert jobs[0]["other"].use_distributed_optimizer is False
+
+
+def test_attach_names_all_refused_settings_at_once(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        for part in ("pipeline_model_parallel_size=2", "fp8=e4m3", "leave fp8 out"):
+            assert part in job["said"]

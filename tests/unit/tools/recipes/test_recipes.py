@@ -1,0 +1,311 @@
+"""``doctor --recipe``: scripts, overrides, JSON and config functions are read as their frameworks would read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eplb_runtime.cli import main
+from eplb_runtime.hosts.settings import Unresolved
+from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
+
+SLIME = """#!/bin/bash
+# --pipeline-model-parallel-size 9
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/small.sh"
+TP=${TP:-2}
+NODES=2
+PERF_ARGS=(
+   --tensor-model-parallel-size ${TP}
+   # --expert-model-parallel-size 4
+   --expert-model-parallel-size $((TP * 4)) --expert-tensor-parallel-size 1
+)
+if [ "$NODES" -gt 1 ]; then
+  PERF_ARGS+=( --pipeline-model-parallel-size 2 )
+else
+  PERF_ARGS+=( --optimizer-cpu-offload )
+fi
+ray start --head --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" \\
+   -- python3 train.py --actor-num-nodes ${NODES} --actor-num-gpus-per-node 8 --colocate \\
+   ${MODEL_ARGS[@]} "${PERF_ARGS[@]}" --wandb-key ${WANDB_KEY}
+"""
+MODEL = "MODEL_ARGS=( --num-experts 128 --moe-router-topk 8 )"
+VERL = """
+offload=True
+python3 -m verl.trainer.main_ppo \\
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+    actor_rollout_ref.actor.megatron.param_offload=${offload} \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True \\
+    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1
+"""
+MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
+TORCHTITAN = {
+    "host": "torchtitan",
+    "num_experts": 8,
+    "ep": 4,
+    "gpus": 8,
+    "source_lines": {"parallelism.spmd_backend": "partial_dtensor"},
+}
+
+
+def judged(folder: Path, text: str, name: str = "run.sh") -> dict[str, Any]:
+    (folder / name).write_text(text)
+    (recipe,) = read_recipes(str(folder / name))
+    return answer(recipe).to_dict()
+
+
+def judged_fields(folder: Path, base: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return judged(folder, json.dumps({**base, **fields}), "one.json")
+
+
+def refused(found: Mapping[str, Any]) -> list[str]:
+    return [one["setting"] for one in found["refused"]]
+
+
+def test_a_script_is_read_with_its_variables_arrays_conditions_and_sourced_files(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/small.sh").write_text(MODEL)
+    found = judged(tmp_path, SLIME)
+    assert (found["ep"], found["edp"], found["exact"]) == (8, 1, "bit")
+    assert refused(found) == ["--pipeline-model-parallel-size"] and found["refused"][0]["value"] == 2
+    assert {"setting": "use_distributed_optimizer", "value": True, "of": "Megatron-Core 0.16.1"} in found["assumed"]
+    assert found["unknown"] == []
+
+
+def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_open(tmp_path: Path) -> None:
+    found = judged(tmp_path, SLIME.replace("if [", "NODES=1; if [").replace("--optimizer-cpu-offload", ""))
+    assert found["attaches"] is None and found["refused"] == []
+    unknown = {one["setting"]: one["value"] for one in found["unknown"]}
+    assert unknown["pipeline_model_parallel_size"] == "may be in ${MODEL_ARGS[@]}" and "optimizer" in unknown
+
+
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        ("PP=4", 4),
+        ("A=2\nPP=$((A * 2))", 4),
+        ("PP=${PP:-4}", 4),
+        ('if [ "$HOST" = "a" ]; then PP=4; else PP=2; fi', None),
+        ("[ -n $HOST ] && PP=4", None),
+        ("PP=$(cat stages)", None),
+    ],
+)
+def test_a_variable_is_resolved_where_it_is_a_constant(tmp_path: Path, lines: str, size: int | None) -> None:
+    command = "python pretrain_gpt.py --num-experts 8 --moe-router-topk 2 --pipeline-model-parallel-size $PP"
+    found = judged(tmp_path, f"{lines}\n{command} --expert-model-parallel-size 8\n")
+    if size is None:
+        assert found["attaches"] is None and "pipeline_model_parallel_size" in str(found["unknown"])
+    else:
+        assert found["refused"][0]["value"] == size
+
+
+def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
+    found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp8-format e4m3\n", "flags.txt")
+    assert refused(found) == ["--fp8-format"] and found["ep"] == 8
+
+
+def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
+    found = judged(tmp_path, VERL)
+    megatron = "actor_rollout_ref.actor.megatron."
+    assert refused(found)[0].endswith("optimizer_cpu_offload") and refused(found)[1] == f"{megatron}param_offload"
+    assert (found["ep"], found["edp"]) == (8, 1)
+    assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1"} in found["assumed"]
+    assert "moe_permute_fusion" not in str(found["unknown"]) and found["exact"] is None, "top-k is the model's"
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        ({"pp": 2, "gpus": 16}, "pp"),
+        ({"etp": 2, "gpus": 16}, "etp"),
+        ({"overlap_moe_comm": True}, "overlap_moe_comm"),
+        ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
+        ({"fp8": "mxfp8"}, "fp8"),
+        ({"nvfp4": True}, "fp4"),
+        ({"source_lines": {"model.moe_pad_expert_input_to_capacity": True}}, "moe_pad_expert_input_to_capacity"),
+        ({"source_lines": {"num-distributed-optimizer-instances": "2"}}, "num_distributed_optimizer_instances"),
+        (
+            {"source_lines": {"optimizer.overlap_param_gather_with_optimizer_step": True}},
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        ({"optimizer": "muon"}, "optimizer"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
+        ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
+        ({"distributed_optimizer": True, "gpus": 16}, "distributed_optimizer"),
+        ({"fsdp": True}, "fsdp"),
+        ({"phase_offload": True}, "phase_offload"),
+        ({"lora": True}, "lora"),
+    ],
+)
+def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
+    tmp_path: Path, fields: Mapping[str, Any], setting: str
+) -> None:
+    assert judged_fields(tmp_path, MEGATRON)["attaches"] is True
+    found = judged_fields(tmp_path, MEGATRON, **fields)
+    assert refused(found) == [setting] and found["attaches"] is False and found["replicas"] is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        ({"cp": 2}, "cp"),
+        ({"ep": 1}, "ep"),
+        ({"source_lines": {}}, "spmd_backend"),
+        ({"compile": "model"}, "compiled"),
+        ({"dispatcher": "flex", "flex_backend": "hybridep"}, "moe_comm_backend"),
+        ({"optimizer": "muon"}, "optimizers"),
+        ({"lora": True}, "lora"),
+    ],
+)
+def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
+    tmp_path: Path, fields: Mapping[str, Any], setting: str
+) -> None:
+    assert judged_fields(tmp_path, TORCHTITAN, compile="loss")["replicas"] is True
+    assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
+
+
+@pytest.mark.parametrize("degree", ["tp", "pp"])
+def test_torchtitans_homes_move_where_replicas_are_refused(tmp_path: Path, degree: str) -> None:
+    found = judged_fields(tmp_path, TORCHTITAN, **{degree: 2})
+    assert found["homes"] is True and found["replicas"] is False and found["refused"] == []
+
+
+def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_path: Path) -> None:
+    assert refused(judged_fields(tmp_path, MEGATRON, tp=2, gpus=16)) == ["etp"]
+    assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
+
+
+def test_ranks_that_are_not_stated_leave_a_distributed_optimizer_open(tmp_path: Path) -> None:
+    assert judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=True)["attaches"] is None
+    found = judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=False)
+    assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact"),
+    [
+        ({}, "bit"),
+        ({"top_k": 8}, "rounding"),
+        ({"top_k": 8, "dispatcher": "alltoall"}, "bit"),
+        ({"top_k": 8, "dispatcher": "flex"}, "rounding"),
+        ({"gpus": 24}, "rounding"),
+        ({"top_k": None}, None),
+    ],
+)
+def test_exactness_follows_dispatcher_top_k_and_the_ranks_that_add_up(
+    tmp_path: Path, fields: Mapping[str, Any], exact: str | None
+) -> None:
+    assert judged_fields(tmp_path, MEGATRON, **fields)["exact"] == exact
+
+
+def test_a_config_function_of_torchtitan_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "our_configs.py").write_text("from our_made import small, dense\n")
+    routed = SimpleNamespace(token_dispatcher=AllToAllTokenDispatcher.Config())
+    layers = [SimpleNamespace(), SimpleNamespace(moe=SimpleNamespace(routed_experts=routed))]
+
+    def config(layers: list[Any]) -> SimpleNamespace:
+        return SimpleNamespace(
+            parallelism=SimpleNamespace(expert_parallel_degree=4, spmd_backend="spmd_types"),
+            compile=SimpleNamespace(enable=True, components=["model", "loss"]),
+            optimizer=SimpleNamespace(param_groups=[SimpleNamespace(optimizer_name="AdamW")]),
+            model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)),
+        )
+
+    made = SimpleNamespace(small=lambda: config(layers), dense=lambda: config(layers[:1]))
+    monkeypatch.setitem(__import__("sys").modules, "our_made", made)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = answer(read_recipes("our_configs.small")[0]).to_dict()
+    assert refused(found) == ["spmd_backend", "compiled"] and found["ep"] == 4
+    assert read_recipes("our_configs:small")[0].options["moe_comm_backend"] == "standard"
+    with pytest.raises(RecipeError, match="no routed experts"):
+        read_recipes("our_configs.dense")
+
+
+class AllToAllTokenDispatcher:
+    class Config:
+        num_experts = 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("missing.sh", None, "No such file"),
+        ("empty.sh", " \n", "empty"),
+        ("dense.sh", "python pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4", "no setting of experts"),
+        ("dense.json", '{"host": "megatron", "num_experts": null, "ep": 1}', "has no experts"),
+        ("other.json", '{"a": 1}', "no field 'host'"),
+        ("broken.json", "{", "not JSON"),
+        ("list.json", "[]", "no recipe"),
+    ],
+)
+def test_a_file_without_a_moe_recipe_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["doctor", "--recipe", str(tmp_path / name)]) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(MEGATRON))
+    (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "pp": 2, "gpus": 16}))
+    files = [str(tmp_path / name) for name in ("one.json", "two.json")]
+    assert main(["doctor", "--json", "--recipe", files[0]]) == 0
+    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp"]
+    assert list(json.loads(capsys.readouterr().out)) == keys
+    assert main(["doctor", "--json", "--recipe", *files]) == 0
+    total = json.loads(capsys.readouterr().out)["total"][-1]
+    assert total == {"source": "all", "recipes": 2, "attach": 1, "refused": 1, "unknown": 0}
+    assert main(["doctor", "--recipe", files[1]]) == 0
+    shown = capsys.readouterr().out
+    assert "1 setting is refused" in shown and "pipeline stages" in shown and "checked at attach" in shown
+
+
+def test_the_defaults_are_megatrons_own() -> None:
+    pytest.importorskip("megatron.core")
+    from dataclasses import MISSING, fields
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from eplb_runtime.hosts.megatron.settings import MegatronJobSettings
+
+    theirs: dict[str, Any] = {}
+    for kind in (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig):
+        theirs |= {one.name: one.default for one in fields(kind)}
+    ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
+    own = {"assumed", "phase_offload", "lora", "expert_tensor_parallel_size"}
+    assert set(ours) - set(theirs) == own - {"expert_tensor_parallel_size"}
+    assert {name: ours[name] for name in set(ours) - own} == {name: theirs[name] for name in set(ours) - own}
+
+
+def test_recipes_that_people_run(shared_data: Path) -> None:
+    answers = [answer(recipe) for recipe in read_recipes(str(shared_data / "recipes/recipes.json"))]
+    counted = {
+        row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
+    }
+    assert counted == {
+        "Megatron-Bridge": (85, 7, 75, 3),
+        "Megatron-LM": (2, 1, 1, 0),
+        "prime-rl": (7, 0, 7, 0),
+        "slime": (12, 1, 11, 0),
+        "torchtitan": (8, 0, 8, 0),
+        "verl": (16, 0, 16, 0),
+        "all": (130, 9, 118, 3),
+    }
+    undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
+    assert undecided == {"expert_data_parallel_size"}
+    assert not any(isinstance(refusal.value, Unresolved) for one in answers for refusal in one.judgement.refused)
