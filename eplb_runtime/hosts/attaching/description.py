@@ -112,8 +112,10 @@ class HostModel:
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
-        ranks: who shares what, where the framework knows; None: ``attach`` is told.
-        optimizer: makes of an optimizer of the framework's own what attaching can use.
+        ranks: who shares what and which stage this model is, where the framework knows; None: ``attach`` is told. Such
+            a model may have no MoE layer.
+        optimizer: makes of an optimizer of the framework's own what attaching can use, given the MoE layers of all
+            models on this rank, by their names over all of these.
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         refuses: what of a config does not go with the framework: one line, or empty.
     """
@@ -126,7 +128,7 @@ class HostModel:
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
     ranks: Ranks | None = None
-    optimizer: Callable[[Any], AnyOptimizer] | None = None
+    optimizer: Callable[[Sequence[MoELayer], Any], AnyOptimizer] | None = None
     dense_is_equal: bool = True
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
 
