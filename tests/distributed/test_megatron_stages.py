@@ -30,6 +30,22 @@ INTERLEAVED = {"chunks": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
 CASES: dict[str, dict[str, Any]] = {
     "1F1B": {"clip_grad": 0.0},
     "interleaved": {**INTERLEAVED, "moe_router_topk": 3},
+    "a stage without an MoE layer": {"moe_layer_freq": [0, 0, 1, 1], "share": True},
+    "stages of several sizes": {
+        "num_layers": 5,
+        "num_layers_in_first_pipeline_stage": 3,
+        "moe_layer_freq": [0, 1, 1, 1, 1],
+        "distributed": False,
+        "bf16": False,
+    },
+    "float16, a chunk without an MoE layer": {**INTERLEAVED, "moe_layer_freq": [0, 1, 1, 1], "distributed": False},
+    "gradients and weights travel beside": {
+        **INTERLEAVED,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "align": True,
+    },
+    "a layer that predicts a second token": {"num_layers": 2, "mtp_num_layers": 1, "overlap_grad_reduce": True},
 }
 
 
@@ -184,6 +200,9 @@ class Job:
         from megatron.core import parallel_state
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+        for model in self.models:
+            if model.ddp_config.overlap_param_gather:  # weights of the last step are still to be gathered
+                model.start_param_sync(force_sync=True)
         layers = {
             (stage_of(number), name): module
             for number, chunk in enumerate(self.models)

@@ -116,6 +116,8 @@ class HostModel:
             a model may have no MoE layer.
         optimizer: makes of an optimizer of the framework's own what attaching can use, given the MoE layers of all
             models on this rank, by their names over all of these.
+        dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None); also
+            said of a stage without an MoE layer.
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         refuses: what of a config does not go with the framework: one line, or empty.
     """
@@ -129,6 +131,7 @@ class HostModel:
     saves_itself: str = ""
     ranks: Ranks | None = None
     optimizer: Callable[[Sequence[MoELayer], Any], AnyOptimizer] | None = None
+    dispatches: bool = False
     dense_is_equal: bool = True
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
 

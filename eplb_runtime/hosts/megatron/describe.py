@@ -61,6 +61,7 @@ def describe(model: nn.Module) -> HostModel:
         lambda module: None,
         ranks=_ranks(model, found, wrapped),
         optimizer=partial(adapt, wrapped),
+        dispatches=True,
         dense_is_equal=not layers or _dense_is_equal(model),
         refuses=partial(_refuses, layers, wrapped),
     )
