@@ -22,6 +22,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.skipif(
@@ -309,6 +310,23 @@ def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lamb
     return result
 
 
+def refused() -> dict[str, str]:
+    """Lines of what does not attach, by what it is."""
+    said = {}
+    for what in ("vp_stage", "overlap_moe_expert_parallel_comm"):
+        job = Job(**INTERLEAVED)
+        if what == "vp_stage":
+            for model in job.models:
+                for part in model.modules():
+                    vars(part).pop("vp_stage", None)
+        else:
+            job.config.overlap_moe_expert_parallel_comm = True
+        with pytest.raises(AttachError) as error:
+            attached(job, move=False)
+        said[what] = str(error.value)
+    return said
+
+
 def saved_and_read_back(folder: Path) -> dict[str, Any]:
     """Saved by Megatron after moves, and read by Megatron alone into a job that has trained something else."""
     from megatron.core import dist_checkpointing
@@ -371,6 +389,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     job = Job(**CASES["1F1B"])
     results["alone"] = {"seen": job.train(range(STEPS)), "tensors": job.tensors(None)}
     results["control"] = trained("interleaved", move=True, spoil=forget_state)
+    results["refused"] = refused()
     results["checkpoint"] = saved_and_read_back(Path(folder))
     return results
 
@@ -429,3 +448,9 @@ def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, 
     assert all(row != sorted(row) for row in placement)
     assert differing(before, saved) != []
     assert differing(read, saved) == []
+
+
+def test_what_megatron_cannot_follow_is_refused_on_all_stages(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        assert "virtual stages" in of_rank["refused"]["vp_stage"]
+        assert "is not supported yet" in of_rank["refused"]["overlap_moe_expert_parallel_comm"]

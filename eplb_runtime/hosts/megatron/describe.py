@@ -166,6 +166,7 @@ def _check_layer(name: str, module: nn.Module) -> None:
         or getattr(config, "enable_cuda_graph", False)
         or getattr(config, "external_cuda_graph", False),
         "fp8 or fp4": bool(config.fp8 or config.fp4),
+        "overlap_moe_expert_parallel_comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
         "expert tensor parallelism": (config.expert_tensor_parallel_size or 1) > 1,
     }
     for what, there in refused.items():
