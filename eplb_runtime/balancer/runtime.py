@@ -42,6 +42,8 @@ class Runtime:
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
         layers: the MoE layers of this rank.
+        host_dispatches: whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves
+            them; equal on all ranks, also where ``layers`` is empty.
         lanes: channels on which this rank exchanges tokens.
         watch: measures how long this rank waits for others.
         model_check: notices changes of the model that the balancer cannot follow.
@@ -63,6 +65,7 @@ class Runtime:
     layer_of_parameter: Mapping[str, int]
     parameters: Mapping[str, Tensor]
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
+    host_dispatches: bool
     lanes: MicroBatchChannels
     watch: Watch
     model_check: ModelCheck
@@ -79,11 +82,6 @@ class Runtime:
     def averages_dense(self) -> bool:
         """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
-
-    @property
-    def host_dispatches(self) -> bool:
-        """Return whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves them."""
-        return any(isinstance(layer, HostDispatchedLayer) for layer in self.layers)
 
     def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
         """The guard's view. Parameters and optimizers that join later appear in these very objects."""

@@ -104,21 +104,23 @@ def attach(
     config, problem = _checked(config)
     given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
-    stages, optimizers = [], []
+    stages: list[Stage] = []
+    optimizers: list[AnyOptimizer] = []
     try:
         if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks: ranks has the EP group, too")
         models = [model] if isinstance(model, nn.Module) else list(model)
-        if ranks is None:
-            ranks = replace(Ranks.of_group(ep_group), stages=tuple(range(len(models))))
+        hosts = [
+            _describe(part, own, may_be_dense) for part, own in zip(models, _layers_of(models, layers), strict=True)
+        ]
+        ranks = _ranks_of_hosts(ranks, ep_group, hosts)
         numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
         stages = [
-            Stage(number, part, _describe(part, own, may_be_dense), f"stages.{number}." if len(models) > 1 else "")
-            for number, part, own in zip(numbers, models, _layers_of(models, layers), strict=False)
+            Stage(number, part, host, f"stages.{number}." if len(models) > 1 else "")
+            for number, part, host in zip(numbers, models, hosts, strict=False)
         ]
-        ranks = _ranks_of_hosts(ranks, stages)
         optimizers = [one for one in given if one is not None]
-        if refused := [line for stage in stages for line in stage.host.problems(optimizers)]:
+        if refused := [line for host in hosts for line in host.problems(optimizers)]:
             raise AttachError("; besides, ".join(dict.fromkeys(refused)))
         optimizers = [_adapted(one, stages) for one in optimizers]
         on = device_of(stages, device)
@@ -198,23 +200,27 @@ def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseExceptio
     meet(everyone, what, config.timeout_seconds, problem, patient=True)
 
 
-def _ranks_of_hosts(ranks: Ranks, stages: Sequence[Stage]) -> Ranks:
-    """What ``attach`` was told, and what frameworks know that have spread their experts themselves."""
-    for known in (stage.host.ranks for stage in stages if stage.host.ranks is not None):
+def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hosts: Sequence[HostModel]) -> Ranks:
+    """What ``attach`` was given, and what frameworks know that have spread their experts themselves."""
+    known = [host.ranks for host in hosts if host.ranks is not None]
+    stages = sum((one.stages for one in known), ()) if known else tuple(range(len(hosts)))
+    ranks = given if given is not None else replace(Ranks.of_group(ep_group), stages=stages)
+    if known and ranks.stages != stages:
+        raise AttachError(f"attach was given stages={ranks.stages}, and the model was made with {stages}: leave it out")
+    for one in known:
         for what in ("ep", "gradient_divisor"):
-            said, is_so = getattr(ranks, what), getattr(known, what)
+            said, is_so = getattr(ranks, what), getattr(one, what)
             if said is not None and is_so is not None and said != is_so:
                 raise AttachError(f"attach was given {what}={said}, and the model was made with {is_so}: leave it out")
-        ranks = replace(
-            ranks, ep=ranks.ep or known.ep, gradient_divisor=ranks.gradient_divisor or known.gradient_divisor
-        )
+        ranks = replace(ranks, ep=ranks.ep or one.ep, gradient_divisor=ranks.gradient_divisor or one.gradient_divisor)
     return ranks
 
 
 def _adapted(optimizer: Any, stages: Sequence[Stage]) -> AnyOptimizer:
     adapt = next((stage.host.optimizer for stage in stages if stage.host.optimizer is not None), None)
     if adapt is not None:
-        return adapt(optimizer)
+        layers = [replace(layer, name=stage.prefix + layer.name) for stage in stages for layer in stage.host.layers]
+        return adapt(layers, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
     return optimizer
@@ -256,7 +262,7 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
     dense: HostModel | None = None
     for room in rooms():
         host: HostModel = room.describe(model)
-        if host.layers:
+        if host.layers or host.ranks is not None:
             return host
         dense = dense or host
     if may_be_dense:

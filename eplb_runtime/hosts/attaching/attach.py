@@ -216,6 +216,7 @@ class _Attaching:
                 layer_of_parameter=self.layer_of_parameter,
                 parameters=self.parameters,
                 layers=self.layers,
+                host_dispatches=self._host_dispatches,
                 watch=self.watch,
                 lanes=self.lanes,
                 model_check=ModelCheck(
@@ -300,10 +301,13 @@ class _Attaching:
 
     @property
     def _divisors(self) -> Divisors:
-        by_host = any(layer.compute is None for _, _, layer in self._layers())
         experts = {id(parameter) for parameter in self.registry.parameters()}
         rest = [p for stage in self.stages for p in stage.model.parameters() if id(p) not in experts]
-        return Divisors.of(self._job, by_host=by_host, dense_is_sharded=any(is_sliced(p) for p in rest))
+        return Divisors.of(self._job, by_host=self._host_dispatches, dense_is_sharded=any(is_sliced(p) for p in rest))
+
+    @property
+    def _host_dispatches(self) -> bool:
+        return any(stage.host.dispatches for stage in self.stages)
 
     def _layers(self) -> list[tuple[int, str, MoELayer]]:
         """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""

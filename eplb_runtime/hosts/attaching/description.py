@@ -112,8 +112,12 @@ class HostModel:
         folders: reads and writes the framework's own checkpoint folders; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
-        ranks: who shares what, where the framework knows; None: ``attach`` is told.
-        optimizer: makes of an optimizer of the framework's own what attaching can use.
+        ranks: who shares what and which stage this model is, where the framework knows; None: ``attach`` is told. Such
+            a model may have no MoE layer.
+        optimizer: makes of an optimizer of the framework's own what attaching can use, given the MoE layers of all
+            models on this rank, by their names over all of these.
+        dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None); also
+            said of a stage without an MoE layer.
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
@@ -127,7 +131,8 @@ class HostModel:
     folders: PretrainedFolders | None = None
     saves_itself: str = ""
     ranks: Ranks | None = None
-    optimizer: Callable[[Any], AnyOptimizer] | None = None
+    optimizer: Callable[[Sequence[MoELayer], Any], AnyOptimizer] | None = None
+    dispatches: bool = False
     dense_is_equal: bool = True
     problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""

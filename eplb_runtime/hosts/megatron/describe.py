@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
@@ -39,7 +40,7 @@ _OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\
 
 
 def describe(model: nn.Module) -> HostModel:
-    """The MoE layers of a Megatron model: as ``get_model`` gives it, or bare.
+    """The MoE layers of a Megatron model, or of one of its pipeline stages: as ``get_model`` gives it, or bare.
 
     Raises:
         AttachError: it cannot be balanced.
@@ -60,8 +61,9 @@ def describe(model: nn.Module) -> HostModel:
         lambda tokens: None,
         lambda: model.register_forward_pre_hook(lambda *_: None),
         lambda module: None,
-        ranks=_ranks(found, wrapped),
-        optimizer=partial(adapt, layers, wrapped),
+        ranks=_ranks(model, found, wrapped),
+        optimizer=partial(adapt, wrapped),
+        dispatches=True,
         dense_is_equal=not layers or _dense_is_equal(model),
         problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
@@ -107,13 +109,35 @@ def _dense_is_equal(model: nn.Module) -> bool:
     )
 
 
-def _ranks(found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
-    if not found:
+def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
+    """None: no model of Megatron's, or a whole one without an MoE layer."""
+    pipeline_size = parallel_state.get_pipeline_model_parallel_world_size() if parallel_state.is_initialized() else 1
+    is_stage = pipeline_size > 1 and isinstance(model, MegatronModule)
+    if not found and not is_stage:
         return None
     groups = {tuple(dist.get_process_group_ranks(module.ep_group)) for _, module in found}
     if len(groups) > 1:
         raise AttachError(f"the MoE layers have different expert-parallel groups: {sorted(map(list, groups))}")
-    return Ranks(ep=groups.pop(), gradient_divisor=1 if wrapped else None)
+    if not groups:
+        groups = {tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))}
+    return Ranks(
+        ep=groups.pop(),
+        stages=(_stage(model, pipeline_size),) if is_stage else (0,),
+        gradient_divisor=1 if wrapped else None,
+    )
+
+
+def _stage(model: nn.Module, pipeline_size: int) -> int:
+    """The number of a pipeline stage over the whole model: virtual stage by virtual stage, rank by rank."""
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    said: list[Any] = [part.vp_stage for part in model.modules() if hasattr(part, "vp_stage")]
+    if chunks > 1 and (not said or said[0] is None):
+        raise AttachError(
+            f"the {type(model).__name__} does not say which of {chunks} virtual stages it is: make it with vp_stage=, "
+            "as get_model does"
+        )
+    rank: int = parallel_state.get_pipeline_model_parallel_rank()
+    return (said[0] * pipeline_size if chunks > 1 else 0) + rank
 
 
 def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> MegatronJobSettings | None:

@@ -27,12 +27,12 @@ from .plain_state import refuse_places, say_experts
 Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
 
-def adapt(layers: Sequence[MoELayer], wrapped: bool, optimizer: Any) -> AnyOptimizer:
+def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
     """What attaching can use of an optimizer.
 
     Args:
-        layers: of the model.
         wrapped: whether gradients go to Megatron's own buffers.
+        layers: of all pipeline stages of this rank; none where these have no MoE layer.
 
     Raises:
         AttachError: it cannot be used.
@@ -132,16 +132,16 @@ class StepByMegatron:
 
         joined = Joined(has_moved)
         joined.put(optimizer, "step", stepped)
-        of_experts = self._leaves_of_experts()
-        if self._are_apart(of_experts) and isinstance(optimizer, ChainedOptimizer):
+        others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
+        if self._are_apart(others) and isinstance(optimizer, ChainedOptimizer):
 
             def norm() -> float:
-                others = [leaf.get_grad_norm() for leaf in leaves if all(leaf is not one for one in of_experts)]
+                norms = [leaf.get_grad_norm() for leaf in others]
                 square = float(square_of_experts(self._gradient_of))
-                return math.sqrt(square + sum(float(one) ** 2 for one in others if one))
+                return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
 
             joined.put(optimizer, "get_grad_norm", norm)
-        for leaf in of_experts:
+        for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, joined.put_for_state)
             else:
@@ -171,10 +171,9 @@ class StepByMegatron:
     def _leaves_of_experts(self) -> list[Any]:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
-    def _are_apart(self, leaves: Sequence[Any]) -> bool:
-        """Whether these step experts and nothing else."""
-        held = set().union(*(_held(leaf) for leaf in leaves)) if leaves else set()
-        return held == set(self._leaf_of)
+    def _are_apart(self, others: Sequence[Any]) -> bool:
+        """Whether these step no expert, as on the ranks of other stages, where experts may be none."""
+        return all(leaf not in others for leaf in self._leaves_of_experts())
 
 
 class Joined:
@@ -205,6 +204,11 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
             yield from _leaves(one)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
+
+
+def _is_for_experts(leaf: Any) -> bool:
+    """Whether Megatron has made it for experts: also on a rank where it holds none, as other ranks of it do."""
+    return all(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
 
 
 def _held(leaf: Any) -> set[int]:

@@ -147,12 +147,6 @@ RULES = (
         "set expert_tensor_parallel_size=1",
     ),
     Rule(
-        "pipeline_model_parallel_size",
-        lambda job: job.pipeline_model_parallel_size > 1,
-        "pipeline stages are not supported yet",
-        "set pipeline_model_parallel_size=1",
-    ),
-    Rule(
         "overlap_moe_expert_parallel_comm",
         lambda job: job.overlap_moe_expert_parallel_comm,
         "two micro-batches in a layer at once are not supported yet",
@@ -247,5 +241,6 @@ HOST = HostRules(
         "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
         "the optimizer keeps the whole state of each expert on its rank",
         "all MoE layers have one expert-parallel group, with experts in order",
+        "virtual pipeline stages say which they are (models made with vp_stage=)",
     ),
 )

@@ -15,7 +15,7 @@ from eplb_runtime.hosts.settings import Unresolved
 from eplb_runtime.tools.recipes import RecipeError, answer, read_recipes, totals
 
 SLIME = """#!/bin/bash
-# --pipeline-model-parallel-size 9
+# --num-distributed-optimizer-instances 9
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/small.sh"
 TP=${TP:-2}
@@ -26,7 +26,7 @@ PERF_ARGS=(
    --expert-model-parallel-size $((TP * 4)) --expert-tensor-parallel-size 1
 )
 if [ "$NODES" -gt 1 ]; then
-  PERF_ARGS+=( --pipeline-model-parallel-size 2 )
+  PERF_ARGS+=( --num-distributed-optimizer-instances 2 )
 else
   PERF_ARGS+=( --optimizer-cpu-offload )
 fi
@@ -74,8 +74,8 @@ def test_a_script_is_read_with_its_variables_arrays_conditions_and_sourced_files
     (tmp_path / "models").mkdir()
     (tmp_path / "models/small.sh").write_text(MODEL)
     found = judged(tmp_path, SLIME)
-    assert (found["ep"], found["edp"], found["exact"]) == (8, 1, "bit")
-    assert refused(found) == ["--pipeline-model-parallel-size"] and found["refused"][0]["value"] == 2
+    assert (found["ep"], found["edp"], found["exact"]) == (8, 2, "bit")
+    assert refused(found) == ["--num-distributed-optimizer-instances"] and found["refused"][0]["value"] == 2
     assert {"setting": "use_distributed_optimizer", "value": True, "of": "Megatron-Core 0.16.1"} in found["assumed"]
     assert found["unknown"] == []
 
@@ -84,7 +84,7 @@ def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_
     found = judged(tmp_path, SLIME.replace("if [", "NODES=1; if [").replace("--optimizer-cpu-offload", ""))
     assert found["attaches"] is None and found["refused"] == []
     unknown = {one["setting"]: one["value"] for one in found["unknown"]}
-    assert unknown["pipeline_model_parallel_size"] == "may be in ${MODEL_ARGS[@]}" and "optimizer" in unknown
+    assert unknown["num_distributed_optimizer_instances"] == "may be in ${MODEL_ARGS[@]}" and "optimizer" in unknown
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_
     ],
 )
 def test_a_variable_is_resolved_where_it_is_a_constant(tmp_path: Path, lines: str, size: int | None) -> None:
-    command = "python pretrain_gpt.py --num-experts 8 --moe-router-topk 2 --pipeline-model-parallel-size $PP"
+    command = "python pretrain_gpt.py --num-experts 8 --moe-router-topk 2 --num-distributed-optimizer-instances $PP"
     found = judged(tmp_path, f"{lines}\n{command} --expert-model-parallel-size 8\n")
     if size is None:
-        assert found["attaches"] is None and "pipeline_model_parallel_size" in str(found["unknown"])
+        assert found["attaches"] is None and "num_distributed_optimizer_instances" in str(found["unknown"])
     else:
         assert found["refused"][0]["value"] == size
 
@@ -124,7 +124,6 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
 @pytest.mark.parametrize(
     ("fields", "setting"),
     [
-        ({"pp": 2, "gpus": 16}, "pp"),
         ({"etp": 2, "gpus": 16}, "etp"),
         ({"overlap_moe_comm": True}, "overlap_moe_comm"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
@@ -148,6 +147,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
 def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
     tmp_path: Path, fields: Mapping[str, Any], setting: str
 ) -> None:
+    assert judged_fields(tmp_path, {**MEGATRON}, pp=2, gpus=16)["attaches"] is True
     assert judged_fields(tmp_path, MEGATRON)["attaches"] is True
     found = judged_fields(tmp_path, MEGATRON, **fields)
     assert refused(found) == [setting] and found["attaches"] is False and found["replicas"] is False
@@ -260,7 +260,7 @@ def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.json").write_text(json.dumps(MEGATRON))
-    (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "pp": 2, "gpus": 16}))
+    (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "lora": True}))
     files = [str(tmp_path / name) for name in ("one.json", "two.json")]
     assert main(["doctor", "--json", "--recipe", files[0]]) == 0
     keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp"]
@@ -270,7 +270,7 @@ def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
     assert total == {"source": "all", "recipes": 2, "attach": 1, "refused": 1, "unknown": 0}
     assert main(["doctor", "--recipe", files[1]]) == 0
     shown = capsys.readouterr().out
-    assert "1 setting is refused" in shown and "pipeline stages" in shown and "checked at attach" in shown
+    assert "1 setting is refused" in shown and "adapters of experts" in shown and "checked at attach" in shown
 
 
 def test_the_defaults_are_megatrons_own() -> None:
@@ -298,13 +298,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 7, 75, 3),
+        "Megatron-Bridge": (85, 25, 56, 4),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 1, 11, 0),
         "torchtitan": (8, 0, 8, 0),
-        "verl": (16, 0, 16, 0),
-        "all": (130, 9, 118, 3),
+        "verl": (16, 1, 15, 0),
+        "all": (130, 28, 98, 4),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == {"expert_data_parallel_size"}
