@@ -58,7 +58,8 @@ class RunState:
         step: of the newest record.
         standing: ``"balancing"``, ``"paused"`` or ``"ended"``, and ``cause``, why.
         starts: how often the job was started on this run.
-        measured: the newest ``LoadMeasured``, its imbalance as means over rows, float64 ``[L]``; None before.
+        measured: the newest ``LoadMeasured``, its imbalance and MaxVio as means over rows, float64 ``[L]``; None
+            before.
         planned: the newest ``RebalancePlanned``.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
@@ -131,6 +132,8 @@ class RunState:
         shape = tuple(int(record[name]) for name in ("layers", "experts", "ranks", "slots_per_rank", "ranks_per_node"))
         layers, _, ranks, slots, node = shape
         placement = _array(record, "placement", layers, ranks * slots)
+        if sum(record.get("layers_of_stage", [layers])) != layers:
+            raise ValueError("stages of another model")
         if min(shape) < 1 or ranks % node or not 0 <= float(record["moe_share"]) <= 1:
             raise ValueError(f"no such job: {shape}")
         if self.job and record["job"] == self.job["job"]:
@@ -150,10 +153,17 @@ class RunState:
         load, rank_load = _array(record, "load", layers, experts), record["rank_load"]
         imbalance = np.array(record["imbalance"], dtype=np.float64).reshape(-1, layers)
         at_start = np.array(record["imbalance_start"], dtype=np.float64).reshape(-1, layers)
+        violation_L = None  # as in logs of earlier versions
+        if "max_vio" in record:
+            violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
         steps, seconds = int(record["steps"]), _seconds(record["step_seconds"])
-        if rank_load.shape != (2, layers, ranks) or not (np.isfinite(imbalance).all() and np.isfinite(at_start).all()):
+        if rank_load.shape != (2, layers, ranks) or not all(
+            np.isfinite(values).all()
+            for values in (imbalance, at_start, *([] if violation_L is None else [violation_L]))
+        ):
             raise ValueError("a load of another job")
         self.measured = {
+            "max_vio": violation_L,
             "step": int(record["step"]),
             "steps": steps,
             "step_seconds": seconds,

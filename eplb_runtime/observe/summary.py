@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..load.clock import Progress
+from .metrics import balance_of
 from .state import RunState
 
 MIB = 2**20
@@ -15,7 +16,8 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
 
     Returns:
         ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
-        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``moved_experts``,
+        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``balance`` (of the newest
+        measurement, by the field's names: ``max_vio/mean``, ``balancedness/mean`` ...), ``moved_experts``,
         ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
         ``guard_findings``, ``pauses``.
     """
@@ -33,6 +35,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "rebalances": state.rebalances,
             "dropped": sum(state.aborts.values()),
             "imbalance": {"start": mean("start_mean"), "measured": mean("mean"), "last": last},
+            "balance": balance_of(state),
             "moved_experts": sum(state.moved_experts[link] for link in away),
             "moved_bytes": sum(state.moved_bytes[link] for link in away),
             "pause_seconds": state.pause_seconds,

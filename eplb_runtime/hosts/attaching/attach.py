@@ -270,6 +270,7 @@ class _Attaching:
             self.placement,
             len(self._job.ranks),
             self.balancer._progress,
+            self._job.layers_of_stage,
         )
         self.balancer._shown = shown
         shown.follow(self.balancer.events)
