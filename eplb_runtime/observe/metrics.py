@@ -154,6 +154,13 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
     decided = [({"decision": d, "reason": r}, float(n)) for (d, r), n in sorted(state.decided.items())]
     phases = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
     saved = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
+    predicted: Samples = []
+    if state.predictions is not None:
+        seconds = state.predictions
+        predicted = [
+            ({"kind": "predicted"}, seconds["predicted_seconds"]),
+            ({"kind": "true"}, seconds["true_seconds"]),
+        ]
     of_saved = (
         "Seconds saved: by the measured imbalance beside that of the start; as plans predicted for steps they stood."
     )
@@ -165,6 +172,7 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
         _counter("pause_seconds", "Seconds that training stood still for rebalances.", state.pause_seconds),
         Metric(PREFIX + "phase_seconds", "counter", "Seconds of rank 0 in each phase of planning and moving.", phases),
         Metric(PREFIX + "saved_seconds", "gauge", of_saved, saved),
+        Metric(PREFIX + "judged_seconds", "gauge", "Gains of judged plans: as predicted, and come true.", predicted),
     ]
 
 

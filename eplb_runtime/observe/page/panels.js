@@ -276,6 +276,7 @@ function showTimeline(view) {
     { name: "reason", class: "text reason", cell: (row) => row.reason.replaceAll(" -> ", "\u00a0→\u00a0") },
   ];
   const caption = `${count(rows.length)} shown of ${count(view.totals.decisions)} in all, newest first.`;
+  find("#timeline .predictions").textContent = view.predictions ?? "";
   find("#timeline .scroll").replaceChildren(table(caption, columns, rows));
 }
 
