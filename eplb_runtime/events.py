@@ -175,7 +175,7 @@ def brief(event: Event) -> str:
         return f"{event.decision}: {event.reason}{to}"
     if isinstance(event, RebalanceCommitted):
         return (
-            f"epoch {event.epoch}: {event.moved_experts} experts moved, {event.received_bytes / 2**20:.1f} MiB came "
+            f"epoch {event.epoch}: {_moved(event.moved_experts)}, {event.received_bytes / 2**20:.1f} MiB came "
             f"here, {event.pause_seconds * 1e3:.1f} ms pause"
         )
     if isinstance(event, RebalanceAborted):
@@ -185,6 +185,10 @@ def brief(event: Event) -> str:
     if isinstance(event, BalancingPaused | BalancingEnded):
         return event.cause
     return event.finding if isinstance(event, GuardFinding) else ""
+
+
+def _moved(experts: int) -> str:
+    return f"{experts} expert{'s' * (experts != 1)} moved" if experts else "replicas changed, no expert moved"
 
 
 _NAMES: dict[type[Event], str] = {
