@@ -160,8 +160,8 @@ class DecisionMaker:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
             save it, though only the planner plans from it.
         saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
-        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, and the training steps of a
-            row.
+        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a row,
+            and the bytes of this rank's largest expert with its state.
     """
 
     def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
@@ -187,7 +187,7 @@ class DecisionMaker:
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
-        self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
+        self.on_load: Callable[[NDArray[np.int64], int, int], None] = lambda load_TLE, steps, home_bytes: None
 
     def resume_track_record(self, rows: Any) -> None:
         """Judge further predictions beside saved ones.
@@ -251,7 +251,7 @@ class DecisionMaker:
             return self._nothing_counted(finding, measurement)
         if total.any():
             self.history.extend(total)
-            self.on_load(total, self._steps_per_bucket)
+            self.on_load(total, self._steps_per_bucket, measurement.home_bytes)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
