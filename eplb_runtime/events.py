@@ -78,8 +78,10 @@ class RebalancePlanned(Event):
     """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
 
     ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
-    below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over the horizon; None where unknown. For
-    listeners: ``by_layer``, float64 ``[3, L]``, before, after and bound of each layer.
+    below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over the horizon; None where unknown.
+    ``judged_plans``, ``judged_decisions``: earlier plans whose predictions could be judged, and by how many loads;
+    ``predicted_seconds``, ``true_seconds``: gains that they predicted, and that came true. For listeners: ``by_layer``,
+    float64 ``[3, L]``, before, after and bound of each layer.
     """
 
     epoch: int
@@ -92,6 +94,10 @@ class RebalancePlanned(Event):
     imbalance_bound: float = 1.0
     seconds_saved: float | None = None
     seconds_spent: float | None = None
+    judged_plans: int = 0
+    judged_decisions: int = 0
+    predicted_seconds: float = 0.0
+    true_seconds: float = 0.0
     by_layer: NDArray[np.float64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
 
 
@@ -169,7 +175,7 @@ def brief(event: Event) -> str:
         return f"{event.decision}: {event.reason}{to}"
     if isinstance(event, RebalanceCommitted):
         return (
-            f"epoch {event.epoch}: {event.moved_experts} experts moved, {event.received_bytes / 2**20:.1f} MiB came "
+            f"epoch {event.epoch}: {_moved(event.moved_experts)}, {event.received_bytes / 2**20:.1f} MiB came "
             f"here, {event.pause_seconds * 1e3:.1f} ms pause"
         )
     if isinstance(event, RebalanceAborted):
@@ -179,6 +185,10 @@ def brief(event: Event) -> str:
     if isinstance(event, BalancingPaused | BalancingEnded):
         return event.cause
     return event.finding if isinstance(event, GuardFinding) else ""
+
+
+def _moved(experts: int) -> str:
+    return f"{experts} expert{'s' * (experts != 1)} moved" if experts else "replicas changed, no expert moved"
 
 
 _NAMES: dict[type[Event], str] = {

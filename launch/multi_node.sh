@@ -7,6 +7,8 @@
 # It is plain torchrun: the ranks of a host are consecutive, and the balancer takes hosts for nodes (LOCAL_WORLD_SIZE).
 # Which host gets the first ranks is torchrun's choice; keep what rank 0 writes on a file system that all hosts share.
 set -euo pipefail
+# shellcheck source=launch/usage.sh
+. "$(dirname "$0")/usage.sh"
 cd "$(dirname "$0")/.."
 
 die() {

@@ -4,6 +4,8 @@
 # Arguments go to pytest:
 #   bash launch/test.sh tests/unit -k placement
 set -euo pipefail
+# shellcheck source=launch/usage.sh
+. "$(dirname "$0")/usage.sh"
 # shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project dev

@@ -18,7 +18,8 @@ def large_records(decisions: int, seed: int = 0) -> Iterator[Record]:
     slots_LP = generator.integers(0, EXPERTS, (LAYERS, RANKS * SLOTS))
     sizes = {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "slots_per_rank": SLOTS, "ranks_per_node": NODE}
     placed = {"start": slots_LP[None], "placement": slots_LP[None]}
-    yield {**job(), **sizes, **placed, "interval": INTERVAL, "world_size": RANKS}
+    stages = {"layers_of_stage": [LAYERS]}
+    yield {**job(), **sizes, **stages, **placed, "interval": INTERVAL, "world_size": RANKS}
     skew_L = generator.uniform(0.2, 0.9, (LAYERS, 1))
     for number in range(1, decisions + 1):
         step, now = number * INTERVAL, 1000.0 + number * 60

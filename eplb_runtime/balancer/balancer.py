@@ -665,8 +665,8 @@ class Balancer:
         """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
-    def _record(self, write: Callable[[NDArray[np.int64], int], None]) -> None:
-        """Call a function with the load of each decision."""
+    def _record(self, write: Callable[[NDArray[np.int64], int, int], None]) -> None:
+        """Call a function with the load of each decision, as `DecisionMaker.on_load`."""
         self._rebalancer.decisions.on_load = write
 
     def _progress(self) -> Progress:
@@ -726,13 +726,15 @@ class Balancer:
 
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
-        """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
+        """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
+        equal on all ranks."""
         state = {"step": self._rebalancer.step, "placement": self.placement.to_json()}
         if self._closed:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("balancer.state_dict()")
-        return {**state, "load": self._restorer.measured()}
+        state["load"] = self._restorer.measured()  # waits for the decision in flight
+        return {**state, "track_record": self._rebalancer.decisions.saved_track_record}
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

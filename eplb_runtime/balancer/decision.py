@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,6 +110,10 @@ class Decision:
             seconds_saved=summary.get("seconds_saved"),
             seconds_spent=summary.get("seconds_spent"),
             by_layer=None if by_layer is None else np.array(by_layer, dtype=np.float64),
+            judged_plans=summary.get("judged_plans", 0),
+            judged_decisions=summary.get("judged_decisions", 0),
+            predicted_seconds=summary.get("predicted_seconds", 0.0),
+            true_seconds=summary.get("true_seconds", 0.0),
         )
 
 
@@ -155,8 +159,9 @@ class DecisionMaker:
     Attributes:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
             save it, though only the planner plans from it.
-        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, and the training steps of a
-            row.
+        saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
+        on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a row,
+            and the bytes of this rank's largest expert with its state.
     """
 
     def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
@@ -173,6 +178,7 @@ class DecisionMaker:
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
         self._track_record = TrackRecord(-(-self._config.horizon // self._config.interval), self._config.speed_R)
+        self.saved_track_record: list[list[float]] = []
         self._job = runtime.job
         self._store = runtime.groups.store
         self._is_planner = self._job.is_planner
@@ -181,7 +187,16 @@ class DecisionMaker:
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
-        self.on_load: Callable[[NDArray[np.int64], int], None] = lambda load_TLE, steps: None
+        self.on_load: Callable[[NDArray[np.int64], int, int], None] = lambda load_TLE, steps, home_bytes: None
+
+    def resume_track_record(self, rows: Any) -> None:
+        """Judge further predictions beside saved ones.
+
+        Raises:
+            ValueError: as `TrackRecord.resume`.
+        """
+        self._track_record.resume(rows)
+        self.saved_track_record = self._track_record.saved()
 
     def compile(self) -> None:
         """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""
@@ -236,7 +251,7 @@ class DecisionMaker:
             return self._nothing_counted(finding, measurement)
         if total.any():
             self.history.extend(total)
-            self.on_load(total, self._steps_per_bucket)
+            self.on_load(total, self._steps_per_bucket, measurement.home_bytes)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
@@ -264,6 +279,7 @@ class DecisionMaker:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
             self._probe(Phase.PLANNED, message)
             target, summary, digest = self._read(message, measurement.placement)
+            self.saved_track_record = summary.get("track_record", self.saved_track_record)
         except Exception as error:
             # The others wait for this rank, which reports its problem in the comparison below.
             logger.warning("the decision failed on this rank", exc_info=True)
@@ -412,7 +428,19 @@ class DecisionMaker:
         # What is declared is the next load alone: no later one says whether the plan was good.
         if measurement.declared is None:
             self._track_record.note(made)
-        return _as_message(made, measurement.placement)
+        return _as_message(made, measurement.placement, self._predictions(cost))
+
+    def _predictions(self, cost: CostModel) -> dict[str, Any]:
+        """Predicted and true gains of earlier plans, in seconds of a plan's horizon at today's step time."""
+        judgement = self._track_record.judgement
+        seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
+        return {
+            "judged_plans": judgement.plans,
+            "judged_decisions": judgement.decisions,
+            "predicted_seconds": judgement.promised * seconds,
+            "true_seconds": judgement.kept * seconds,
+            "track_record": self._track_record.saved(),
+        }
 
     def _cost(self, measurement: Measurement) -> CostModel:
         return CostModel(
@@ -477,7 +505,8 @@ def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
     return [int(value) for value in values]
 
 
-def _as_message(made: Plan, current: Placement) -> bytes:
+def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] | None = None) -> bytes:
+    """The plan as bytes, with what became of earlier ones."""
     moves = made.decision == "rebalance"
     target = made.placement.with_epoch(current.epoch + 1)
     before = made.imbalance_before
@@ -496,6 +525,7 @@ def _as_message(made: Plan, current: Placement) -> bytes:
             "epoch": target.epoch,
             "digest": target.digest(),
             "placement": difference(current, target) if moves else None,
+            **(predictions or {}),
         }
     ).encode()
 

@@ -79,6 +79,10 @@ class Restorer:
             self._resume_measured(state.get("load") or {}, agreed=problem is None)
         except (AttributeError, ValueError) as error:
             logger.warning("%s; forecasts begin anew", error)
+        try:
+            self._rebalancer.decisions.resume_track_record(state.get("track_record") or [])
+        except ValueError as error:
+            logger.warning("%s; predictions are trusted anew", error)
         if problem is not None:
             raise problem
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from .catalogue import INDEX
 from .meeting import JointAccess
 from .optimizers import Given
 from .state import CheckpointError, LogicalView
+
+logger = logging.getLogger("eplb_runtime")
 
 Format = Literal["safetensors", "dcp"]
 
@@ -51,6 +54,7 @@ def save(
         dcp.save(folder, view, storage_writer, process_group)
     else:
         own.save(Path(folder), view, process_group)
+    _log("saved to", folder, view)
 
 
 def async_save(
@@ -114,15 +118,24 @@ def load(
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         own.load(Path(folder), view, warm_start=warm_start, process_group=process_group)
+    else:
+        dcp.load(
+            folder,
+            view,
+            key=key,
+            warm_start=warm_start,
+            storage_reader=storage_reader,
+            process_group=process_group,
+        )
+    _log("loaded from", folder, view)
+
+
+def _log(what: str, folder: str | Path, view: LogicalView) -> None:
+    """A line on the first rank; that experts were placed anew is a line of the balancer's."""
+    if dist.is_initialized() and dist.get_rank() > 0:
         return
-    dcp.load(
-        folder,
-        view,
-        key=key,
-        warm_start=warm_start,
-        storage_reader=storage_reader,
-        process_group=process_group,
-    )
+    step = "" if view.balancer is None else f", step {view.balancer._progress().step} of the balancer"
+    logger.info("checkpoint %s %s%s", what, folder, step)
 
 
 def _format(name: str) -> str:

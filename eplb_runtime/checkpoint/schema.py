@@ -75,12 +75,16 @@ def check_index(index: Any) -> None:
 
 def _check_balancer(state: Any) -> None:
     """What `Balancer.state_dict` gives."""
-    known = _fields(state, "balancer", {"step", "placement"}, {"load"})
+    known = _fields(state, "balancer", {"step", "placement"}, {"load", "track_record"})
     _whole(known["step"], "balancer.step")
     try:
         placement = Placement.from_json(_text(known["placement"], "balancer.placement"))
     except PlacementError as error:
         raise SchemaError(f"balancer.placement: {error}") from None
+    for number, row in enumerate(_list(known.get("track_record", []), "balancer.track_record")):
+        place = f"balancer.track_record[{number}]"
+        if len(_list(row, place)) != 4 or not all(type(value) in (int, float) for value in row):
+            raise SchemaError(f"{place} is {_shown(row)}, not four numbers")
     if "load" not in known:
         return
     load = _fields(known["load"], "balancer.load", {"steps_per_bucket"}, {"history", "open", "open_steps"})

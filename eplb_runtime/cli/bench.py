@@ -334,20 +334,22 @@ def _with_growth(value: float, growth: float | None) -> str:
 
 def _on_ranks(arguments: argparse.Namespace) -> int:
     """Measure on the ranks that are there, or start some that run this same command."""
+    brief = "brief" in arguments and arguments.brief
+    if brief and arguments.profile:
+        raise InputError("--profile goes without --brief")
+    if "profile" in arguments and arguments.profile and arguments.profile.exists() and not arguments.profile.is_dir():
+        raise InputError(f"--profile {arguments.profile}: this is a file; give a folder")
     if arguments.what in WITH_MODELS:
         require_extra("transformers", f"bench {arguments.what}")
     from importlib import import_module
 
     from ..tools.launch import is_first, launched, launcher_environment, process_group, start_ranks
 
-    brief = "brief" in arguments and arguments.brief
     per_node = arguments.ranks_per_node if "ranks_per_node" in arguments else None
     on = arguments.device if "device" in arguments else "cpu"
     ranks = int(launcher_environment()["WORLD_SIZE"]) if launched() else arguments.ranks
     if per_node and ranks % per_node:
         raise InputError(f"--ranks-per-node {per_node} does not divide {ranks} ranks")
-    if brief and arguments.profile:
-        raise InputError("--profile goes without --brief")
     if not launched():
         options = ["--repeats", str(arguments.repeats), *(["--json"] if arguments.json else [])]
         options += ["--brief"] if brief else []

@@ -14,7 +14,7 @@ from .inputs import require_extra, require_output
 from .printing import print_json, print_lines, print_table, progress
 
 if TYPE_CHECKING:
-    from ..observe.traces import Analysis, Change
+    from ..observe.traces import Analysis, Change, MarkedSteps
 
 LONG_BYTES = 4 * 2**20
 PICTURES = (".png", ".svg", ".pdf")
@@ -201,7 +201,16 @@ def _compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(found.to_dict())
         return
-    print_lines(f"A {found.a} ({len(of_a)} traces)", f"B {found.b} ({len(of_b)} traces)")
+    print_lines(
+        f"A {found.a} ({len(of_a)} traces{_steps(found.steps_a)})",
+        f"B {found.b} ({len(of_b)} traces{_steps(found.steps_b)})",
+    )
+    if found.is_noise is not None:
+        print_lines(
+            "the steps of A and B differ by less than steps of one job do: this is noise"
+            if found.is_noise
+            else "the steps of A and B differ by more than steps of one job do"
+        )
     print_table(f"us a {found.per}, of a rank", [_change(row) for row in found.summary])
     print_table("phases, us on the thread that runs them", [_change(row) for row in found.phases])
     print_table("kinds of work, us", [_change(row) for row in found.kinds])
@@ -209,10 +218,18 @@ def _compare(arguments: argparse.Namespace) -> None:
     print_table("largest changes, us", [_change(row) for row in kernels])
 
 
+def _steps(steps: MarkedSteps) -> str:
+    if not steps.count:
+        return ""
+    return f", {steps.count:g} steps of {_us(steps.median_us)} us, half of them within {_us(steps.spread_us)} us"
+
+
 def _change(row: Change) -> dict[str, Any]:
     few = max(row.a, row.b) < 10  # a share or a ratio
     a, b = (f"{value:.3f}" if few else _us(value) for value in (row.a, row.b))
     change = "" if row.change is None else f"{row.change:+.1%}"
+    if row.is_share and row.change is not None:
+        change = f"{100 * row.change:+.1f} points"
     return {"": row.what, "A": a, "B": b, "change": change}
 
 

@@ -1,8 +1,8 @@
 """The numbers of a run by name, for whoever collects numbers: Prometheus, TensorBoard, Weights & Biases, MLflow.
 
 All are read off the `RunState`, so they are what the page and the report show. Labels stay few: a layer, a rank, or a
-word from a list of ours; never a text. Megatron's words stand where it has them: the overload factor of a layer is its
-busiest rank's tokens over the mean.
+word from a list of ours; never a text. Names of the field are there with ours: overload factors as Megatron logs them,
+MaxVio as in the paper on balancing without an auxiliary loss, balancedness as serving engines have it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
     """
     with state.looking():
         return [
+            *_of_imbalance(state),
             *_of_balance(state),
             *_of_layers_and_ranks(state),
             *_of_decisions(state, progress),
@@ -60,8 +61,18 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
 
 def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
     """The metrics without a layer or rank, for trackers of experiments: ``imbalance/measured/mean`` and so on."""
+    return _flat(metrics_of(state, progress, 0.0))
+
+
+def balance_of(state: RunState) -> dict[str, float]:
+    """How even the newest measured load was, by the field's names; empty before anything was measured. Inside
+    ``looking``."""
+    return _flat(_of_balance(state))
+
+
+def _flat(metrics: Sequence[Metric]) -> dict[str, float]:
     found = {}
-    for metric in metrics_of(state, progress, 0.0):
+    for metric in metrics:
         for labels, value in metric.samples:
             if labels.keys() & {"layer", "rank"} or "timestamp" in metric.name or not np.isfinite(value):
                 continue
@@ -70,28 +81,59 @@ def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
     return found
 
 
-def _of_balance(state: RunState) -> list[Metric]:
+def _of_imbalance(state: RunState) -> list[Metric]:
     measured, planned = state.measured, state.planned
     samples: Samples = []
-    factors = _both(None)
     if measured is not None:
         samples += _of_kind("measured", measured["imbalance"]) + _of_kind("start", measured["imbalance_start"])
-        factors = _both(measured["imbalance"])
     if planned is not None and planned["by_layer"] is not None:
         samples += _of_kind("predicted", planned["by_layer"][1]) + _of_kind("bound", planned["by_layer"][2])
     told = "Max / mean rank load over layers: measured, as experts stood at the start, predicted, and the bound."
+    return [Metric(PREFIX + "imbalance", "gauge", told, samples)]
+
+
+def _of_balance(state: RunState) -> list[Metric]:
+    measured = state.measured
+    average = most = cumulative = None
+    violation: Samples = []
+    balancedness: Samples = []
+    if measured is not None:
+        imbalance_L, violation_L = measured["imbalance"], measured["max_vio"]
+        average, most = float(imbalance_L.mean()), float(imbalance_L.max())
+        cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
+        balance_L = 1.0 / np.maximum(imbalance_L, 1.0)
+        balancedness = [({"over": "mean"}, float(balance_L.mean())), ({"over": "min"}, float(balance_L.min()))]
+        if violation_L is not None:
+            violation = [({"over": "mean"}, float(violation_L.mean())), ({"over": "max"}, float(violation_L.max()))]
+    told = "Max / mean - 1 of experts' loads in a step: of the router, the same under any placement."
     return [
-        Metric(PREFIX + "imbalance", "gauge", told, samples),
-        _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", factors[0]),
-        _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", factors[1]),
+        _gauge("avg_overload_factor", "Mean over layers of the busiest rank's tokens over the mean.", average),
+        _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),
+        _gauge("max_cum_overload_factor", "Busiest rank's tokens over its stage's layers, over the mean.", cumulative),
+        Metric(PREFIX + "max_vio", "gauge", told, violation),
+        Metric(PREFIX + "balancedness", "gauge", "Mean / max rank load: over layers, and worst.", balancedness),
     ]
+
+
+def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Sequence[int] | None) -> float:
+    """Tokens whose activations the busiest rank holds for the backward pass, over those of an even load.
+
+    Megatron (pull request 4110) follows the sum through forwards and backwards. Its peak is the sum over a stage's
+    layers where each micro-batch has the same load, which is what counts per step can say.
+    """
+    ends = np.cumsum(layers_of_stage or [len(rank_load_LR)])[:-1]
+    of_stages = [stage_LR.sum(axis=0) for stage_LR in np.split(rank_load_LR, ends)]
+    return max((float(load_R.max() / load_R.mean()) for load_R in of_stages if load_R.any()), default=1.0)
 
 
 def _of_layers_and_ranks(state: RunState) -> list[Metric]:
     measured, planned = state.measured, state.planned
     layers: Samples = []
+    violation: Samples = []
     ranks: Samples = []
     if measured is not None:
+        if measured["max_vio"] is not None:
+            violation = [({"layer": str(layer)}, float(value)) for layer, value in enumerate(measured["max_vio"])]
         for kind in ("imbalance", "imbalance_start"):
             word = "measured" if kind == "imbalance" else "start"
             layers += [({"layer": str(layer), "kind": word}, float(x)) for layer, x in enumerate(measured[kind])]
@@ -103,6 +145,7 @@ def _of_layers_and_ranks(state: RunState) -> list[Metric]:
     told = "(token, choice) pairs that each rank of the EP group computes in a step, over all layers."
     return [
         Metric(PREFIX + "layer_imbalance", "gauge", "Max / mean rank load of a layer.", layers),
+        Metric(PREFIX + "layer_max_vio", "gauge", "Max / mean - 1 of a layer's experts' loads.", violation),
         Metric(PREFIX + "rank_tokens_per_step", "gauge", told, ranks),
     ]
 
@@ -111,6 +154,13 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
     decided = [({"decision": d, "reason": r}, float(n)) for (d, r), n in sorted(state.decided.items())]
     phases = [({"phase": phase}, seconds) for phase, seconds in sorted(state.phase_seconds.items())]
     saved = [({"kind": "measured"}, state.saved_seconds), ({"kind": "predicted"}, state.promised_seconds)]
+    predicted: Samples = []
+    if state.predictions is not None:
+        seconds = state.predictions
+        predicted = [
+            ({"kind": "predicted"}, seconds["predicted_seconds"]),
+            ({"kind": "true"}, seconds["true_seconds"]),
+        ]
     of_saved = (
         "Seconds saved: by the measured imbalance beside that of the start; as plans predicted for steps they stood."
     )
@@ -122,6 +172,7 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
         _counter("pause_seconds", "Seconds that training stood still for rebalances.", state.pause_seconds),
         Metric(PREFIX + "phase_seconds", "counter", "Seconds of rank 0 in each phase of planning and moving.", phases),
         Metric(PREFIX + "saved_seconds", "gauge", of_saved, saved),
+        Metric(PREFIX + "judged_seconds", "gauge", "Gains of judged plans: as predicted, and come true.", predicted),
     ]
 
 
@@ -162,7 +213,3 @@ def _of_kind(kind: str, by_layer: NDArray[np.float64]) -> Samples:
         ({"kind": kind, "over": "mean"}, float(by_layer.mean())),
         ({"kind": kind, "over": "max"}, float(by_layer.max())),
     ]
-
-
-def _both(by_layer: NDArray[np.float64] | None) -> tuple[float | None, float | None]:
-    return (None, None) if by_layer is None else (float(by_layer.mean()), float(by_layer.max()))

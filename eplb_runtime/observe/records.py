@@ -9,7 +9,7 @@ the job.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,14 @@ class RecordError(ValueError):
 
 
 def job_record(
-    config: BalancerConfig, topology: Topology, placement: Placement, *, world_size: int, now: float, version: str
+    config: BalancerConfig,
+    topology: Topology,
+    placement: Placement,
+    *,
+    world_size: int,
+    now: float,
+    version: str,
+    layers_of_stage: Sequence[int] = (),
 ) -> Record:
     """What a job is, and where its experts stand at the start.
 
@@ -50,6 +57,7 @@ def job_record(
         world_size: ranks of the job.
         now: seconds since 1970.
         version: of this package.
+        layers_of_stage: MoE layers of each pipeline stage; empty: there is one stage.
     """
     return {
         "event": JOB,
@@ -66,6 +74,7 @@ def job_record(
         "slots_per_rank": placement.slots_per_rank,
         "ranks_per_node": topology.ranks_per_node,
         "world_size": world_size,
+        "layers_of_stage": list(layers_of_stage) or [placement.num_layers],
         "intra_node_bandwidth": topology.intra_node_bandwidth,
         "inter_node_bandwidth": topology.inter_node_bandwidth,
         "policy": config.policy,
@@ -98,6 +107,7 @@ def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.fl
             record["load"] = total_1LE
             record["rank_load"] = np.rint(np.stack([measured_LR, start_LR])).astype(np.int64)
             record["imbalance_start"] = _rounded(_imbalance(event.load, start, speed_R))
+            record["max_vio"] = _rounded(max_violation(event.load))
     elif isinstance(event, RebalancePlanned) and event.by_layer is not None:
         record["by_layer"] = _rounded(event.by_layer)
     elif isinstance(event, RebalanceCommitted):
@@ -144,6 +154,19 @@ def _array(name: str, saved: Any) -> NDArray[np.int64]:
         return decode(saved, rows, columns, count)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name} cannot be read: {error}") from None
+
+
+def max_violation(load_TLE: NDArray[np.int64]) -> NDArray[np.float64]:
+    """MaxVio of each layer, float64 ``[L]``: max / mean - 1 of the experts' loads, mean over rows with tokens.
+
+    It is a property of the router: no placement changes it. Source: Wang et al., "Auxiliary-Loss-Free Load Balancing
+    Strategy for Mixture-of-Experts", 2024, where a row is a batch.
+    """
+    mean_TL = load_TLE.mean(axis=2)
+    most_TL = load_TLE.max(axis=2)
+    violation_TL = np.divide(most_TL, mean_TL, out=np.ones_like(mean_TL), where=mean_TL > 0) - 1.0
+    rows_L = (mean_TL > 0).sum(axis=0)
+    return np.asarray(violation_TL.sum(axis=0) / np.maximum(rows_L, 1))
 
 
 def _rounded(values: NDArray[np.float64]) -> list[Any]:

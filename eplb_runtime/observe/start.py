@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..placement import Placement
 from ..topology import Topology
 from ..utils.files import write_file
 from .event_log import EventWriter
-from .metrics import Metric, metrics_of, scalars_of
+from .metrics import Metric, balance_of, metrics_of, scalars_of
 from .observer import Observer
 from .prometheus import NOT_INSTALLED, exposition
 from .records import Record, job_record
@@ -47,6 +47,7 @@ class Shown:
         topology: of one EP group.
         placement: where the experts stand.
         world_size: ranks of the job.
+        layers_of_stage: as for `job_record`.
         progress: how far training is; called on other threads.
 
     Attributes:
@@ -64,12 +65,21 @@ class Shown:
         placement: Placement,
         world_size: int,
         progress: Callable[[], Progress],
+        layers_of_stage: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._progress = progress
         self._observer = Observer(placement, config.speed_R)
         self._cached: tuple[int, bytes] = (-1, b"")
-        job = job_record(config, topology, placement, world_size=world_size, now=time.time(), version=__version__)
+        job = job_record(
+            config,
+            topology,
+            placement,
+            world_size=world_size,
+            now=time.time(),
+            version=__version__,
+            layers_of_stage=layers_of_stage,
+        )
         self.state = RunState()
         self.state.apply(job)
         self._observer.add("the state of the run", self.state.apply)
@@ -108,6 +118,11 @@ class Shown:
     def left_out(self) -> int:
         """Events that could not be taken."""
         return self._observer.left_out
+
+    def balance(self) -> dict[str, float]:
+        """How even the newest measured load was, by the field's names; empty before anything was measured."""
+        with self.state.looking():
+            return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:
         return metrics_of(self.state, self._progress(), time.time(), self._observer.left_out)

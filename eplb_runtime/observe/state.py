@@ -58,8 +58,11 @@ class RunState:
         step: of the newest record.
         standing: ``"balancing"``, ``"paused"`` or ``"ended"``, and ``cause``, why.
         starts: how often the job was started on this run.
-        measured: the newest ``LoadMeasured``, its imbalance as means over rows, float64 ``[L]``; None before.
+        measured: the newest ``LoadMeasured``, its imbalance and MaxVio as means over rows, float64 ``[L]``; None
+            before.
         planned: the newest ``RebalancePlanned``.
+        predictions: ``{"judged_plans", "judged_decisions", "predicted_seconds", "true_seconds"}`` of the newest
+            decision; None: no plan could be judged yet.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
         decisions: newest last, one row for each that was planned or migrated.
@@ -84,6 +87,7 @@ class RunState:
         self.epoch = 0
         self.measured: Record | None = None
         self.planned: Record | None = None
+        self.predictions: dict[str, float] | None = None
         self.placement: NDArray[np.int64] | None = None
         self.placement_before: NDArray[np.int64] | None = None
         self.placed_at = 0
@@ -131,6 +135,8 @@ class RunState:
         shape = tuple(int(record[name]) for name in ("layers", "experts", "ranks", "slots_per_rank", "ranks_per_node"))
         layers, _, ranks, slots, node = shape
         placement = _array(record, "placement", layers, ranks * slots)
+        if sum(record.get("layers_of_stage", [layers])) != layers:
+            raise ValueError("stages of another model")
         if min(shape) < 1 or ranks % node or not 0 <= float(record["moe_share"]) <= 1:
             raise ValueError(f"no such job: {shape}")
         if self.job and record["job"] == self.job["job"]:
@@ -140,7 +146,7 @@ class RunState:
             self.traffic_RR = np.zeros((ranks, ranks), dtype=np.int64)
         self.job, self.starts = record, self.starts + 1
         self.placement, self.placement_before, self.placed_at = placement, None, int(record["step"])
-        self.measured = self.planned = None
+        self.measured = self.planned = self.predictions = None
         self._promised_per_step = 0.0
         self.epoch = int(record["epoch"])
         self.standing, self.cause = "balancing", ""
@@ -150,10 +156,17 @@ class RunState:
         load, rank_load = _array(record, "load", layers, experts), record["rank_load"]
         imbalance = np.array(record["imbalance"], dtype=np.float64).reshape(-1, layers)
         at_start = np.array(record["imbalance_start"], dtype=np.float64).reshape(-1, layers)
+        violation_L = None  # as in logs of earlier versions
+        if "max_vio" in record:
+            violation_L = np.array(record["max_vio"], dtype=np.float64).reshape(layers)
         steps, seconds = int(record["steps"]), _seconds(record["step_seconds"])
-        if rank_load.shape != (2, layers, ranks) or not (np.isfinite(imbalance).all() and np.isfinite(at_start).all()):
+        if rank_load.shape != (2, layers, ranks) or not all(
+            np.isfinite(values).all()
+            for values in (imbalance, at_start, *([] if violation_L is None else [violation_L]))
+        ):
             raise ValueError("a load of another job")
         self.measured = {
+            "max_vio": violation_L,
             "step": int(record["step"]),
             "steps": steps,
             "step_seconds": seconds,
@@ -191,6 +204,11 @@ class RunState:
         if by_layer is not None:
             by_layer = np.array(by_layer, dtype=np.float64).reshape(3, self.job["layers"])
         plan_seconds = _seconds(record["plan_seconds"])
+        predictions = {name: float(record.get(name, 0)) for name in _PREDICTIONS}  # none in logs of earlier versions
+        if not np.isfinite(list(predictions.values())).all():
+            raise ValueError(f"predictions {predictions}")
+        if predictions["judged_plans"] > 0:
+            self.predictions = predictions
         self.planned = {**row, "by_layer": by_layer}
         self.decided[record["decision"], kind] += 1
         self.phase_seconds["plan"] += plan_seconds
@@ -307,6 +325,7 @@ _OF_A_DECISION = (
     "seconds_spent",
     "moves",
 )
+_PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")
 _PHASES = ("prepare", "post", "transfer", "verify", "maps", "vote", "commit")
 _ABORT_PHASES = tuple((phase, phase) for phase in ("planned", "prepared", "staged", "verified", "decided", "committed"))
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..load.clock import Progress
+from .metrics import balance_of
 from .state import RunState
 
 MIB = 2**20
+SURE_AFTER = 5
+"""Judgements of plans, below which nothing is concluded."""
+MOSTLY_TRUE = 0.5
+"""Share of predicted seconds below which a change of settings is advised."""
 
 
 def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, Any]:
@@ -15,8 +21,10 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
 
     Returns:
         ``steps``, ``decisions``, ``rebalances``, ``dropped``, ``imbalance{start, measured, last}`` (means over layers
-        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``moved_experts``,
+        and measured steps; ``last``: of the newest measurement; None: nothing was measured), ``balance`` (of the newest
+        measurement, by the field's names: ``max_vio/mean``, ``balancedness/mean`` ...), ``moved_experts``,
         ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
+        ``predictions{judged_plans, judged_decisions, predicted_seconds, true_seconds}`` (None: no plan was judged),
         ``guard_findings``, ``pauses``.
     """
     with state.looking():
@@ -33,13 +41,30 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "rebalances": state.rebalances,
             "dropped": sum(state.aborts.values()),
             "imbalance": {"start": mean("start_mean"), "measured": mean("mean"), "last": last},
+            "balance": balance_of(state),
             "moved_experts": sum(state.moved_experts[link] for link in away),
             "moved_bytes": sum(state.moved_bytes[link] for link in away),
             "pause_seconds": state.pause_seconds,
             "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
+            "predictions": state.predictions,
             "guard_findings": state.findings,
             "pauses": state.pauses,
         }
+
+
+def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
+    """Whether plans keep what they predict, how sure that is, and what to do about it; None: no plan was judged."""
+    if predictions is None:
+        return None
+    predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]
+    plans, decisions = int(predictions["judged_plans"]), int(predictions["judged_decisions"])
+    judged = f"{plans} plan{'s' * (plans != 1)} judged at {decisions} decision{'s' * (decisions != 1)}"
+    text = f"of {predicted:.3g} s that plans predicted, {max(true, 0.0):.3g} s came true ({judged}"
+    if true < 0:
+        text += f", which lost {-true:.3g} s"
+    if decisions < SURE_AFTER:
+        return f"{text}: too few to be sure)"
+    return f"{text}): raise interval or window" if true < MOSTLY_TRUE * predicted else f"{text})"
 
 
 def summary_text(summary: dict[str, Any]) -> str:
@@ -62,6 +87,8 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
         "predicted by the plans for the steps that they stood"
     )
+    if (text := predictions_text(summary["predictions"])) is not None:
+        lines.append(text)
     if summary["guard_findings"] or summary["pauses"]:
         lines.append(f"{summary['guard_findings']} findings of the guard, {summary['pauses']} pauses: see the log")
     return "\n  ".join(["the balancer's run:", *lines])

@@ -120,6 +120,8 @@ def _head(view: View, now: float) -> RenderableType:
             f"pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
+    if view.get("predictions"):
+        lines.append(Text(str(view["predictions"])))
     return Group(*lines)
 
 

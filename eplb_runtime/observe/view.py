@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..load.clock import Progress
 from .state import LINKS, RunState
+from .summary import predictions_text
 
 _JOB = (
     "job",
@@ -54,6 +55,7 @@ def view_of(state: RunState) -> dict[str, Any]:
             "placed_at": state.placed_at,
             "measured": None if measured is None else _measured(measured),
             "planned": None if planned is None else _planned(planned),
+            "predictions": predictions_text(state.predictions),
             "placement": _packed(state.placement),
             "placement_before": _packed(state.placement_before),
             "decisions": list(state.decisions),

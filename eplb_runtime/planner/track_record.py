@@ -6,7 +6,10 @@ be computed afterwards, however often experts have moved since.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,8 @@ PRIOR = 0.1
 """Of an average plan that kept its promise: what is believed before anything is known."""
 LEAST = 0.02
 FORGOTTEN = 0.05
+MOST_SAVED = 100
+"""Plans of a saved record: more than are remembered."""
 
 
 @dataclass
@@ -35,6 +40,22 @@ class _Promise:
     kept: float = 0.0
     judged: int = 0
     weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Predictions of remembered plans, and what came true of them.
+
+    Args:
+        plans: number of plans that were judged.
+        decisions: number of loads that they were judged by, a load once for each plan.
+        promised, kept: imbalance, mean over layers: predicted to fall and fallen, summed over plans.
+    """
+
+    plans: int
+    decisions: int
+    promised: float
+    kept: float
 
 
 class TrackRecord:
@@ -92,12 +113,52 @@ class TrackRecord:
                 promise.before = promise.after = None
 
     @property
+    def judgement(self) -> Judgement:
+        """Predicted and true gains of the plans that are remembered."""
+        judged = self._judged()
+        return Judgement(
+            plans=len(judged),
+            decisions=sum(promise.judged for promise in judged),
+            promised=sum(promise.promised for promise in judged),
+            kept=sum(promise.kept / promise.judged for promise in judged),
+        )
+
+    def saved(self) -> list[list[float]]:
+        """Judged plans as JSON-able rows: promised gain, sum of true gains, number of them, weight."""
+        return [[promise.promised, promise.kept, promise.judged, promise.weight] for promise in self._judged()]
+
+    def resume(self, rows: Any) -> None:
+        """Go on from what `saved` gave. Restored plans keep their judgement and are not judged further.
+
+        Raises:
+            ValueError: it is something else; nothing is changed then.
+        """
+        if not isinstance(rows, Sequence) or len(rows) > MOST_SAVED or not all(_is_saved_plan(row) for row in rows):
+            raise ValueError("the saved record of predictions is broken")
+        self._promises = [
+            _Promise(None, None, float(promised), float(kept), int(judged), float(weight))
+            for promised, kept, judged, weight in rows
+        ]
+
+    def _judged(self) -> list[_Promise]:
+        return [promise for promise in self._promises if promise.judged]
+
+    @property
     def trust(self) -> float:
         """The share of promised gains that came true lately, in ``[LEAST, 1]``; 1 where nothing is known."""
-        judged = [promise for promise in self._promises if promise.judged]
+        judged = self._judged()
         promised = sum(promise.weight * promise.promised for promise in judged)
         if promised <= 0:
             return 1.0
         kept = sum(promise.weight * promise.kept / promise.judged for promise in judged)
         prior = PRIOR * promised / sum(promise.weight for promise in judged)
         return float(np.clip((kept + prior) / (promised + prior), LEAST, 1.0))
+
+
+def _is_saved_plan(row: Any) -> bool:
+    if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 4:
+        return False
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in row):
+        return False
+    promised, _, judged, weight = row
+    return bool(promised >= LEAST_PROMISE and judged >= 1 and judged == int(judged) and 0 < weight <= 1)

@@ -20,6 +20,7 @@ from scraping import prometheus_of, scraped
 
 import eplb_runtime as eplb
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted
+from eplb_runtime.load.series import read_job
 from eplb_runtime.observe.event_log import read_events
 from eplb_runtime.observe.records import Record
 from eplb_runtime.observe.server import MOST_CONNECTIONS
@@ -193,6 +194,11 @@ def test_a_real_prometheus_scrapes_a_running_job(results: list[dict]) -> None:
         {name: samples[name] for name in samples.keys() - moving}
     )
     assert scraped["eplb_steps"] == STEPS and scraped["eplb_rebalances"] > 0
+
+
+def test_a_run_records_what_the_optimizer_keeps_for_an_expert(results: list[dict], folder: Path) -> None:
+    job = read_job(folder)
+    assert job.optimizer_bytes == 2 * job.expert_bytes > 0, "AdamW keeps two numbers for each weight"
 
 
 def test_a_run_ends_with_its_summary(results: list[dict], folder: Path) -> None:

@@ -62,6 +62,28 @@ def test_a_forecast_after_a_resume_is_what_it_would_have_been() -> None:
     assert forgotten != resumed, "control: without the saved load the forecast is another"
 
 
+def keep_record(rank: int) -> list[object]:
+    model = make_model("olmoe")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(interval=INTERVAL, dense_gradients="allreduce"))
+    decisions = balancer._rebalancer.decisions
+    first = balancer.state_dict()
+    rows = [[0.5, 0.1, 2, 0.9]]
+    balancer.load_state_dict({**first, "track_record": rows})
+    trusted = decisions._track_record.trust
+    saved = balancer.state_dict()["track_record"]
+    balancer.load_state_dict({**first, "track_record": "broken"})
+    after_broken = decisions._track_record.trust
+    balancer.load_state_dict({name: first[name] for name in ("step", "placement", "load")})
+    balancer.close()
+    return [first["track_record"], saved, trusted < 0.5, after_broken == trusted, decisions._track_record.trust]
+
+
+def test_trust_in_predictions_is_saved_and_restored() -> None:
+    """A state of an earlier version, without it, loads as before."""
+    assert run_ranks(2, keep_record) == [[[], [[0.5, 0.1, 2, 0.9]], True, True, 1.0]] * 2
+
+
 def refuse(rank: int) -> list[bool]:
     model = make_model("olmoe", experts=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

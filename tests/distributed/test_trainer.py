@@ -127,6 +127,7 @@ def trained(rank: int, folder: Path) -> dict[str, Any]:
     saving = {"save_strategy": "steps", "save_steps": SAVED}
     moving = train(Moving, folder / "moving", {"lag": 1}, **saving)
     found["moving"] = logged(moving), logged(moving, "grad_norm"), moving.evaluate()["eval_loss"]
+    found["balance"] = logged(moving, "moe/max_vio/mean"), logged(moving, "moe/avg_overload_factor")
     found["moved"] = moving.balancer.placement.epoch
     found["moving is still"] = same(state_of(moving), state_of(still))
     moving.save_model(str(folder / "final"))
@@ -164,6 +165,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(2, trained, folder)
+
+
+def test_lines_of_the_log_say_how_even_the_load_was(results: list[dict[str, Any]]) -> None:
+    violations, factors = results[0]["balance"]  # rank 0 alone shows the job
+    assert 0 < len(violations) == len(factors) < STEPS, "nothing is measured before the first decision"
+    assert min(violations) > 0 and min(factors) >= 1
+    assert results[1]["balance"] == ([], [])
 
 
 @pytest.mark.parametrize("way", ["still", "moving", "copies", "bare"])

@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...balancer.balancer import Balancer
@@ -263,7 +265,13 @@ class _Attaching:
                 **_expert_sizes(self.registry),
             )
             recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts, job)
-            self.balancer._record(recorder.write)
+
+            def write(load_TLE: NDArray[np.int64], steps: int, home_bytes: int) -> None:
+                """Optimizer state is there after the first step; 0, unknown, before."""
+                state = RecordedJob(optimizer_bytes=max(0, home_bytes - job.expert_bytes))
+                recorder.write(load_TLE, steps, state)
+
+            self.balancer._record(write)
             self.balancer._close_with(recorder.close)
         shown = Shown(
             self.config,
@@ -271,6 +279,7 @@ class _Attaching:
             self.placement,
             len(self._job.ranks),
             self.balancer._progress,
+            self._job.layers_of_stage,
         )
         self.balancer._shown = shown
         shown.follow(self.balancer.events)

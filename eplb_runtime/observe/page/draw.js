@@ -282,7 +282,7 @@ function bars(host, items) {
     ...items.flatMap((item) => {
       const bar = element("i", { "aria-hidden": "true" });
       bar.style.width = `${(100 * item.value) / most}%`;
-      return [element("span", {}, item.name), bar, element("span", { "data-exact": item.value }, item.text)];
+      return [element("span", { title: item.title }, item.name), bar, element("span", { "data-exact": item.value }, item.text)];
     }),
   );
 }
@@ -328,7 +328,7 @@ function barsOfRanks(host, now, start) {
 
 /** columns: [{name, class, cell(row), exact(row)}] */
 function table(caption, columns, rows) {
-  const heading = (column) => element("th", { scope: "col", class: column.class }, column.name);
+  const heading = (column) => element("th", { scope: "col", class: column.class, title: column.title }, column.name);
   const cell = (column, row) => element("td", { class: column.class, "data-exact": column.exact?.(row) }, column.cell(row));
   const head = element("tr", {}, ...columns.map(heading));
   const body = rows.map((row) => element("tr", {}, ...columns.map((column) => cell(column, row))));

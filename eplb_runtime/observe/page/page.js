@@ -38,7 +38,7 @@ function showProgress(progress) {
     facts.push(["placement", `epoch ${current.epoch}, ${count(age)} steps old`]);
     showStanding(...standing(progress));
   }
-  const fact = ([name, text]) => element("div", {}, element("dt", {}, name), element("dd", { "data-key": name }, text));
+  const fact = ([name, text]) => element("div", name === "placement" ? { title: EPOCH } : {}, element("dt", {}, name), element("dd", { "data-key": name }, text));
   find("#progress").replaceChildren(...facts.map(fact));
 }
 

@@ -216,17 +216,30 @@ function showLayers(view) {
     { name: "layer", cell: opener },
     { name: "measured", cell: (layer) => fixed(imbalance.values[layer]), exact: (layer) => imbalance.values[layer] },
     { name: "at start", cell: (layer) => fixed(start.values[layer]), exact: (layer) => start.values[layer] },
-    { name: "bound", cell: (layer) => fixed(view.byLayer?.values[2 * ranks.rows + layer]) },
+    { name: "bound", title: BOUND, cell: (layer) => fixed(view.byLayer?.values[2 * ranks.rows + layer]) },
     { name: "busiest rank", cell: (layer) => count(busiest(layer)) },
   ];
   const worst = worstLayers(view).slice(0, 10);
   find("#layers .scroll").replaceChildren(table("Highest imbalance first; a number opens its layer.", columns, worst));
 }
 
+const PHASES = {
+  plan: "rank 0 makes the plan, while training goes on",
+  prepare: "memory for the experts that move here is reserved",
+  post: "sends and receives are started",
+  transfer: "waiting until all experts have arrived",
+  verify: "checksums of what arrived are compared",
+  maps: "tables that say where each expert is are made for the new placement",
+  vote: "all ranks agree to take the new placement, or to leave the old one",
+  commit: "arrived experts are written to their slots, and the tables change",
+};
+const BOUND = "no placement can get below this for the load that was forecast";
+const EPOCH = "number of the placement: how often experts have moved";
+
 function showPhases(view) {
   const order = ["plan", "prepare", "post", "transfer", "verify", "maps", "vote", "commit"];
   const spent = view.totals.phase_seconds;
-  const item = (name) => ({ name, value: spent[name], text: seconds(spent[name]) });
+  const item = (name) => ({ name, value: spent[name], text: seconds(spent[name]), title: PHASES[name] });
   bars(find("#phases .bars"), order.filter((name) => name in spent).map(item));
 }
 
@@ -267,8 +280,8 @@ function showTimeline(view) {
     { name: "step", cell: (row) => count(row.step) },
     { name: "outcome", class: "text", cell: (row) => row.outcome },
     { name: "imbalance, predicted", cell: change },
-    { name: "bound", cell: (row) => fixed(row.imbalance_bound) },
-    { name: "experts", cell: (row) => count(row.moved_experts) },
+    { name: "bound", title: BOUND, cell: (row) => fixed(row.imbalance_bound) },
+    { name: "experts", title: "homes that moved; 0: replicas alone changed", cell: (row) => count(row.moved_experts) },
     { name: "bytes", cell: (row) => bytes(row.moved_bytes) },
     { name: "cost, predicted", cell: (row) => seconds(row.seconds_spent) },
     { name: "pause", cell: (row) => seconds(row.pause_seconds) },
@@ -276,6 +289,7 @@ function showTimeline(view) {
     { name: "reason", class: "text reason", cell: (row) => row.reason.replaceAll(" -> ", "\u00a0→\u00a0") },
   ];
   const caption = `${count(rows.length)} shown of ${count(view.totals.decisions)} in all, newest first.`;
+  find("#timeline .predictions").textContent = view.predictions ?? "";
   find("#timeline .scroll").replaceChildren(table(caption, columns, rows));
 }
 

@@ -3,11 +3,12 @@
 from .analysis import Analysis, analyse
 from .merging import Merged, merge
 from .reading import TraceError
-from .summary import Change, TraceComparison, compare, together, traces_in
+from .summary import Change, MarkedSteps, TraceComparison, compare, together, traces_in
 
 __all__ = [
     "Analysis",
     "Change",
+    "MarkedSteps",
     "Merged",
     "TraceComparison",
     "TraceError",

@@ -72,7 +72,8 @@ class Analysis:
         span_us: from the first begin to the last end of what ran.
         busy_us: in which anything ran.
         compute_us: in which anything computed.
-        steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none.
+        steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none; ``step_spread_us``:
+            from their first to their third quartile.
         kinds: by kind of work, runs and their durations added up.
         lanes, exposed_N2: for drawing: what ran when, and when communication was exposed.
     """
@@ -86,6 +87,7 @@ class Analysis:
     compute_us: float
     steps: int
     step_us: float
+    step_spread_us: float
     communication: Communication
     kinds: dict[str, dict[str, float]]
     streams: tuple[StreamTimes, ...]
@@ -151,6 +153,7 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         compute_us=_rounded(length(computing)),
         steps=len(steps),
         step_us=_rounded(statistics.median(steps)) if steps else 0.0,
+        step_spread_us=_rounded(float(np.subtract(*np.percentile(steps, (75, 25))))) if steps else 0.0,
         communication=_communication(communicating, computing),
         kinds=_kinds(work),
         streams=_streams(work, columns, span),

@@ -80,7 +80,7 @@ def _mean_over(analyses: Sequence[Analysis]) -> Callable[[Callable[[Analysis], f
 
 @dataclass(frozen=True)
 class Change:
-    """A number of two jobs. ``change``: relative, None where it was 0."""
+    """A number of two jobs. ``change``: relative, None where it was 0; of a share, the difference."""
 
     what: str
     a: float
@@ -89,7 +89,40 @@ class Change:
 
     @classmethod
     def of(cls, what: str, a: float, b: float) -> Change:
+        if _is_share(what):
+            return cls(what, round(a, 3), round(b, 3), round(b - a, 4))
         return cls(what, round(a, 3), round(b, 3), round(b / a - 1, 4) if a else None)
+
+    @property
+    def is_share(self) -> bool:
+        """Return whether the numbers are shares, which differ in percentage points."""
+        return _is_share(self.what)
+
+
+def _is_share(what: str) -> bool:
+    return what.endswith(" share")
+
+
+@dataclass(frozen=True)
+class MarkedSteps:
+    """Marked steps of a job.
+
+    Args:
+        count: in the trace of a rank, on average.
+        median_us, spread_us: median, and first to third quartile, mean over ranks.
+    """
+
+    count: float
+    median_us: float
+    spread_us: float
+
+    @classmethod
+    def of(cls, ranks: Sequence[Analysis]) -> MarkedSteps:
+        count, median, spread = (
+            statistics.fmean(values)
+            for values in zip(*((one.steps, one.step_us, one.step_spread_us) for one in ranks), strict=True)
+        )
+        return cls(round(count, 1), round(median, 3), round(spread, 3))
 
 
 @dataclass(frozen=True)
@@ -101,6 +134,9 @@ class TraceComparison:
         summary: times in microseconds of a rank, mean over ranks unless said otherwise.
         phases: of the thread that runs them, mean over ranks.
         kinds, kernels: durations added up, mean over ranks; kernels from the largest change on.
+        steps_a, steps_b: how many steps there are, and how much they differ among themselves.
+        is_noise: whether the medians of steps differ by no more than steps of one job do; None: steps are not marked,
+            or there is one.
     """
 
     a: str
@@ -110,6 +146,9 @@ class TraceComparison:
     phases: tuple[Change, ...]
     kinds: tuple[Change, ...]
     kernels: tuple[Change, ...]
+    steps_a: MarkedSteps
+    steps_b: MarkedSteps
+    is_noise: bool | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -125,6 +164,10 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
     """
     by_step = all(one.steps for one in (*a, *b))
     first, second = _TracesOfJob(a, by_step), _TracesOfJob(b, by_step)
+    steps_a, steps_b = MarkedSteps.of(a), MarkedSteps.of(b)
+    is_noise = None
+    if min(steps_a.count, steps_b.count) > 1:
+        is_noise = abs(steps_b.median_us - steps_a.median_us) <= max(steps_a.spread_us, steps_b.spread_us)
     return TraceComparison(
         name_a,
         name_b,
@@ -133,6 +176,9 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
         _changes(first.phases(), second.phases()),
         _changes(first.kinds(), second.kinds()),
         tuple(sorted(_changes(first.kernels(), second.kernels()), key=lambda row: -abs(row.b - row.a))),
+        steps_a,
+        steps_b,
+        is_noise,
     )
 
 

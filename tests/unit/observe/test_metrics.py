@@ -30,8 +30,9 @@ from eplb_runtime.events import LoadMeasured, RebalanceCommitted, RebalancePlann
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import prometheus, trackers
 from eplb_runtime.observe.metrics import metrics_of, scalars_of
-from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.records import Record, max_violation
 from eplb_runtime.observe.state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
+from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.planner.evaluate import predicted_imbalance
 
 ROUNDS = 5
@@ -76,6 +77,16 @@ def test_each_metric_is_what_its_name_says() -> None:
     assert value(found, "imbalance", kind="bound", over="mean") == pytest.approx(planned[-1].imbalance_bound, **close)
     assert value(found, "avg_overload_factor") == pytest.approx(by_layer.mean(), **close)
     assert value(found, "max_overload_factor") == pytest.approx(by_layer.max(), **close)
+    load_TLE = last.load.astype(np.float64)
+    violation_L = (load_TLE.max(axis=2) / load_TLE.mean(axis=2) - 1).mean(axis=0)
+    for layer in range(LAYERS):
+        assert value(found, "layer_max_vio", layer=str(layer)) == pytest.approx(violation_L[layer], **close)
+    assert value(found, "max_vio", over="mean") == pytest.approx(violation_L.mean(), **close)
+    assert value(found, "max_vio", over="max") == pytest.approx(violation_L.max(), **close)
+    assert value(found, "balancedness", over="mean") == pytest.approx((1 / by_layer).mean(), **close)
+    assert value(found, "balancedness", over="min") == pytest.approx(1 / by_layer.max(), **close)
+    tokens_R = np.array([value(found, "rank_tokens_per_step", rank=str(rank)) for rank in range(RANKS)])
+    assert value(found, "max_cum_overload_factor") == pytest.approx(tokens_R.max() / tokens_R.mean(), **close)
     tokens = sum(value(found, "rank_tokens_per_step", rank=str(rank)) for rank in range(RANKS))
     assert tokens == pytest.approx(last.load.sum() / INTERVAL, rel=1e-3)
 
@@ -106,6 +117,35 @@ def test_each_metric_is_what_its_name_says() -> None:
         assert value(found, "moved_experts", link=link) == links[link]
         assert value(found, "moved_bytes", link=link) == links[link] * EXPERT_BYTES
     assert links["inside a node"] and links["between nodes"]
+
+
+def test_the_cumulative_overload_is_that_of_the_worst_pipeline_stage() -> None:
+    """Ranks of different stages hold different layers, so a sum over all layers would be nobody's."""
+    found = records(ROUNDS)
+    rank_load_LR = [record for record in found if record["event"] == "LoadMeasured"][-1]["rank_load"][0]
+    stages = rank_load_LR[:1].sum(axis=0), rank_load_LR[1:].sum(axis=0)
+    worst = max(load_R.max() / load_R.mean() for load_R in stages)
+    staged = [{**found[0], "layers_of_stage": [1, LAYERS - 1]}, *found[1:]]
+    assert value(values(state(staged)), "max_cum_overload_factor") == pytest.approx(worst)
+    assert value(values(state(found)), "max_cum_overload_factor") < worst - 1e-3
+
+
+def test_a_log_without_max_vio_is_read_as_before() -> None:
+    old = [{name: field for name, field in record.items() if name != "max_vio"} for record in records(ROUNDS)]
+    assert not any("max_vio" in name for name in values(state(old)))
+    assert value(values(state(old)), "balancedness", over="mean") > 0
+
+
+def test_rows_without_tokens_violate_nothing() -> None:
+    load_TLE = np.array([[[3, 1], [0, 0]], [[0, 0], [0, 0]]])
+    assert max_violation(load_TLE).tolist() == [0.5, 0.0]
+
+
+def test_a_summary_has_the_names_of_the_field() -> None:
+    balance = summary_of(state())["balance"]
+    assert balance == {name: scalars_of(state(), PROGRESS)[name] for name in balance}
+    assert {"max_vio/mean", "max_vio/max", "balancedness/mean", "max_cum_overload_factor"} <= balance.keys()
+    assert summary_of(state([job()]))["balance"] == {}
 
 
 def test_troubles_and_progress_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 
 import numpy as np
@@ -106,6 +107,38 @@ def test_trust_is_the_share_that_came_true(turned: tuple[np.ndarray, Placement, 
     assert record.trust == pytest.approx(1.0)
     record.observe(load[:, ::-1] * 0 + 1)  # even load: nothing gained
     assert record.trust == pytest.approx((0.25 + 0.05) / 0.55, rel=0.03)
+
+
+def test_a_record_that_was_saved_is_trusted_as_before(turned: tuple[np.ndarray, Placement, Placement]) -> None:
+    load, before, after = turned
+    record = TrackRecord()
+    for came in (load, np.ones_like(load), np.ones_like(load)):
+        record.add(before, after, 0.5)
+        record.observe(came)
+    again = TrackRecord()
+    again.resume(json.loads(json.dumps(record.saved())))
+    assert again.trust == record.trust < 0.8
+    assert again.judgement == record.judgement
+    assert (record.judgement.plans, record.judgement.decisions) == (3, 6)
+    assert record.judgement.promised == 1.5 and record.judgement.kept == pytest.approx(0.5 / 3)
+    again.observe(load)
+    assert again.judgement == record.judgement, "placements are not saved, so nothing judges them further"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["text", {"a": 1}, [[1, 2, 3]], [[0.5, float("nan"), 1, 1.0]], [[0.5, 0.1, 0, 1.0]], [[0.5, 0.1, 1, 0.5]] * 101],
+)
+def test_a_saved_record_that_is_broken_changes_nothing(
+    turned: tuple[np.ndarray, Placement, Placement], broken: object
+) -> None:
+    record = TrackRecord()
+    record.add(*turned[1:], 0.5)
+    record.observe(np.ones_like(turned[0]))
+    trust = record.trust
+    with pytest.raises(ValueError):
+        record.resume(broken)
+    assert record.trust == trust < 1
 
 
 def test_what_was_long_ago_is_forgotten(turned: tuple[np.ndarray, Placement, Placement]) -> None:

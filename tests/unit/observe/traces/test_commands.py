@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from traces import GEMM, cpu_events, gpu_events, kernel, launch, of_rank, span
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.traces import traces_in
+from eplb_runtime.observe.traces import Change, MarkedSteps, analyse, compare, traces_in
 
 
 @pytest.fixture
@@ -88,6 +89,31 @@ def test_compare_says_what_changed(said: Any, tmp_path: Path) -> None:
     assert summary["step, median"] == (500, 400)
     shown = said("trace", "compare", a, b)
     assert "computing, busiest rank" in shown and "compute(F)" in shown
+
+
+def test_shares_differ_in_points(said: Any, tmp_path: Path) -> None:
+    """A share that falls from 20 % to 10 % has not fallen by half of a step."""
+    row, relative = Change.of("communication, hidden share", 0.2, 0.1), Change.of("communication, hidden", 0.2, 0.1)
+    assert (row.change, row.is_share) == (-0.1, True) and (relative.change, relative.is_share) == (-0.5, False)
+    shown = said("trace", "compare", *(a_job(tmp_path / name, [100, 300]) for name in "ab"))
+    assert "+0.0 points" in next(line for line in shown.splitlines() if "hidden share" in line)
+
+
+@pytest.mark.parametrize("slower, is_noise", [(30.0, True), (50.0, False)])
+def test_a_difference_below_the_spread_of_steps_is_called_noise(slower: float, is_noise: bool, tmp_path: Path) -> None:
+    one = analyse(next(a_job(tmp_path / "job", [100, 300]).iterdir()))
+    a = replace(one, steps=8, step_us=1000.0, step_spread_us=40.0)
+    b = replace(one, steps=8, step_us=1000.0 + slower, step_spread_us=5.0)
+    found = compare([a], [b], "a", "b")
+    assert found.is_noise is is_noise
+    assert (found.steps_a, found.steps_b) == (MarkedSteps(8, 1000.0, 40.0), MarkedSteps(8, 1000.0 + slower, 5.0))
+    single = replace(one, steps=1)
+    assert compare([single], [single], "a", "b").is_noise is None, "one step has no spread"
+
+
+def test_a_comparison_says_how_many_steps_it_is_of(said: Any, tmp_path: Path) -> None:
+    shown = said("trace", "compare", *(a_job(tmp_path / name, [100, 300]) for name in "ab"))
+    assert "2 traces, 2 steps of 500 us" in shown and "this is noise" in shown
 
 
 def test_a_job_beside_itself_has_not_changed(said: Any, tmp_path: Path) -> None:
