@@ -28,7 +28,7 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Runtime
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
-from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
+from ...distributed.hang_watchdog import BackwardCheck, ForwardTag, Watch
 from ...distributed.process_groups import ProcessGroups, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
@@ -383,20 +383,20 @@ class _Attaching:
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
-        meeting = Meeting(self._job.ep_ranks, self.watch)
+        forward_tag = ForwardTag(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
         self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
-            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
+            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, forward_tag, self.lanes
         )
         for note in notes(self.config) if self._job.is_planner else ():
             logger.warning("%s", note)
-        exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
+        exchange_counts = CountExchange(self.groups.counts, forward_tag, self.lanes)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         apart = (
             {}
             if self.groups.backward is None or self._job.ep_size == 1
-            else {"meet_in_backward": BackwardMeeting(self.groups.backward, self.watch)}
+            else {"check_backward": BackwardCheck(self.groups.backward, self.watch)}
         )
         context = LayerContext(
             counter,
@@ -404,7 +404,7 @@ class _Attaching:
             maps.splitter,
             self.dispatcher,
             exchange_counts,
-            meeting,
+            forward_tag,
             self.lanes,
             **apart,
             count_and_look_up=self.kernels.count_and_look_up,
@@ -414,7 +414,9 @@ class _Attaching:
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(
-                    HostDispatchedLayer(index, layer.experts, counter=counter, table=maps.table, meeting=meeting)
+                    HostDispatchedLayer(
+                        index, layer.experts, counter=counter, table=maps.table, forward_tag=forward_tag
+                    )
                 )
                 layer.install(made[-1])
                 continue

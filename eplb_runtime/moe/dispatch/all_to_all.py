@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
+from ...distributed.hang_watchdog import ForwardTag
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
@@ -38,7 +38,7 @@ class AllToAll(Dispatcher):
         slots_per_rank: S.
         counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
             wait for each other there, where all messages are of one size; None: ``group``.
-        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
+        forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
         channels: where there may be a second way beside these groups.
         moves: how rows are permuted and summed here.
     """
@@ -50,11 +50,11 @@ class AllToAll(Dispatcher):
         group: dist.ProcessGroup,
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
+        forward_tag: ForwardTag | None = None,
         channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
     ) -> None:
-        super().__init__(meeting)
+        super().__init__(forward_tag)
         self._moves = moves
         self._channels = channels or MicroBatchChannels(
             MicroBatchChannel(group, counts_group if counts_group is not None else group)
@@ -182,7 +182,7 @@ class AllToAll(Dispatcher):
 
     def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
-        tag = self._meeting.word if with_counts and self._meeting is not None else None
+        tag = self._forward_tag.value if with_counts and self._forward_tag is not None else None
         return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
     def _metadata(
@@ -206,7 +206,7 @@ class AllToAll(Dispatcher):
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
         Args:
-            counts_2RW: as of `permute.Leaving`, with a word for `Meeting`.
+            counts_2RW: as of `permute.Leaving`, with the tag (`ForwardTag`) last.
 
         Returns:
             int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
@@ -215,8 +215,8 @@ class AllToAll(Dispatcher):
             with self._channels.launching():
                 dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.here().counts)
             both: NDArray[np.int64] = counts_2RW.cpu().numpy()
-        if self._meeting is not None:
-            self._meeting.check(both[1, :, -1])
+        if self._forward_tag is not None:
+            self._forward_tag.check(both[1, :, -1])
         return both, counts_2RW[1]
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
+from ...distributed.hang_watchdog import ForwardTag
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
@@ -57,7 +57,7 @@ class Dispatcher(ABC):
     """Exchanges tokens within one EP group. Every method is collective over it.
 
     Args:
-        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
+        forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
 
     Attributes:
         combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
@@ -66,8 +66,8 @@ class Dispatcher(ABC):
 
     combine_order: ClassVar[Literal["logical", "by_rank"]]
 
-    def __init__(self, meeting: Meeting | None = None) -> None:
-        self._meeting = meeting
+    def __init__(self, forward_tag: ForwardTag | None = None) -> None:
+        self._forward_tag = forward_tag
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
@@ -151,11 +151,11 @@ class Dispatcher(ABC):
 
     def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
         """Of the forward that this thread is in; names profiler spans."""
-        return (None, None) if self._meeting is None else self._meeting.place
+        return (None, None) if self._forward_tag is None else self._forward_tag.place
 
     def _watched(self) -> AbstractContextManager[object]:
         """A context in which waiting for other ranks counts as such."""
-        return nullcontext() if self._meeting is None else self._meeting.watch.waiting()
+        return nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
 
 
 class _Dispatch(torch.autograd.Function):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.hang_watchdog import Meeting
+from ...distributed.hang_watchdog import ForwardTag
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
@@ -98,7 +98,7 @@ class DeepEPDispatcher(Dispatcher):
         group: the EP group, on GPUs.
         slots_per_rank: S.
         counts_group: unused; a dispatcher over torch.distributed exchanges counts there.
-        meeting: checks that ranks are in the same forward where no exchange of counts has; None: no check.
+        forward_tag: checks that ranks are in the same forward where no exchange of counts has; None: no check.
         channels: where there may be a second way beside these groups.
         moves: how a token's choices are summed here.
         config: ``sms``, ``dtype``, ``low_latency_tokens`` and ``most_tokens`` are used here. With ``most_tokens``
@@ -116,13 +116,13 @@ class DeepEPDispatcher(Dispatcher):
         group: dist.ProcessGroup,
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
+        forward_tag: ForwardTag | None = None,
         channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
         *,
         config: DispatchConfig,
     ) -> None:
-        super().__init__(meeting)
+        super().__init__(forward_tag)
         if config.most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
                 f"most_tokens={config.most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell "
@@ -137,7 +137,7 @@ class DeepEPDispatcher(Dispatcher):
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, channels)
-        self._exchange_counts = CountExchange(group, meeting, channels)
+        self._exchange_counts = CountExchange(group, forward_tag, channels)
         self._memory = RowMemory()
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
@@ -150,11 +150,11 @@ class DeepEPDispatcher(Dispatcher):
             # All ranks take the same kernels, also where only one has too many tokens for them.
             most = self._exchange_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
             return SendLayout(slots_TK, low_latency=bool(most <= self._low_latency.most_tokens))
-        if self._meeting is not None and counts is None:
+        if self._forward_tag is not None and counts is None:
             nothing = slots_TK.new_empty(0)
             if not self._most_tokens:
                 self._exchange_counts(nothing)
-            elif not self._meeting.has_met:
+            elif not self._forward_tag.is_checked:
                 self._exchange_counts.on_device(nothing)
         return SendLayout(slots_TK, low_latency=False)
 
@@ -243,7 +243,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
-        return not torch.is_grad_enabled() and (self._meeting is None or not self._meeting.training)
+        return not torch.is_grad_enabled() and (self._forward_tag is None or not self._forward_tag.training)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
+from ...distributed.hang_watchdog import ForwardTag
 from ..routing.splitter import RowCounts
 from . import permute
 from .all_to_all import AllToAll
@@ -47,7 +47,7 @@ class Hierarchical(AllToAll):
         group: dist.ProcessGroup,
         slots_per_rank: int,
         counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
+        forward_tag: ForwardTag | None = None,
         channels: MicroBatchChannels | None = None,
         moves: permute.Moves = permute.PLAIN,
         *,
@@ -55,7 +55,7 @@ class Hierarchical(AllToAll):
     ) -> None:
         if group.size() % ranks_per_node:
             raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
-        super().__init__(group, slots_per_rank, counts_group, meeting, channels, moves)
+        super().__init__(group, slots_per_rank, counts_group, forward_tag, channels, moves)
         self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
         self._node, self._place = divmod(group.rank(), ranks_per_node)
 
@@ -68,8 +68,8 @@ class Hierarchical(AllToAll):
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]
-        if self._meeting is not None:
-            columns.append(counts_NW.new_full((self._num_ranks, 1), self._meeting.word))
+        if self._forward_tag is not None:
+            columns.append(counts_NW.new_full((self._num_ranks, 1), self._forward_tag.value))
         counts_RW = torch.cat(columns, dim=1)
         both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
         slots = self._slots_per_rank

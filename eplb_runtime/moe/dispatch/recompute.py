@@ -40,7 +40,7 @@ class RecomputeCache:
             first then may differ from rank to rank.
         changes: how often the layer's placement has changed.
         before_backward: called when a backward pass comes to the layer; raises where none may run now.
-        meet_in_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
+        check_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
             one has come to another layer.
     """
 
@@ -49,12 +49,12 @@ class RecomputeCache:
         beside: Callable[[], bool] = lambda: False,
         changes: Callable[[], int] = lambda: 0,
         before_backward: Callable[[], None] = lambda: None,
-        meet_in_backward: Callable[[], None] = lambda: None,
+        check_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._beside = beside
         self.changes = changes
         self.before_backward = before_backward
-        self._meet_in_backward = meet_in_backward
+        self._meet_in_backward = check_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
