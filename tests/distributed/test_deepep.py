@@ -33,6 +33,7 @@ from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
@@ -44,7 +45,7 @@ WIDE = 9000
 
 def over(group: dist.ProcessGroup, order: str, slots: int = SLOTS, in_float8: bool = False) -> DeepEPDispatcher:
     config = DispatchConfig("deepep", combine_order=order, dtype="float8" if in_float8 else "model")
-    return ORDERS[order](group, slots, config=config)
+    return ORDERS[order](DispatchContext.of(group, slots), config)
 
 
 def without_metadata(result: dict) -> dict:
@@ -77,7 +78,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
     found["low latency"] = {
         in_float8: [small_batches(place, pair, one, in_float8) for one in PLACEMENTS] for in_float8 in (False, True)
     }
-    plain = AllToAll(whole, SLOTS)
+    plain = AllToAll(DispatchContext.of(whole, SLOTS))
     found["attached"] = attached(rank)
     found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
     return found
@@ -150,7 +151,7 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     slow = over(group, "by_rank", 6, in_float8)
     dtype = "float8" if in_float8 else "model"
     config = DispatchConfig("deepep", combine_order="by_rank", dtype=dtype, low_latency_tokens=8)
-    dispatcher = DeepEPByRank(group, 6, config=config)
+    dispatcher = DeepEPByRank(DispatchContext.of(group, 6), config)
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]

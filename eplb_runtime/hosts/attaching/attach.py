@@ -34,7 +34,8 @@ from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, maker, notes, wants_counts
+from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes, wants_counts
+from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
@@ -386,12 +387,11 @@ class _Attaching:
         forward_tag = ForwardTag(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
-            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, forward_tag, self.lanes
-        )
+        dispatching = DispatchContext(self.lanes, self.placement.slots_per_rank, forward_tag, self.kernels.moves)
+        self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
         for note in notes(self.config) if self._job.is_planner else ():
             logger.warning("%s", note)
-        exchange_counts = CountExchange(self.groups.counts, forward_tag, self.lanes)
+        exchange_counts = CountExchange(self.lanes, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         apart = (
             {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,49 +20,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import ForwardTag
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
-from .base import Dispatcher, DispatchMetadata
-from .channels import MicroBatchChannel, MicroBatchChannels
-from .memory import RowMemory
-from .metadata import AllToAllMetadata, AllToAllSplits, RowRouting, worth_deduplicating
+from .base import DispatchContext, Dispatcher
+from .metadata import AllToAllMetadata, AllToAllSplits, DispatchMetadata, RowRouting, worth_deduplicating
 
 
 class AllToAll(Dispatcher):
     """Dispatch and combine for one EP group.
 
-    Args:
-        group: the EP group, on the tokens' device; nobody else has tensors on their way there meanwhile.
-        slots_per_rank: S.
-        counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
-            wait for each other there, where all messages are of one size; None: ``group``.
-        forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
-        channels: where there may be a second way beside these groups.
-        moves: how rows are permuted and summed here.
+    Counts have a group of their own: there all messages have one size, so ranks that are not in the same forward or
+    backward wait for each other.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        forward_tag: ForwardTag | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-    ) -> None:
-        super().__init__(forward_tag)
-        self._moves = moves
-        self._channels = channels or MicroBatchChannels(
-            MicroBatchChannel(group, counts_group if counts_group is not None else group)
-        )
-        self._rank = group.rank()
-        self._num_ranks = group.size()
-        self._slots_per_rank = slots_per_rank
-        self._memory = RowMemory()
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
@@ -226,14 +198,12 @@ class OneRank(AllToAll):
     Each choice is a row, so M = T * K. No host sync in a forward, a recompute or a backward pass, and no size that
     depends on a value: a CUDA graph can capture them.
 
-    Args: as of `AllToAll`.
-
     Raises:
         ValueError: there are more ranks.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
         if self._num_ranks > 1:
             raise ValueError(f"OneRank is for a group of one rank, and this one has {self._num_ranks}: take AllToAll")
 

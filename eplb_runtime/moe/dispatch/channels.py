@@ -90,6 +90,11 @@ class MicroBatchChannels:
         self._shared: dict[str, StreamGuard] = {}
 
     @property
+    def first(self) -> MicroBatchChannel:
+        """Return the channel that is there from the start."""
+        return self._first
+
+    @property
     def is_open(self) -> bool:
         """Return whether there is a second way."""
         return self._second is not None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...distributed.hang_watchdog import ForwardTag
-from .channels import MicroBatchChannel, MicroBatchChannels
+from .channels import MicroBatchChannels
 from .recompute import AsyncMismatchFlag
 
 
@@ -24,18 +24,12 @@ class CountExchange:
     sync for counts on the host.
 
     Args:
-        group: the EP group, on the counts' device.
+        channels: of the EP group.
         forward_tag: checks that ranks are in the same forward; None: no check.
-        channels: of micro-batches; None: ``group`` alone.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        forward_tag: ForwardTag | None = None,
-        channels: MicroBatchChannels | None = None,
-    ) -> None:
-        self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
+    def __init__(self, channels: MicroBatchChannels, forward_tag: ForwardTag | None = None) -> None:
+        self._channels = channels
         self._forward_tag = forward_tag
         self._memory = _ThreadBuffers()
 

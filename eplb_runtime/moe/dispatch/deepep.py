@@ -16,21 +16,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.hang_watchdog import ForwardTag
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import float8, permute, row_bytes
-from .base import Dispatched, Dispatcher, DispatchMetadata
-from .channels import MicroBatchChannel, MicroBatchChannels
+from .base import DispatchContext, Dispatched, Dispatcher
 from .count_exchange import CountExchange
 from .deepep_buffer import DeepEPBuffer, RecvTokens
 from .deepep_low_latency import LowLatency, LowLatencyLayout
-from .memory import RowMemory
+from .metadata import DispatchMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +92,7 @@ class DeepEPDispatcher(Dispatcher):
     (`deepep_package.py`), so ``close`` frees nothing.
 
     Args:
-        group: the EP group, on GPUs.
-        slots_per_rank: S.
-        counts_group: unused; a dispatcher over torch.distributed exchanges counts there.
-        forward_tag: checks that ranks are in the same forward where no exchange of counts has; None: no check.
-        channels: where there may be a second way beside these groups.
-        moves: how a token's choices are summed here.
+        context: of an EP group on GPUs.
         config: ``sms``, ``dtype``, ``low_latency_tokens`` and ``most_tokens`` are used here. With ``most_tokens``
             nothing waits for the device: memory is that of the worst case, and a forward that does not fit the others'
             is reported a forward later.
@@ -113,32 +105,23 @@ class DeepEPDispatcher(Dispatcher):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        forward_tag: ForwardTag | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-        *,
+        context: DispatchContext,
         config: DispatchConfig,
     ) -> None:
-        super().__init__(forward_tag)
+        super().__init__(context)
+        group, slots_per_rank, channels = context.group, context.slots_per_rank, context.channels
         if config.most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
                 f"most_tokens={config.most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell "
                 "the host how many rows come; leave most_tokens out"
             )
-        self._moves = moves
-        self._channels = channels = channels or MicroBatchChannels(MicroBatchChannel(group, counts_group or group))
         self._buffer = DeepEPBuffer(group, slots_per_rank, config.sms, channels)
-        self._num_slots = slots_per_rank
         self._most_tokens = config.most_tokens
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, channels)
-        self._exchange_counts = CountExchange(group, forward_tag, channels)
-        self._memory = RowMemory()
+        self._exchange_counts = CountExchange(channels, context.forward_tag)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
         if 0 < self._most_tokens < slots_TK.shape[0]:
@@ -268,7 +251,7 @@ class DeepEPDispatcher(Dispatcher):
         rows_NC = pack(source_TD, weights_TK, rows_per_token)
         with self._launching():
             received = self._buffer.dispatch(rows_NC, self._slots_of_rows(slots_TK), self._most_tokens * rows_per_token)
-        return received.rows_UC, RecvLayout.of(received, slots_TK.shape[1], self._num_slots)
+        return received.rows_UC, RecvLayout.of(received, slots_TK.shape[1], self._slots_per_rank)
 
 
 class DeepEPByRank(DeepEPDispatcher):

@@ -17,8 +17,9 @@ from ...config import ConfigError
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from . import float8, row_bytes
-from .base import Dispatched, DispatchMetadata
+from .base import Dispatched
 from .channels import MicroBatchChannel, MicroBatchChannels
+from .metadata import DispatchMetadata
 
 _FLOAT8_STEP = 512
 """Columns; these kernels write float8 in such blocks."""

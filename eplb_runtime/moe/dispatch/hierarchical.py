@@ -20,15 +20,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import ForwardTag
 from ..routing.splitter import RowCounts
 from . import permute
 from .all_to_all import AllToAll
-from .channels import MicroBatchChannels
+from .base import DispatchContext
 from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
 
 
@@ -38,26 +36,21 @@ class Hierarchical(AllToAll):
     Args:
         ranks_per_node: G, consecutive ranks; divides the group's size.
 
-    Others as of `AllToAll`. Sizes are exchanged for every new way, also where ``counts`` are known: these say nothing
-    of nodes.
+    Sizes are exchanged for every new batch, even if ``counts`` are known: these are not by node.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        forward_tag: ForwardTag | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-        *,
+        context: DispatchContext,
         ranks_per_node: int,
     ) -> None:
-        if group.size() % ranks_per_node:
-            raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
-        super().__init__(group, slots_per_rank, counts_group, forward_tag, channels, moves)
-        self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
-        self._node, self._place = divmod(group.rank(), ranks_per_node)
+        super().__init__(context)
+        if self._num_ranks % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} does not divide the {self._num_ranks} ranks of the group"
+            )
+        self._nodes, self._on_node = self._num_ranks // ranks_per_node, ranks_per_node
+        self._node, self._place = divmod(self._rank, ranks_per_node)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         nodes, on_node = self._nodes, self._on_node

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,10 @@ from eplb_runtime.config import DISPATCHES, BalancerConfig, ConfigError, Dispatc
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose, maker
+from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
-from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.tools.verification import runs
 from eplb_runtime.topology import Topology
 
@@ -209,20 +208,18 @@ def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
     assert not choose("deepep", ["", ""]).problem
 
 
-def test_the_order_of_sums_picks_the_kind() -> None:
+def test_the_order_of_sums_picks_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
         order: BalancerConfig(dispatch=DispatchConfig("auto", combine_order=order)) for order in ("logical", "by_rank")
     }
     job = Topology(8, 4)
-    moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
-    made = {
-        (order, name): maker(asked[order], DispatchChoice(name, ""), job, moves) for order in asked for name in KINDS
-    }
-    assert {key: make.func for key, make in made.items()} == {  # type: ignore[attr-defined]
-        (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
-    }
-    assert all(make.keywords["moves"] is moves for make in made.values())  # type: ignore[attr-defined]
-    assert made["by_rank", "hierarchical"].keywords["ranks_per_node"] == 4  # type: ignore[attr-defined]
+    for kind in {kind for kinds in KINDS.values() for kind in kinds}:
+        monkeypatch.setattr(choosing, kind.__name__, lambda *args, kind=kind: (kind, *args))
+    context, more = DispatchContext.of(None, 4), {"all_to_all": [], "hierarchical": [4]}
+    for order, config in asked.items():
+        for name, kinds in KINDS.items():
+            made = choosing.make_dispatcher(config, DispatchChoice(name, ""), job, context)
+            assert made == (kinds[order == "by_rank"], context, *more.get(name, [config.dispatch]))
     assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 
@@ -244,9 +241,9 @@ def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> No
 
 
 def test_most_tokens_are_for_one_node() -> None:
-    group = SimpleNamespace(size=lambda: 16)
+    group = SimpleNamespace(size=lambda: 16, rank=lambda: 0)
     with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
-        DeepEPDispatcher(group, 4, config=DispatchConfig("deepep", most_tokens=64))
+        DeepEPDispatcher(DispatchContext.of(group, 4), DispatchConfig("deepep", most_tokens=64))
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
