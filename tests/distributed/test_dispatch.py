@@ -70,7 +70,7 @@ def test_rows_arrive_ordered_by_slot_then_source_then_position(kind: str) -> Non
 
 
 def placed_on(rank: int, kind: str, placement: Sequence[int]) -> list[torch.Tensor]:
-    return placed(rank, KINDS[kind](dist.group.WORLD, 6), placement)
+    return placed(rank, KINDS[kind](DispatchContext.of(dist.group.WORLD, 6)), placement)
 
 
 @pytest.mark.parametrize("kind", LOGICAL)

@@ -48,7 +48,7 @@ def dispatch_alone(rank: int, kind: type[Dispatcher]) -> None:
         inputs = [t.clone().requires_grad_() for t in (hidden, share, experts)]
         x, weight, matrices = inputs
         if dispatched:
-            dispatcher = kind(dist.group.WORLD, EXPERTS)
+            dispatcher = kind(DispatchContext.of(dist.group.WORLD, EXPERTS))
             arrived = dispatcher.dispatch(x, weight, dispatcher.plan(slots))
             slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
             out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
