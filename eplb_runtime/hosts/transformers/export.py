@@ -19,7 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.meeting import JointAccess
+from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...distributed.ranks import Job
