@@ -50,7 +50,7 @@ from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
 from ...replicas.placement_maps import Maps
 from ...replicas.row_transport import RowTransport
-from ...replicas.sliced import WholeCopies
+from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
@@ -410,7 +410,7 @@ class _Attaching:
             count_and_look_up=self.kernels.count_and_look_up,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
-        whole = WholeCopies(self.groups.parts, self.groups.twins)
+        whole = ReplicaGather(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(

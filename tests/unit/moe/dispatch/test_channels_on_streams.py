@@ -15,7 +15,7 @@ from stream_double import Memory, Module, Stream
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
-from eplb_runtime.replicas.links import NONE
+from eplb_runtime.replicas.broadcast_plan import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
 DEVICE = torch.device("meta")
