@@ -61,16 +61,15 @@ class ReplicaBank:
     """The slots of one layer on one rank.
 
     Args:
-        homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then copies are slices, too.
-        replica_slots: k, rows for copies (zeros until they are refreshed).
-        zeros: makes memory that copies are in, if ``rows`` does not.
-        gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
-            (inference).
-        num_shards: D, over how many ranks the homes of each are divided (`distributed.ranks.Job.row_parts`): ``homes`` have
-            ``[H/D, ...]`` then, whole ones, and copies are slices.
-        rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
-            that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
-            (Slices of homes stay where they are: FSDP has its own memory for whole ones.)
+        homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then replicas are slices, too.
+        replica_slots: k, rows for replicas (zeros until they are refreshed).
+        zeros: makes memory for replicas, unless ``rows`` has it.
+        gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
+        rows: replica rows shared with other layers. None: they follow the home rows in one tensor, so that a grouped
+            GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory. (Slices of homes
+            stay where they are: FSDP has its own memory for whole ones.)
+        num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_parts`):
+            ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
     """
 
     def __init__(

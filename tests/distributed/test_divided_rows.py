@@ -29,7 +29,7 @@ from eplb_runtime.hosts.attaching.attach import attach_stages
 from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.replicas.sharded import ShardedReplicas, ReplicaGather
+from eplb_runtime.replicas.sharded import ReplicaGather, ShardedReplicas
 
 EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1
 

@@ -22,7 +22,7 @@ from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.replicas.sharded import ShardedReplicas, ReplicaGather
+from eplb_runtime.replicas.sharded import ReplicaGather, ShardedReplicas
 
 EXPERTS, RANKS, STEPS, CLIP = 8, 4, 5, 0.5
 

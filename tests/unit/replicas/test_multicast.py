@@ -72,7 +72,7 @@ def carry(stages: list[TransferStage], wire: Wire) -> None:
         for wire.giving in (False, True):
             for stage, one in zip(stages, calls, strict=True):
                 with contextlib.suppress(StopIteration):
-                    one.carry(stage.by)
+                    one.run(stage.by)
 
 
 def linked(
