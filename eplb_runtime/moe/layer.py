@@ -167,8 +167,8 @@ class ExpertParallelLayer:
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
         combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
-            return self._in_flight.again(combined_TD)
-        return self._in_flight.until_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
+            return self._in_flight.track_recompute(combined_TD)
+        return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> _Counted:
         """A forward that repeats none: count its load."""

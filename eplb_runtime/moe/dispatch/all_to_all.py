@@ -142,7 +142,9 @@ class AllToAll(Dispatcher):
         if self._num_ranks == 1:
             return None
         with self._channels.launching():
-            return dist.all_to_all_single(out, rows, received, sent, group=self._channels.here().tokens, async_op=True)
+            return dist.all_to_all_single(
+                out, rows, received, sent, group=self._channels.current().tokens, async_op=True
+            )
 
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is an argument so that it lives while it is read."""
@@ -185,7 +187,7 @@ class AllToAll(Dispatcher):
         """
         with self._watched():
             with self._channels.launching():
-                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.here().counts)
+                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
             both: NDArray[np.int64] = counts_2RW.cpu().numpy()
         if self._forward_tag is not None:
             self._forward_tag.check(both[1, :, -1])

@@ -120,7 +120,7 @@ def wants_counts(config: BalancerConfig) -> bool:
     return not config.dispatch.most_tokens or config.speed_R is not None
 
 
-def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
+def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
     """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
 
     Args:

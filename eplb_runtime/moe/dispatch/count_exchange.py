@@ -52,7 +52,7 @@ class CountExchange:
         Raises:
             OutOfStepError: ranks were in different forwards in an earlier call. (On a CPU: in this one.)
         """
-        group = self._channels.here().counts
+        group = self._channels.current().counts
         mismatch = self._memory.mismatch
         if mismatch is not None and self._forward_tag is not None:
             mismatch.raise_if_found(self._forward_tag)
@@ -74,7 +74,7 @@ class CountExchange:
         return all_[:, :-1]
 
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
-        group = self._channels.here().counts
+        group = self._channels.current().counts
         all_, on_host = self._memory.buffers(mine, group.size())
         with self._channels.launching():
             _all_gather_into(all_.view(-1), mine, group=group)

@@ -263,7 +263,7 @@ class DeepEPByRank(DeepEPDispatcher):
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: RecvLayout) -> Tensor:
-        sums_UD = _sum_here(out_MD, metadata, weights).to(row_bytes.CARRIED)
+        sums_UD = _sum_here(out_MD, metadata, weights).to(row_bytes.WIRE_DTYPE)
         with self._launching():
             rows_TC = self._buffer.combine(row_bytes.pack_sums(sums_UD, None), metadata.handle)
         width = out_MD.shape[1]
@@ -272,7 +272,7 @@ class DeepEPByRank(DeepEPDispatcher):
     def combine_gradients(
         self, grad_MD: Tensor, grad_M: Tensor | None, metadata: RecvLayout, hidden_needed: bool
     ) -> tuple[Tensor, Tensor | None]:
-        sums_UD = _sum_here(grad_MD, metadata, None).to(row_bytes.CARRIED)
+        sums_UD = _sum_here(grad_MD, metadata, None).to(row_bytes.WIRE_DTYPE)
         exact_UK = None
         if grad_M is not None:
             # Each choice is on one rank, and zero from all others.
@@ -290,7 +290,7 @@ class DeepEPByRank(DeepEPDispatcher):
 
     def _check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
         super()._check(hidden_TD, weights_TK)
-        if hidden_TD.dtype != row_bytes.CARRIED:
+        if hidden_TD.dtype != row_bytes.WIRE_DTYPE:
             raise ConfigError(
                 f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
                 "train in bfloat16 (autocast) or take combine_order='logical'"

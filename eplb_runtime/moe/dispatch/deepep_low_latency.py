@@ -106,8 +106,8 @@ class LowLatency:
         layout, width = dispatched.metadata, out_MD.shape[1]
         assert isinstance(layout, LowLatencyLayout)
         places = self._group.size() * self.most_tokens
-        out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.CARRIED)
-        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.CARRIED))
+        out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.WIRE_DTYPE)
+        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
         combined_TD, *_ = self._through(
             self._buffer(width).low_latency_combine, (out_SND, layout.slots_TK, weights_TK, layout.handle)
@@ -123,7 +123,7 @@ class LowLatency:
         to, which is that of the last ones. ``arguments`` are read until then.
         """
         with self._channels.shared("low latency"):
-            if not self._channels.takes_turns:
+            if not self._channels.is_ordered:
                 return kernels(*arguments, **settings)
             *given, receive = kernels(*arguments, **settings, return_recv_hook=True)
             self._channels.after_the_other()
@@ -149,7 +149,7 @@ class LowLatency:
 
     def _check(self, hidden_TD: Tensor) -> None:
         step = _FLOAT8_STEP if self._in_float8 else float8.COLUMNS
-        if hidden_TD.dtype != row_bytes.CARRIED or hidden_TD.shape[1] % step:
+        if hidden_TD.dtype != row_bytes.WIRE_DTYPE or hidden_TD.shape[1] % step:
             raise ConfigError(
                 f"low_latency_tokens is for bfloat16 hidden states of whole {step} columns, and these are "
                 f"{hidden_TD.shape[1]} columns of {hidden_TD.dtype}: leave low_latency_tokens out"

@@ -125,7 +125,7 @@ class Hierarchical(AllToAll):
         device, node = visits_TN.device, self._node
         sent_2N = torch.from_numpy(np.stack([begins(tokens_2N[0], node), tokens_2N[0]])).to(device, non_blocking=True)
         rows = int(tokens_2N[0].sum())
-        token_U, _ = permute.each_once(visits_TN, sent_2N[0], rows)
+        token_U, _ = permute.dedup_tokens(visits_TN, sent_2N[0], rows)
         order_N = torch.from_numpy(own_first(self._nodes, node)).to(device, non_blocking=True)
         node_U = torch.repeat_interleave(order_N, sent_2N[1][order_N], output_size=rows)
         sent_R, received_R = np.zeros((2, self._num_ranks), dtype=np.int64)
@@ -139,7 +139,7 @@ class Hierarchical(AllToAll):
         """What has come to this rank to be forwarded, to the ranks of this node."""
         sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
         begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
-        row_U, _ = permute.each_once(visited_FG, begin_G, int(sent_G.sum()))
+        row_U, _ = permute.dedup_tokens(visited_FG, begin_G, int(sent_G.sum()))
         sent_R, received_R = np.zeros((2, self._nodes, self._on_node), dtype=np.int64)
         sent_R[self._node], received_R[self._node] = sent_G, received_G
         return AllToAllSplits.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)

@@ -82,7 +82,7 @@ class Outside:
         self._said = ""
         self._holding: list[weakref.ref[Any]] = []
 
-    def leave_alone(self, arrays: Iterable[Array]) -> None:
+    def skip(self, arrays: Iterable[Array]) -> None:
         """These do not go by row, whatever their shape."""
         self._left_alone.update((id(array), weakref.ref(array)) for array in arrays)
         self._said = ""
@@ -141,7 +141,7 @@ class Outside:
             gc.collect()  # what is garbage already is still in the heap
         alive = [one for one in (reference() for reference in asked) if one is not None][:_MOST]
         holders = _holders(alive) if alive else []
-        self.leave_alone(one for one, holder in zip(alive, holders, strict=True) if holder is None)
+        self.skip(one for one, holder in zip(alive, holders, strict=True) if holder is None)
         users = [(one, holder) for one, holder in zip(alive, holders, strict=True) if holder is not None]
         rows = [(one, by) for one, by in users if id(one) in sure or (id(one) in stay and not by[2])]
         return rows, any(not by[2] and id(one) not in sure | stay for one, by in users)

@@ -258,5 +258,5 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
     sums: Counter[tuple[int, int]] = Counter()
     for rank, of_rank in enumerate(linked):
         for copy, (row,) in zip(of_rank.home_children, of_rank.arrivals, strict=True):
-            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.part] += row[0].item()
+            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.shard] += row[0].item()
     assert sums == expected and stages > 1
