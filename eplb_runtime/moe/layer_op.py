@@ -64,9 +64,7 @@ class LayerInGraph(GraphLayer):
         random = _random_state(hidden_TD.device)
         hidden_learns, weights_learn, *_ = learns
         hidden, weights = _leaf(hidden_TD, hidden_learns), _leaf(topk_weights_TK, weights_learn)
-        inputs = [
-            p.detach().requires_grad_(need) for p, need in zip(self._parameters, learns[2:], strict=True)
-        ]
+        inputs = [p.detach().requires_grad_(need) for p, need in zip(self._parameters, learns[2:], strict=True)]
         combined_TD = self._forward(
             _Enter.apply(hidden, hidden_TD), topk_ids_TK, _Enter.apply(weights, topk_weights_TK), inputs
         )

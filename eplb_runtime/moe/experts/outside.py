@@ -118,7 +118,7 @@ class Outside:
     def _models_written(self) -> tuple[list[Outside], bool]:
         """Find other attached models that the user writes; whether some may have been written once only."""
         others = [one for one in _ALL if self._may_be_averaged_in(one)]
-        waits = [one._look_at_writes() for one in others]
+        waits = [one._sample_writes() for one in others]
         written = [weakref.ref(one) for one in others if one._is_written]
         del others
         if written:
@@ -156,7 +156,7 @@ class Outside:
         fit = [parameter for parameter in other._parameters.values() if parameter.shape in shapes]
         return other is not self and not all(_is_among(parameter, self._left_alone) for parameter in fit)
 
-    def _look_at_writes(self) -> bool:
+    def _sample_writes(self) -> bool:
         """Find out whether the user writes these, who has no optimizer for them; whether that may be once only, to
         begin with."""
         (epoch, before), now = self._stood, self._state()
