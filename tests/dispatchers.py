@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eplb_runtime.moe.dispatch.base import Dispatcher, DispatchMetadata
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
+from eplb_runtime.moe.dispatch.metadata import DispatchMetadata
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.moe.routing.splitter import RowCounts
 
@@ -33,10 +34,10 @@ class Places(DispatchMetadata):
 class ByRank(Dispatcher):
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
-    def __init__(self, group: dist.ProcessGroup, slots_per_rank: int) -> None:
-        super().__init__()
-        self.group = group
-        self.slots = slots_per_rank
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.group = context.group
+        self.slots = context.slots_per_rank
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> Places:
         tokens, top_k = slots_TK.shape

@@ -591,7 +591,7 @@ class Balancer:
             RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`.
         """
         if not moves:
-            self._outside.leave_alone(arrays_in(tensors))
+            self._outside.skip(arrays_in(tensors))
             return
         parameters = {
             prefix + own: parameter
@@ -650,7 +650,7 @@ class Balancer:
             )
         runtime, lanes = self._runtime, self._runtime.lanes
         if not lanes.is_open:
-            if why := choosing.refuses_two_at_once(self.config, runtime.device, runtime.model_check.is_sharded):
+            if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             if (replicas := runtime.maps.replicas) is not None:
                 replicas.launching = lanes.launching

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.slices import has_divide_factor, let_slices_stand
+from ..moe.experts.slices import has_divide_factor, keep_slices
 
 
 class StructureError(RuntimeError):
@@ -66,7 +66,7 @@ class ModelCheck:
         """Refresh gathered experts after a move: FSDP2 leaves whole ones in a module after an evaluation."""
         if self._sharded:
             for model in self.models.values():
-                let_slices_stand(model)
+                keep_slices(model)
 
     def check(self, *, thoroughly: bool) -> None:
         """Check that nothing has changed; cheap enough for each forward.

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 
 from ..moe.experts.slices import columns, local
 from .expert_rows import ExpertRows
-from .meeting import JointAccess
+from .joint_access import JointAccess
 from .optimizers import Given
 from .restoring import options_of, restore_placement, set_options
 from .state import CheckpointError, LogicalView, is_expert_state, new_state_tensor, set_optimizer_state

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..moe.experts.gathering import rows_at_once
+from ..moe.experts.gathering import rows_per_call
 
 _ATEN = torch.ops.aten
 _ALIKE = (
@@ -93,7 +93,7 @@ class ExpertRows(Tensor):
     def _runs(self) -> list[_RowRun]:
         # Short ones: DCP copies each chunk that it writes, and reads whole chunks.
         runs: list[_RowRun] = []
-        longest = rows_at_once(self._rows)
+        longest = rows_per_call(self._rows)
         for row, expert in enumerate(self._experts):
             if runs and runs[-1].length < longest and expert == runs[-1].first_expert + runs[-1].length:
                 runs[-1] = _RowRun(runs[-1].first_row, runs[-1].first_expert, runs[-1].length + 1)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.files import PARTIALS, write_file
-from .boxes import Box, boxes_here, boxes_to_write
-from .catalogue import INDEX, Catalogue, index_checksum, names_of
-from .meeting import JointAccess
+from .joint_access import JointAccess
+from .manifest import INDEX, Manifest, index_checksum, names_of
 from .restoring import options_of, restore_placement, set_options
 from .schema import FORMAT, VERSION
+from .shards import Shard, local_shards, shards_to_write
 from .state import (
     CheckpointError,
     Entry,
@@ -46,9 +46,9 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True)
 class _Content:
-    """What this rank writes: its boxes, the optimizer's part that is no tensor, as JSON, and the balancer's state."""
+    """What this rank writes: its shards, the optimizer's state that is no tensor (JSON), and the balancer's state."""
 
-    boxes: Sequence[Box]
+    shards: Sequence[Shard]
     optimizer: str
     balancer: dict[str, Any] | None
 
@@ -56,30 +56,30 @@ class _Content:
 def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> None:
     """`saving.save` in our own format."""
     wait_for_saving(view)
-    meeting = JointAccess.of(view, process_group)
+    access = JointAccess.of(view, process_group)
     found: list[_Content] = []
-    meeting.trying(lambda: found.append(_content(view, meeting)))
-    _write(folder, meeting, found)
+    access.trying(lambda: found.append(_content(view, access)))
+    _write(folder, access, found)
 
 
 def async_save(folder: Path, view: LogicalView) -> Future[None]:
     """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
-    meeting = JointAccess.of(view)
+    access = JointAccess.of(view)
     if view.balancer is not None:
-        meeting = JointAccess(view.balancer._background_group(), torch.device("cpu"))
+        access = JointAccess(view.balancer._background_group(), torch.device("cpu"))
     found: list[_Content] = []
 
     def copy() -> None:
-        live = _content(view, meeting)
-        copies = [replace(box, tensor=box.tensor.to("cpu", copy=True)) for box in live.boxes]
-        found.append(replace(live, boxes=copies))
+        live = _content(view, access)
+        copies = [replace(shard, tensor=shard.tensor.to("cpu", copy=True)) for shard in live.shards]
+        found.append(replace(live, shards=copies))
 
-    meeting.trying(copy)
+    access.trying(copy)
     before = _saving(view)
 
     def write() -> None:
         _ended(before)
-        _write(folder, meeting, found)
+        _write(folder, access, found)
 
     worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
     saving = worker.submit(write)
@@ -103,25 +103,25 @@ def _saving(view: LogicalView) -> Future[None] | None:
     return view.model.__dict__.get("_eplb_runtime_saving")
 
 
-def _content(view: LogicalView, meeting: JointAccess) -> _Content:
-    ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else meeting.ranks
-    boxes = boxes_to_write(view, list(view.entries()), ranks)
+def _content(view: LogicalView, access: JointAccess) -> _Content:
+    ranks = view.balancer._runtime.job.data_ranks if view.balancer is not None else access.ranks
+    shards = shards_to_write(view, list(view.entries()), ranks)
     balancer = view.balancer.state_dict() if view.balancer is not None else None
-    return _Content(boxes, json.dumps(_optimizer_of(view)), balancer)
+    return _Content(shards, json.dumps(_optimizer_of(view)), balancer)
 
 
 @torch.no_grad()
-def _write(folder: Path, meeting: JointAccess, found: Sequence[_Content]) -> None:
+def _write(folder: Path, access: JointAccess, found: Sequence[_Content]) -> None:
     """``found``: what this rank writes; empty: it could not be had, and all ranks hear of it."""
-    meeting.agree(f"{folder} was not saved")
+    access.agree(f"{folder} was not saved")
     (content,) = found
-    boxes = content.boxes
-    token = bytes(meeting.gather(_bytes(secrets.token_bytes(_TOKEN_BYTES)))[0].tolist()).hex()
-    names = [f"tensors-{i:05d}-of-{meeting.size:05d}-{token}.safetensors" for i in range(meeting.size)]
-    sizes = {box.key: box.size for box in boxes}
+    shards = content.shards
+    token = bytes(access.gather(_bytes(secrets.token_bytes(_TOKEN_BYTES)))[0].tolist()).hex()
+    names = [f"tensors-{i:05d}-of-{access.size:05d}-{token}.safetensors" for i in range(access.size)]
+    sizes = {shard.key: shard.size for shard in shards}
     metadata = {"format": FORMAT, "sizes": json.dumps(sizes), "optimizer": content.optimizer}
-    specs = {box.name: TensorSpec(tuple(box.tensor.shape), box.tensor.dtype) for box in boxes}
-    path = folder / names[meeting.number]
+    specs = {shard.name: TensorSpec(tuple(shard.tensor.shape), shard.tensor.dtype) for shard in shards}
+    path = folder / names[access.number]
     files: list[TensorFile] = []
     sums = bytes(16)
 
@@ -129,17 +129,17 @@ def _write(folder: Path, meeting: JointAccess, found: Sequence[_Content]) -> Non
         nonlocal sums
         folder.mkdir(parents=True, exist_ok=True)
         files.append(TensorFile(path, specs, metadata, checksums=True))
-        for box in boxes:
-            files[0].write(box.name, box.tensor)
+        for shard in shards:
+            files[0].write(shard.name, shard.tensor)
         sums = files[0].finish()
 
     try:
-        meeting.trying(write)
-        meeting.agree(f"{folder} was not saved")
-        meeting.trying(lambda: files[0].publish())
+        access.trying(write)
+        access.agree(f"{folder} was not saved")
+        access.trying(lambda: files[0].publish())
         size = path.stat().st_size if path.exists() else 0
-        headers = meeting.gather(_bytes(sums + size.to_bytes(8, "little")))
-        meeting.agree(f"{folder} was not saved")
+        headers = access.gather(_bytes(sums + size.to_bytes(8, "little")))
+        access.agree(f"{folder} was not saved")
         index = {
             "format": FORMAT,
             "version": VERSION,
@@ -154,8 +154,8 @@ def _write(folder: Path, meeting: JointAccess, found: Sequence[_Content]) -> Non
                 for name, row in zip(names, headers, strict=True)
             ],
         }
-        meeting.trying(lambda: _switch(folder, index), first_only=True)
-        meeting.agree(f"{folder} was not saved")
+        access.trying(lambda: _switch(folder, index), first_only=True)
+        access.agree(f"{folder} was not saved")
     finally:
         # What has its name stays: the index may stand for it already, though a rank did not live to say so.
         for file in files:
@@ -163,9 +163,9 @@ def _write(folder: Path, meeting: JointAccess, found: Sequence[_Content]) -> Non
 
 
 def _switch(folder: Path, index: Mapping[str, Any]) -> None:
-    """See that it is whole, then let the index stand for the folder, then clear away what was there."""
+    """Check the new files, replace the index, then remove the files of the old checkpoint."""
     try:
-        Catalogue.of(folder, index)
+        Manifest.of(folder, index)
         write_file(folder / INDEX, json.dumps({**index, "checksum": index_checksum(index)}))
     except Exception:
         _clear(folder, lambda token: token == index["save"])
@@ -195,36 +195,40 @@ def _bytes(data: bytes) -> Tensor:
 @torch.no_grad()
 def load(folder: Path, view: LogicalView, *, warm_start: bool, process_group: dist.ProcessGroup | None) -> None:
     """`saving.load` of our own format."""
-    meeting = JointAccess.of(view, process_group)
+    access = JointAccess.of(view, process_group)
     problem = f"{folder} was not loaded, nothing is changed"
     found: list[Any] = []
-    meeting.trying(lambda: found.extend(_checked(folder, view)))
-    meeting.agree(problem)
-    catalogue, options, numbers = found
-    meeting.trying(lambda: catalogue.verify(meeting.number, meeting.size))
-    meeting.agree(problem)
+    access.trying(lambda: found.extend(_checked(folder, view)))
+    access.agree(problem)
+    manifest, options, numbers = found
+    access.trying(lambda: manifest.verify(access.number, access.size))
+    access.agree(problem)
     states: dict[str, dict[str, Any]] = {}
-    meeting.trying(lambda: states.update(_new_states(view, catalogue, numbers)))
-    meeting.agree(problem)
-    restore_placement(view, catalogue.index["balancer"], warm_start)
+    access.trying(lambda: states.update(_new_states(view, manifest, numbers)))
+    access.agree(problem)
+    restore_placement(view, manifest.index["balancer"], warm_start)
 
     def fill() -> None:
         entries = [*view.entries("model", "extra"), *_state_entries(view, states)]
-        for box in (box for entry in entries for box in boxes_here(view, entry)):
-            catalogue.fill(box)
+        for shard in (shard for entry in entries for shard in local_shards(view, entry)):
+            manifest.fill(shard)
         for name, values in states.items():
             set_optimizer_state(view, name, values)
         set_options(view, options)
 
-    meeting.trying(fill)
-    meeting.agree(f"{folder} was not loaded, the model is a mixture now")
+    access.trying(fill)
+    access.agree(f"{folder} was not loaded, the model is a mixture now")
     view.weights_changed()
 
 
-def _checked(folder: Path, view: LogicalView) -> tuple[Catalogue, list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The catalogue, the options of each live param group, optimizer state that is no tensor; nothing is written."""
-    catalogue = Catalogue.read(folder)
-    saved = catalogue.tensors
+def _checked(folder: Path, view: LogicalView) -> tuple[Manifest, list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Check a checkpoint without writing anything.
+
+    Returns:
+        The manifest, the options of each live param group, and the optimizer state that is no tensor.
+    """
+    manifest = Manifest.read(folder)
+    saved = manifest.tensors
     wanted = {entry.key: entry for entry in view.entries("model", "extra")}
     for key, entry in wanted.items():
         if key not in saved:
@@ -236,18 +240,18 @@ def _checked(folder: Path, view: LogicalView) -> tuple[Catalogue, list[dict[str,
     if unknown and not _in_stages(view):
         raise CheckpointError(f"{unknown[0]} in {folder} has no place in the model ({len(unknown)} such entries)")
     if view.optimizer is None:
-        return catalogue, [], {}
-    if not catalogue.optimizers:
+        return manifest, [], {}
+    if not manifest.optimizers:
         raise CheckpointError(f"{folder} has no optimizer: load it with optimizer=None")
-    groups = [group for optimizer in catalogue.optimizers for group in optimizer["param_groups"]]
+    groups = [group for optimizer in manifest.optimizers for group in optimizer["param_groups"]]
     decoded = {
         number: {option: _from_json(value) for option, value in group.items()} for number, group in enumerate(groups)
     }
-    numbers = {name: values for optimizer in catalogue.optimizers for name, values in optimizer["numbers"].items()}
+    numbers = {name: values for optimizer in manifest.optimizers for name, values in optimizer["numbers"].items()}
     for name in numbers:
         if name not in view.parameters and not _in_stages(view):
             raise CheckpointError(f"{folder} has optimizer state of {name}, which is no parameter of the model")
-    return catalogue, options_of(view, decoded), numbers
+    return manifest, options_of(view, decoded), numbers
 
 
 def _in_stages(view: LogicalView) -> bool:
@@ -256,7 +260,7 @@ def _in_stages(view: LogicalView) -> bool:
 
 
 def _new_states(
-    view: LogicalView, catalogue: Catalogue, numbers: Mapping[str, Mapping[str, Any]]
+    view: LogicalView, manifest: Manifest, numbers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state to fill: the live tensors where they fit, else new ones."""
     if view.optimizer is None:
@@ -265,14 +269,14 @@ def _new_states(
     for name, values in numbers.items():
         if name in states:
             states[name].update({key: _from_json(value) for key, value in values.items()})
-    for key in names_of(catalogue.tensors, "optimizer"):
+    for key in names_of(manifest.tensors, "optimizer"):
         try:
             name, state = split_key(view, key.removeprefix("optimizer."))
         except CheckpointError:
             if _in_stages(view):
                 continue
             raise
-        saved = catalogue.tensors[key]
+        saved = manifest.tensors[key]
         states[name][state] = new_state_tensor(view, name, state, torch.Size(saved.size), saved.dtype, reuse=True)
     return states
 
@@ -309,10 +313,10 @@ def _to_json(value: Any, name: Any) -> Any:
         return {"tensor": value.tolist(), "dtype": DTYPE_NAMES[value.dtype]}
     plain = list(value) if isinstance(value, tuple) else value
     try:
-        kept = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
+        retained = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
     except (TypeError, ValueError):
-        kept = False
-    if not kept:
+        retained = False
+    if not retained:
         kind = type(value).__name__
         raise CheckpointError(f"the optimizer's {name} is a {kind}, which JSON does not keep: save with format='dcp'")
     return value

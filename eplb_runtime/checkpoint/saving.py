@@ -13,8 +13,8 @@ from torch import nn
 
 from . import dcp
 from . import folder as own
-from .catalogue import INDEX
-from .meeting import JointAccess
+from .joint_access import JointAccess
+from .manifest import INDEX
 from .optimizers import Given
 from .state import CheckpointError, LogicalView
 

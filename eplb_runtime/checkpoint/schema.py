@@ -210,13 +210,13 @@ def _check_value(value: Any, place: str) -> None:
 # -- parts of a tensor -------------------------------------------------------------------------------------------------
 
 
-def covers(size: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes ``(offsets, shape)`` that lie within ``size`` fill it, each place once.
+def covers(size: tuple[int, ...], shards: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether blocks ``(offsets, shape)`` within ``size`` fill it, each element exactly once.
 
-    A sum of boxes is the whole exactly if their corners cancel but for those of the whole, each corner counted with the
-    sign of its parity. Dimensions that every box spans cannot tell.
+    Blocks add up to the tensor exactly if their corners, each with the sign of its parity, cancel except for those of
+    the tensor. Dimensions that every block spans are left out.
     """
-    found = [(offsets, shape) for offsets, shape in boxes if math.prod(shape)]
+    found = [(offsets, shape) for offsets, shape in shards if math.prod(shape)]
     if sum(math.prod(shape) for _, shape in found) != math.prod(size):
         return False
     cut = [d for d, length in enumerate(size) if any(shape[d] != length for _, shape in found)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..balancer.balancer import Balancer
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
-from ..moe.experts.slices import let_slices_stand, local
+from ..moe.experts.slices import keep_slices, local
 from .optimizers import Given, as_one
 
 logger = logging.getLogger("eplb_runtime")
@@ -71,7 +71,7 @@ class LogicalView:
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
         self._prefix: str = stage.prefix if stage is not None else ""
-        let_slices_stand(self.model)
+        keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         for group in self.optimizer.param_groups if self.optimizer is not None else []:

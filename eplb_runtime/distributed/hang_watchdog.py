@@ -31,9 +31,9 @@ _MEND = (
 
 
 _PLACEMENT = 0xFC
-"""Bits of a `Meeting`'s word that tell by which placement tokens go."""
+"""Bits of a tag that name the placement of the layer."""
 _IN_GRAPH = 1 << 60
-"""The bit that tells that copies' gradients will leave as they do from graphs of torch.compile."""
+"""Bit of a tag: gradients of replicas will be sent as from graphs of torch.compile."""
 
 
 class Watch:
@@ -70,7 +70,7 @@ class Watch:
             self._thread.start()
 
     def at(self, place: str | int) -> None:
-        """The training thread has come here: a text, or the word of a forward (`Meeting`)."""
+        """The training thread has come here: a text, or the tag of a forward (`ForwardTag`)."""
         self._place = place
         if isinstance(place, int):
             layer, step = _layer_and_step(place)
@@ -166,10 +166,10 @@ class Watch:
         wait = self._longest()
         return f"the backward pass after {place}" if wait is not None and wait.in_backward else place
 
-    def _shown_forward(self, word: int) -> str:
+    def _shown_forward(self, tag: int) -> str:
         """With its number, where a layer has several in a step: a rank that gave one up is in another than the rest."""
-        _, number = self._forwards[_layer_and_step(word)[0]]
-        return _forward(word) + (f" (number {number} in this step)" if number > 1 else "")
+        _, number = self._forwards[_layer_and_step(tag)[0]]
+        return _forward(tag) + (f" (number {number} in this step)" if number > 1 else "")
 
     def _longest(self) -> _Wait | None:
         return min(self._waits.copy().values(), key=lambda wait: wait.since, default=None)
@@ -193,11 +193,11 @@ def _without_seconds(answer: str) -> str:
 
 
 class OutOfStepError(RuntimeError):
-    """Ranks have met in forwards that do not belong together."""
+    """Ranks exchanged counts in forwards that do not belong together."""
 
 
-class Meeting:
-    """What each rank is in the forward of, in one number that goes along with the counts of every batch.
+class ForwardTag:
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
 
     Args:
         ranks: of the EP group.
@@ -209,81 +209,81 @@ class Meeting:
         self._here = threading.local()
 
     @property
-    def word(self) -> int:
-        """Of the forward that this thread is in."""
-        word: int = getattr(self._here, "word", 0)
-        return word
+    def value(self) -> int:
+        """Return the tag of the forward that this thread is in."""
+        value: int = getattr(self._here, "value", 0)
+        return value
 
     @property
     def training(self) -> bool:
-        """Whether the forward that this thread is in trains the model."""
-        return bool(self.word >> 1 & 1)
+        """Return whether the forward that this thread is in trains the model."""
+        return bool(self.value >> 1 & 1)
 
     @property
     def place(self) -> tuple[int, int] | tuple[None, None]:
-        """Layer and epoch of the forward that this thread is in."""
+        """Return layer and epoch of the forward that this thread is in."""
         found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
         return found
 
     @property
-    def has_met(self) -> bool:
-        """Whether ranks have told each other in this thread's forward where they are, on the device (`told`)."""
-        return bool(getattr(self._here, "has_met", False))
+    def is_checked(self) -> bool:
+        """Return whether the ranks' tags of this thread's forward have been compared, on the device."""
+        return bool(getattr(self._here, "is_checked", False))
 
-    def told(self) -> None:
-        """They have."""
-        self._here.has_met = True
+    def mark_checked(self) -> None:
+        """Note that they have been (`is_checked`)."""
+        self._here.is_checked = True
 
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, in_graph: bool = False) -> None:
-        """A forward of a layer begins on this rank.
+        """Begin a forward of a layer on this rank.
 
         Args:
             in_graph: of torch.compile, and with gradients of copies, which all ranks must send at the same time.
         """
-        word = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self._here.word = word = word | _IN_GRAPH if in_graph else word
-        self._here.has_met = False
+        tag = (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
+        self._here.value = tag = tag | _IN_GRAPH if in_graph else tag
+        self._here.is_checked = False
         self._here.place = layer, epoch
-        self.watch.at(word)
+        self.watch.at(tag)
 
-    def routes(self, changes: int) -> None:
-        """This forward's tokens go by the layer's placement as it stands after so many changes."""
-        self._here.word = (self.word & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
+    def set_placement(self, changes: int) -> None:
+        """Note the placement that this forward uses, as the number of changes that led to it."""
+        self._here.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
-    def check(self, words: NDArray[np.int64], own: int | None = None) -> None:
-        """Raises on every rank of the group, if any is elsewhere.
+    def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
+        """Check that all ranks are in this forward; raises on every rank of the group.
 
         Args:
-            words: int64 ``[R]``, of each rank.
-            own: of this rank when they were told; None: now.
+            tags: int64 ``[R]``, of each rank.
+            own: this rank's tag when they were exchanged; None: its current one.
 
         Raises:
             OutOfStepError: they are not equal.
         """
-        own = self.word if own is None else own
-        if (words != own).any():
-            self._check_placements(words, own)
+        own = self.value if own is None else own
+        if (tags != own).any():
+            self._check_placements(tags, own)
             places: dict[int, list[int]] = {}
-            for rank, word in zip(self._ranks, words.tolist(), strict=True):
-                places.setdefault(word, []).append(rank)
+            for rank, tag in zip(self._ranks, tags.tolist(), strict=True):
+                places.setdefault(tag, []).append(rank)
             listed = "; ".join(
-                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(word)}" for word, ranks in sorted(places.items())
+                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(tag)}" for tag, ranks in sorted(places.items())
             )
             raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
 
-    def _check_placements(self, words: NDArray[np.int64], own: int) -> None:
+    def _check_placements(self, tags: NDArray[np.int64], own: int) -> None:
         """Raises if all are in the same forward, and do not agree on where its experts are."""
-        if ((words ^ own) & ~_PLACEMENT).any():
+        if ((tags ^ own) & ~_PLACEMENT).any():
             return
-        others = ", ".join(str(rank) for rank, word in zip(self._ranks, words, strict=True) if word != own)
+        others = ", ".join(str(rank) for rank, tag in zip(self._ranks, tags, strict=True) if tag != own)
         raise OutOfStepError(
             f"ranks have parted: rank {self.watch.rank} and rank {others} have different placements of MoE layer "
             f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
         )
 
 
-class BackwardMeeting:
-    """Compares, ahead of a layer's exchanges in a backward pass, which layer each rank has come to.
+class BackwardCheck:
+    """Check, before a layer's exchanges in a backward pass, that all ranks have reached this layer.
 
     The counts of a forward say where each rank is. A backward pass exchanges rows alone: ranks would take those of one
     layer for another's, and gloo ends the process where they differ in size.
@@ -296,20 +296,20 @@ class BackwardMeeting:
         self._ranks = dist.get_process_group_ranks(group)
         self._group = group
         self._watch = watch
-        self._mine, self._words_R = torch.zeros(1, dtype=torch.int64), torch.zeros(len(self._ranks), dtype=torch.int64)
-        self._own, self._of_ranks = self._mine.numpy(), self._words_R.numpy()
+        self._mine, self._tags_R = torch.zeros(1, dtype=torch.int64), torch.zeros(len(self._ranks), dtype=torch.int64)
+        self._own, self._of_ranks = self._mine.numpy(), self._tags_R.numpy()
 
     def __call__(self, layer: int, step: int) -> None:
-        """This rank's backward pass has come to a layer. Collective.
+        """Check that every rank's backward pass has reached this layer. Collective.
 
         Raises:
-            OutOfStepError: another rank's has come to another; on every rank of the group.
+            OutOfStepError: another rank has reached another layer; on every rank of the group.
         """
-        self._own[0] = word = (step << 16) | layer
+        self._own[0] = tag = (step << 16) | layer
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._watch.waiting():
-            gather(self._words_R, self._mine, group=self._group)
-        if (self._of_ranks == word).all():
+            gather(self._tags_R, self._mine, group=self._group)
+        if (self._of_ranks == tag).all():
             return
         places: dict[int, list[int]] = {}
         for rank, other in zip(self._ranks, self._of_ranks.tolist(), strict=True):
@@ -324,13 +324,13 @@ class BackwardMeeting:
         )
 
 
-def _forward(word: int) -> str:
-    kind = "training" if word >> 1 & 1 else "evaluation"
-    gradients = "" if word & 1 else " without gradients"
-    graph = " in a graph of torch.compile" if word & _IN_GRAPH else ""
-    layer, steps = _layer_and_step(word)
+def _forward(tag: int) -> str:
+    kind = "training" if tag >> 1 & 1 else "evaluation"
+    gradients = "" if tag & 1 else " without gradients"
+    graph = " in a graph of torch.compile" if tag & _IN_GRAPH else ""
+    layer, steps = _layer_and_step(tag)
     return f"the forward of MoE layer {layer} in {kind}{gradients}{graph} after {steps} steps"
 
 
-def _layer_and_step(word: int) -> tuple[int, int]:
-    return word >> 8 & 0xFFFF, (word & ~_IN_GRAPH) >> 24
+def _layer_and_step(tag: int) -> tuple[int, int]:
+    return tag >> 8 & 0xFFFF, (tag & ~_IN_GRAPH) >> 24

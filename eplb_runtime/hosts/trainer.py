@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..balancer.balancer import Balancer
 from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
-from ..checkpoint.catalogue import INDEX
-from ..checkpoint.meeting import JointAccess
+from ..checkpoint.joint_access import JointAccess
+from ..checkpoint.manifest import INDEX
 from ..checkpoint.restoring import restore_placement
 from ..checkpoint.state import CheckpointError, LogicalView
 from ..config import BalancerConfig

@@ -99,7 +99,7 @@ class LoadCounter:
         """Steps in the history so far."""
         return self._steps
 
-    def look(self) -> Tensor:
+    def peek(self) -> Tensor:
         """The buckets since the last ``take``, int64 ``[T, L, E]``, as a copy on the device; they stay."""
         return self._buckets[: self.buckets].clone()
 

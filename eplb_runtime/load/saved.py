@@ -33,7 +33,7 @@ def saved_load(
         state["history"] = encode(np.stack(history))
     if counter.open_steps:
         try:
-            state |= {"open": encode(summed(counter.look())), "open_steps": counter.open_steps}
+            state |= {"open": encode(summed(counter.peek())), "open_steps": counter.open_steps}
         except RuntimeError as error:
             logger.warning("the load since the last decision is not saved: %s", error)
     return state

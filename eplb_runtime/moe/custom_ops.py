@@ -61,7 +61,7 @@ class OutsideGraphs(Owner):
 
     def __call__(self, tensor: Tensor | None = None) -> None:
         if in_graphs() and torch.compiler.is_compiling():
-            torch.ops.eplb_runtime.tell(self.number, torch.is_grad_enabled(), tensor)
+            torch.ops.eplb_runtime.call_outside(self.number, torch.is_grad_enabled(), tensor)
         else:
             self.now(tensor)
 
@@ -81,7 +81,7 @@ class GraphLayer(Owner, ABC):
         """``[T, D]``, and what ``backward`` wants; learns: as of `experts`."""
 
     @abstractmethod
-    def backward(self, kept: Any, grad_TD: Tensor) -> Sequence[Tensor]:
+    def backward(self, saved: Any, grad_TD: Tensor) -> Sequence[Tensor]:
         """Gradients of what learns, whole and in one piece each."""
 
 
@@ -110,23 +110,23 @@ def experts(
 
 # -- what a forward leaves for its backward --------------------------------------------------------------------------
 
-_kept: dict[int, Any] = {}
-_tickets = count()
+_saved: dict[int, Any] = {}
+_handles = count()
 
 
-def _ticket(kept: Any) -> Tensor:
+def _handle(saved: Any) -> Tensor:
     """int64 ``[1]``, on the host. What it stands for is kept as long as its memory: a graph holds that from the forward
     to the end of its backward, and lets go of it when the pass will not come."""
-    number = next(_tickets)
+    number = next(_handles)
     memory = np.array([number], dtype=np.int64)
-    _kept[number] = kept
-    weakref.finalize(memory, _kept.pop, number, None).atexit = False
+    _saved[number] = saved
+    weakref.finalize(memory, _saved.pop, number, None).atexit = False
     return torch.from_numpy(memory)
 
 
-def _taken(ticket: Tensor) -> Any:
+def _saved_by(handle: Tensor) -> Any:
     try:
-        return _kept[int(ticket)]
+        return _saved[int(handle)]
     except KeyError:
         raise RuntimeError(
             "the backward pass of an MoE layer in a graph of torch.compile has lost what its forward kept: tensors "
@@ -151,7 +151,7 @@ def _as_outside(grad: bool) -> Iterator[None]:
         yield
 
 
-def _tell(number: int, grad: bool, tensor: Tensor | None) -> Tensor:
+def _call_outside(number: int, grad: bool, tensor: Tensor | None) -> Tensor:
     """Nothing, in a tensor: what Inductor has fused so far is not run ahead of an operator that is on no device."""
     with _as_outside(grad):
         _owner(number).now(None if tensor is None else tensor.clone())
@@ -170,14 +170,14 @@ def _experts(
     repeats: bool,
 ) -> tuple[Tensor, Tensor]:
     with _as_outside(grad), _autocast(hidden_TD, autocast):
-        combined_TD, kept = _owner(number).forward(hidden_TD, topk_ids_TK, topk_weights_TK, learns)
-    return combined_TD, _ticket(None if repeats else kept)
+        combined_TD, saved = _owner(number).forward(hidden_TD, topk_ids_TK, topk_weights_TK, learns)
+    return combined_TD, _handle(None if repeats else saved)
 
 
 def _experts_backward(
     number: int,
     grad_TD: Tensor,
-    ticket: Tensor,
+    handle: Tensor,
     hidden_TD: Tensor | None,
     topk_ids_TK: Tensor | None,
     topk_weights_TK: Tensor,
@@ -185,32 +185,32 @@ def _experts_backward(
     learns: Sequence[bool],
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    owner, kept = _owner(number), _taken(ticket)
+    owner, saved = _owner(number), _saved_by(handle)
     if hidden_TD is not None:
         with _as_outside(grad=True), _autocast(grad_TD, autocast):
-            _, kept = owner.forward(hidden_TD, topk_ids_TK, topk_weights_TK, learns)
+            _, saved = owner.forward(hidden_TD, topk_ids_TK, topk_weights_TK, learns)
     with _as_outside(grad=False):
-        return list(owner.backward(kept, grad_TD))
+        return list(owner.backward(saved, grad_TD))
 
 
 def _autocast(like: Tensor, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(like.device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def _fake_tell(number: int, grad: bool, tensor: Tensor | None) -> Tensor:
-    _keep_order_in_inductor()
+def _fake_call_outside(number: int, grad: bool, tensor: Tensor | None) -> Tensor:
+    _order_in_inductor()
     return torch.empty(0, device="cpu")
 
 
 def _fake_experts(number: int, hidden_TD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    _keep_order_in_inductor()
+    _order_in_inductor()
     return hidden_TD.new_empty(hidden_TD.shape), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _fake_experts_backward(
     number: int,
     grad_TD: Tensor,
-    ticket: Tensor,
+    handle: Tensor,
     hidden_TD: Tensor | None,
     topk_ids_TK: Tensor | None,
     topk_weights_TK: Tensor,
@@ -218,28 +218,28 @@ def _fake_experts_backward(
     learns: Sequence[bool],
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    _keep_order_in_inductor()
+    _order_in_inductor()
     of = zip((grad_TD, topk_weights_TK, *parameters), learns, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, need in of if need]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.number, hidden_TD, ids_TK, weights_TK, parameters, _, ctx.learns, ctx.autocast, ctx.repeats = inputs
     ctx.save_for_backward(output[1], weights_TK, *([hidden_TD, ids_TK] if ctx.repeats else []), *parameters)
 
 
 def _differentiate(ctx: Any, grad_TD: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    ticket, weights_TK, *rest = ctx.saved_tensors
+    handle, weights_TK, *rest = ctx.saved_tensors
     hidden_TD, ids_TK, *parameters = rest if ctx.repeats else (None, None, *rest)
     gradients = torch.ops.eplb_runtime.experts_backward(
-        ctx.number, grad_TD, ticket, hidden_TD, ids_TK, weights_TK, parameters, ctx.learns, ctx.autocast
+        ctx.number, grad_TD, handle, hidden_TD, ids_TK, weights_TK, parameters, ctx.learns, ctx.autocast
     )
     found = iter(gradients)
     hidden, weights, *of_parameters = (next(found) if need else None for need in ctx.learns)
     return None, hidden, None, weights, of_parameters, None, None, None, None
 
 
-def _experts_where_they_stand(
+def _experts_in_place(
     number: int,
     hidden_TD: Tensor,
     topk_ids_TK: Tensor,
@@ -272,16 +272,16 @@ def _experts_where_they_stand(
     return combined_TD
 
 
-def _keep_order_in_inductor() -> None:
+def _order_in_inductor() -> None:
     """Called before anything is lowered. Inductor of torch 2.13 notes under a buffer's name which call follows which,
     and looks it up under an operation's; noted under the right name, it keeps to it."""
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or torch.ops.eplb_runtime.tell.default in lowering.lowerings:
+    if lowering is None or torch.ops.eplb_runtime.call_outside.default in lowering.lowerings:
         return
     for operator in (torch.ops.eplb_runtime.experts_forward, torch.ops.eplb_runtime.experts_backward):
         lowering.register_lowering(operator.default, type_promotion_kind=None)(partial(_lowered, operator.default))
-    tell = torch.ops.eplb_runtime.tell.default  # the last one: its place tells that all are there
-    lowering.register_lowering(tell, type_promotion_kind=None)(partial(_lowered, tell))
+    call_outside = torch.ops.eplb_runtime.call_outside.default  # the last one: its place tells that all are there
+    lowering.register_lowering(call_outside, type_promotion_kind=None)(partial(_lowered, call_outside))
 
 
 def _lowered(operator: Any, *args: Any) -> Any:
@@ -310,20 +310,20 @@ def _define() -> bool:
 
     tags = [tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None]
     for name, real, fake in (
-        ("tell", _tell, _fake_tell),
+        ("call_outside", _call_outside, _fake_call_outside),
         ("experts_forward", _experts, _fake_experts),
         ("experts_backward", _experts_backward, _fake_experts_backward),
     ):
         operator = torch.library.custom_op(f"eplb_runtime::{name}", real, mutates_args=(), tags=tags)
         operator.register_fake(fake)
         if name == "experts_forward":
-            operator.register_autograd(_differentiate, setup_context=_keep)
+            operator.register_autograd(_differentiate, setup_context=_save_for_backward)
         register(f"eplb_runtime::{name}", EffectType.ORDERED)
     _LIBRARY.define(
         "experts(SymInt number, Tensor hidden, Tensor ids, Tensor weights, Tensor[] parameters, bool grad, "
         "bool[] learns, ScalarType? autocast) -> Tensor"
     )
-    _LIBRARY.impl("experts", _experts_where_they_stand, "CompositeImplicitAutograd")
+    _LIBRARY.impl("experts", _experts_in_place, "CompositeImplicitAutograd")
     register("eplb_runtime::experts", EffectType.ORDERED)
     return True
 

@@ -1,14 +1,16 @@
-"""Our Triton kernels in the place of plain torch on this rank's GPU, each once it has given the same there.
+"""Selection of Triton kernels for this rank's GPU.
 
-A kernel that fails to compile, or gives other bits than its reference, is one line in the log, and torch stays.
+A trial batch runs through a layer's counting, routing and moving of rows: by plain torch, then once with each kernel. A
+kernel that fails to compile or changes a bit is reported in one line of the log; torch stays in its place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,31 +24,26 @@ from .dispatch.memory import RowMemory
 from .dispatch.permute import Moves
 from .experts import aligned
 from .experts.compute import SlotCounts
-from .routing import sources
-from .routing.splitter import Counted, OnDevice, count_choices, deal_out
-from .routing.tables import SplitTables
+from .routing.splitter import BatchSplitter, Counted, OnDevice, SplitSettings, count_choices, deal_out
 
 logger = logging.getLogger("eplb_runtime")
 
-_CHOICES = (2048, 8)
-"""Tokens and choices of a batch that is tried."""
-
-Function = TypeVar("Function")
+_TOKENS, _TOP_K, _WIDTH = 80, 8, 1100
+"""Size of the trial batch: several blocks of choices, and more columns than one program moves."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is computed by a kernel, or by plain torch.
+    """Functions that a kernel or plain torch computes.
 
     Args:
         count: as `moe.routing.splitter.count_choices`.
         deal: as `moe.routing.splitter.deal_out`.
         hash_blocks: as `utils.checksums.block_hashes`.
-        moves: which row goes where, and the sums of a token's choices.
-        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: the counter and the table, one after the
-            other.
+        moves: order of rows, and sums of a token's choices.
+        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: the counter, then the table.
         regroup: as `moe.experts.aligned.regroup`.
-        split: where counts stay on the device; None: the host splits.
+        split: splits by counts on the device; None: the host splits.
     """
 
     count: Callable[[Tensor, int], Counted] = count_choices
@@ -59,7 +56,7 @@ class Kernels:
 
 
 def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
-    """Kernels for this device, tried out on it; plain torch where there is no GPU or no Triton.
+    """Select the kernels that pass a trial on this device; plain torch where there is no GPU or no Triton.
 
     Args:
         num_experts: E, logical experts of a layer.
@@ -76,210 +73,177 @@ def kernels_for(device: torch.device, num_experts: int, num_ranks: int, slots_pe
     return tried(device, num_experts, num_ranks, slots_per_rank)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel to try.
+
+    Args:
+        name: of what it computes, for the log.
+        fields: what it replaces in `Kernels`.
+        moves: what it replaces in `Moves`.
+    """
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    moves: dict[str, Any] = field(default_factory=dict)
+
+    def added_to(self, kernels: Kernels) -> Kernels:
+        """Return the kernels with this one among them."""
+        return replace(kernels, moves=replace(kernels.moves, **self.moves), **self.fields)
+
+
 def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> Kernels:
-    """Those of our kernels that give here what plain torch gives; Args as of `kernels_for`."""
+    """Try all kernels on a device; Args as of `kernels_for`."""
     from ..utils.checksums_triton import launch
     from .dispatch import kernels as moves
     from .experts import aligned_kernel
     from .routing import kernels as routing
     from .routing import sources_kernel
 
-    one_pass = if_equal(
-        "counting and looking up",
-        routing.count_and_look_up,
-        routing.torch_count_and_look_up,
-        _to_count(device, num_experts),
-        _counted,
-    )
-    ids = [(device, num_ranks, slots_per_rank, dedup) for dedup in (False, True)]
-    part = if_equal("rows that stay and that leave", moves.part, _gather_twice, [(device,)], _parted)
-    dealing = "dealing choices out to copies", routing.deal_by_kernels, deal_out, _choices(device, num_experts)
-    deal = if_equal(*dealing, _counted_and_dealt)
-    by_device = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
-    copies = slots_per_rank * num_ranks > num_experts
-    splits = _splits(device, num_experts, num_ranks, slots_per_rank)
-    split = if_equal("the split over copies", by_device, _BY_NUMBA, splits, _sent) if copies else _BY_NUMBA
-    return Kernels(
-        count_choices if deal is deal_out else routing.count_by_blocks,
-        deal,
-        if_equal("hashes of blocks", launch, block_hashes, _blocks(device)),
-        Moves(
-            if_equal("the order of choices by slot", moves.leaving, permute.leaving, ids, _left),
-            if_equal("the order of rows that arrive", moves.arriving, permute.arriving, ids, _arrived),
-            if_equal("sums of a token's choices", moves.sum_choices, permute.sum_choices, _to_sum(device)),
-            None if part is _gather_twice else part,
-        ),
-        None if one_pass is routing.torch_count_and_look_up else one_pass,
-        if_equal("rows filled up by slot", aligned_kernel.launch, aligned.regroup, _to_regroup(device)),
-        None if split is _BY_NUMBA else split,
-    )
+    candidates = [
+        Candidate("counting and looking up", {"count_and_look_up": routing.count_and_look_up}),
+        Candidate("hashes of blocks", {"hash_blocks": launch}),
+        Candidate("the order of choices by slot", moves={"leaving": moves.leaving}),
+        Candidate("the order of rows that arrive", moves={"arriving": moves.arriving}),
+        Candidate("rows that stay and that leave", moves={"part": moves.part}),
+        Candidate("rows filled up by slot", {"regroup": aligned_kernel.launch}),
+        Candidate("sums of a token's choices", moves={"sum_choices": moves.sum_choices}),
+    ]
+    if slots_per_rank * num_ranks > num_experts:
+        by_device = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
+        dealing = {"count": routing.count_by_blocks, "deal": routing.deal_by_kernels}
+        candidates.append(Candidate("dealing choices out to copies", dealing))
+        candidates.append(Candidate("the split over copies", {"split": by_device}))
+    return select(candidates, TrialBatch.of(device, num_experts, num_ranks, slots_per_rank))
 
 
-def if_equal(
-    name: str,
-    kernel: Function,
-    reference: Function,
-    examples: Iterable[tuple[Any, ...]],
-    seen: Callable[..., Any] = lambda function, *example: function(*example),
-) -> Function:
-    """The kernel, if it gives what the reference gives for each of the examples; otherwise the reference.
+def select(candidates: Iterable[Candidate], batch: TrialBatch) -> Kernels:
+    """Return plain torch, with each candidate that keeps every bit of the batch in its place."""
+    selected, expected = Kernels(), batch.run(Kernels())
+    for candidate in candidates:
+        try:
+            found = batch.run(candidate.added_to(Kernels()))
+            if not all(starmap(_equal, zip(found, expected, strict=True))):
+                raise ValueError("it gives something else")
+        except Exception as error:
+            logger.warning("kernel for %s: %s; plain torch is used", candidate.name, one_line(error))
+        else:
+            selected = candidate.added_to(selected)
+    return selected
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@dataclass(frozen=True, eq=False)
+class TrialBatch:
+    """A batch of the last rank, with as many replicas as there may be. The other ranks send to this one what it sends
+    to them, so rows arrive in the order in which they leave.
 
     Args:
-        seen: from a function and an example: what it gives, a tensor or several.
+        ids_TK: int64, choices, the first experts more often; on the device.
+        real_T: bool, False for padding; on the device.
+        counts_RE: int64, choices of each rank; this rank's row is not used.
+        placement: one layer.
     """
-    try:
-        for example in examples:
-            if not _equal(seen(kernel, *example), seen(reference, *example)):
-                raise ValueError("it gives something else")
-    except Exception as error:
-        said = one_line(error)
-        logger.warning("kernel for %s: %s; plain torch is used", name, said)
-        return reference
-    return kernel
 
+    ids_TK: Tensor
+    real_T: Tensor
+    counts_RE: Tensor
+    placement: Placement
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one is other is None or all(map(_equal, one, other))
+    @classmethod
+    def of(cls, device: torch.device, num_experts: int, num_ranks: int, slots_per_rank: int) -> TrialBatch:
+        """Make the batch for a device; Args as of `kernels_for`."""
+        homes, generator = num_experts // num_ranks, np.random.default_rng(0)
+        start = Placement.initial(1, num_experts, num_ranks, slots_per_rank - homes)
+        slots_RS = start.physical_to_logical.reshape(num_ranks, slots_per_rank).copy()
+        for rank in range(num_ranks):
+            # Few experts, so that some have several replicas.
+            others = np.setdiff1d(np.arange(min(num_experts, 4 * slots_per_rank)), slots_RS[rank, :homes])
+            replicas = generator.permutation(others)[: slots_per_rank - homes]
+            slots_RS[rank, homes : homes + len(replicas)] = replicas
+        ids_TK = (generator.random((_TOKENS, _TOP_K)) ** 2 * num_experts).astype(np.int64)
+        counts_RE = (generator.exponential(size=(num_ranks, num_experts)) ** 2 * 100).astype(np.int64)
+        real_T = generator.random(_TOKENS) > 0.2
+        return cls(
+            torch.from_numpy(ids_TK).to(device),
+            torch.from_numpy(real_T).to(device),
+            torch.from_numpy(counts_RE).to(device),
+            Placement(slots_RS.reshape(1, -1), num_experts, num_ranks, start.home),
+        )
 
+    def run(self, kernels: Kernels) -> list[Tensor]:
+        """Run the batch end to end; returns every result on the way."""
+        slots_TK, results = self._slots(kernels)
+        for dtype, dedup in ((torch.bfloat16, True), (torch.float32, False)):
+            results += self._rows(kernels, slots_TK, dtype, dedup)
+        return results
 
-def _choices(device: torch.device, experts: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Batches with quotas over 1, 2 and 5 copies, some of them empty."""
-    generator = torch.Generator().manual_seed(0)
-    for copies in (1, 2, 5):
-        ids_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * experts).long()
-        left_E = torch.bincount(ids_TK.flatten(), minlength=experts)
-        sent_EC = torch.zeros(experts, copies, dtype=torch.int64)
-        for copy in range(copies - 1):
-            sent_EC[:, copy] = left_E // (copy + 2)
-            left_E = left_E - sent_EC[:, copy]
-        sent_EC[:, -1] = left_E
-        slots_EC = torch.randperm(experts * copies, generator=generator).view(experts, copies)
-        yield ids_TK.to(device), sent_EC.to(device), slots_EC.to(device)
+    def _slots(self, kernels: Kernels) -> tuple[Tensor, list[Tensor]]:
+        """Count, and find the slot of each choice."""
+        from .routing.kernels import torch_count_and_look_up
 
+        placement, device = self.placement, self.ids_TK.device
+        assert placement.home is not None
+        home_E = torch.from_numpy(placement.home[0].astype(np.int64)).to(device)
+        look_up = kernels.count_and_look_up or torch_count_and_look_up
+        padded_E, counted_E = torch.ones(2, placement.num_experts, dtype=torch.int64, device=device)
+        slots_TK = look_up(self.ids_TK, home_E, counted_E, None)
+        padded_TK = look_up(self.ids_TK, home_E, padded_E, self.real_T)
+        results = [slots_TK, padded_TK, counted_E, padded_E]
+        if placement.num_slots == placement.num_experts:
+            return slots_TK, results
+        splitter = BatchSplitter(
+            placement,
+            device,
+            placement.num_ranks - 1,
+            SplitSettings(2 if placement.num_ranks % 2 == 0 else 1),
+            count=kernels.count,
+            deal=kernels.deal,
+            on_device=kernels.split,
+        )
+        counts_E, begins = splitter.counts(self.ids_TK)
+        counts_RE = torch.cat([self.counts_RE[:-1], counts_E.unsqueeze(0)])
+        if splitter.wants_counts:
+            slots_TK, _ = splitter.route(0, self.ids_TK, counts_RE.cpu().numpy(), begins)
+        else:
+            slots_TK = splitter.route_on_device(0, self.ids_TK, counts_RE, begins)
+        return slots_TK, [*results, counts_E, slots_TK]
 
-def _counted_and_dealt(
-    function: Callable[..., Tensor], ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor
-) -> tuple[Tensor, ...]:
-    """Counts, and slots: with what the counting has found, and without."""
-    from .routing.kernels import count_by_blocks
+    def _rows(self, kernels: Kernels, slots_TK: Tensor, dtype: torch.dtype, dedup: bool) -> list[Tensor]:
+        """Send rows out, fill each slot's up to a multiple of 16, send them back and sum each token's."""
+        moves, device = kernels.moves, slots_TK.device
+        ranks, slots = self.placement.num_ranks, self.placement.slots_per_rank
+        generator = torch.Generator().manual_seed(0)
+        hidden_TD = torch.randn(_TOKENS, _WIDTH, generator=generator).to(device, dtype)
+        weights_TK = torch.rand(_TOKENS, _TOP_K, generator=generator).to(device)
 
-    counts_E, begins = (count_choices if function is deal_out else count_by_blocks)(ids_TK, sent_EC.shape[0])
-    slots = (function(ids_TK, sent_EC, copy_slot_EC, known) for known in (begins, None))
-    return counts_E, *slots
+        leaving = moves.leaving(slots_TK, ranks - 1, ranks, slots, dedup=dedup, tag=5)
+        counts_RW = leaving.counts_2RW[0].cpu().numpy()
+        sent_R = counts_RW[:, slots] if dedup else counts_RW[:, :slots].sum(axis=1)
+        token_N = leaving.token_N[: sent_R.sum()]
+        arriving = moves.arriving(counts_RW, ranks - 1, slots, device, leaving.source_row_N1, leaving.counts_2RW[0])
+        order = [leaving.counts_2RW[0], leaving.choice_N, leaving.place_TK, token_N, *arriving]
 
-
-def _blocks(device: torch.device) -> Iterable[tuple[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    for blocks, skipped in ((0, 0), (3, 0), (1000, 0), (37, 1)):
-        data = torch.randint(256, (blocks * HASH_BLOCK_BYTES + skipped,), generator=generator, dtype=torch.uint8)
-        yield (data.to(device)[skipped:],)
-
-
-def _to_count(device: torch.device, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    generator = torch.Generator().manual_seed(0)
-    table_E = torch.randperm(experts, generator=generator)
-    for real_T in (None, torch.rand(_CHOICES[0], generator=generator) > 0.2):
-        ids_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * experts).long()
-        yield ids_TK.to(device), table_E.to(device), None if real_T is None else real_T.to(device)
-
-
-def _counted(
-    function: Callable[..., Tensor], ids_TK: Tensor, table_E: Tensor, real_T: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    counts_E = torch.ones_like(table_E)
-    return function(ids_TK, table_E, counts_E, real_T), counts_E
-
-
-def _left(
-    function: Callable[..., permute.Leaving], device: torch.device, ranks: int, slots: int, dedup: bool
-) -> tuple[Tensor | None, ...]:
-    """Of the last rank; what is of this batch."""
-    generator = torch.Generator().manual_seed(0)
-    slots_TK = (torch.rand(_CHOICES, generator=generator) ** 2 * ranks * slots).long().to(device)
-    counts_2RW, *orders, token_N, source_row_N1 = function(slots_TK, ranks - 1, ranks, slots, dedup=dedup, tag=5)
-    sent = int(counts_2RW[0, :, slots].sum()) if dedup else token_N.shape[0]
-    return counts_2RW[0], *orders, token_N[:sent], source_row_N1
-
-
-def _arrived(
-    function: Callable[..., permute.Arriving], device: torch.device, ranks: int, slots: int, dedup: bool
-) -> permute.Arriving:
-    counts_RW = np.random.default_rng(0).integers(0, 5000 // ranks, (ranks, slots + 1))
-    rows = int(counts_RW[:, :slots].sum())
-    source_row_M1 = torch.arange(rows, device=device).view(-1, 1) if dedup else None
-    return function(counts_RW, ranks - 1, slots, device, source_row_M1)
-
-
-def _to_sum(device: torch.device) -> Iterator[tuple[Tensor, Tensor, RowMemory, Tensor | None]]:
-    generator = torch.Generator().manual_seed(0)
-    place_TK = torch.randperm(512, generator=generator).view(64, 8).to(device)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        rows_ND = torch.randn(512, 1100, generator=generator).to(dtype).to(device)
-        for weight_dtype in (None, torch.float32, dtype):
-            weights_TK = None if weight_dtype is None else torch.rand(64, 8, generator=generator).to(weight_dtype)
-            yield rows_ND, place_TK, RowMemory(), None if weights_TK is None else weights_TK.to(device)
-
-
-def _splits(
-    device: torch.device, experts: int, ranks: int, slots: int
-) -> Iterator[tuple[SplitTables, torch.device, Tensor, int, bool]]:
-    """Batches of a layer with as many copies as there may be, of few experts and of many."""
-    homes, generator = experts // ranks, np.random.default_rng(0)
-    start = Placement.initial(1, experts, ranks, slots - homes)
-    for few in (False, True):
-        slots_RS = start.physical_to_logical.reshape(ranks, slots).copy()
-        for rank in range(ranks):
-            elsewhere = np.setdiff1d(np.arange(min(experts, 4 * slots) if few else experts), slots_RS[rank, :homes])
-            copied = generator.permutation(elsewhere)[: slots - homes]
-            slots_RS[rank, homes : homes + len(copied)] = copied
-        tables = SplitTables.of(Placement(slots_RS.reshape(1, -1), experts, ranks, start.home))
-        counts_RE = (generator.exponential(size=(ranks, experts)) ** 2 * 100).astype(np.int64)
-        for locality in (True, False):
-            yield tables, device, torch.from_numpy(counts_RE).to(device), ranks // 2, locality
-
-
-def _sent(
-    split: OnDevice, tables: SplitTables, device: torch.device, counts_RE: Tensor, rank: int, locality: bool
-) -> Tensor:
-    """To as many copies as there are."""
-    (layer,) = split.layers(tables, device)
-    ranks_per_node = 2 if tables.num_ranks % 2 == 0 else 1
-    sent_EC = split.sent_by_rank(counts_RE, layer, rank, ranks_per_node=ranks_per_node, locality=locality)
-    return sent_EC[:, : tables.copy_slot_LEC.shape[2]]
-
-
-def _sent_by_numba(counts_RE: Tensor, tables: SplitTables, rank: int, *, ranks_per_node: int, locality: bool) -> Tensor:
-    counts = counts_RE.cpu().numpy()
-    sent_EC, _ = sources.split_for_rank(counts, tables, 0, rank, ranks_per_node=ranks_per_node, locality=locality)
-    return torch.from_numpy(sent_EC).to(counts_RE.device)
-
-
-_BY_NUMBA = OnDevice(lambda tables, device: [tables], _sent_by_numba)
-
-
-def _to_regroup(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, int]]:
-    """To slots of a multiple of 16 rows, and back."""
-    counts_S = SlotCounts.of([300, 0, 17, 128, 1], device)
-    aligned_S, places = aligned.aligned(counts_S, 16, 446)
-    for dtype, width in ((torch.bfloat16, 1100), (torch.float32, 1)):
-        for rows, one, other in ((446, counts_S, aligned_S), (places, aligned_S, counts_S)):
-            source = torch.arange(rows * width, device=device).view(rows, width).to(dtype)
-            yield source, one.offsets_S, other.offsets_S, counts_S.offsets_S, 446 + places - rows
+        rows_ND = hidden_TD.new_empty(token_N.shape[0], _WIDTH)
+        staying, leaving_rows = rows_ND[: sent_R[-1]], rows_ND[sent_R[-1] :]
+        (moves.part or _gather_twice)(hidden_TD, token_N, staying, leaving_rows)
+        rows_MD = rows_ND.index_select(0, arriving.row_M)
+        packed_S = SlotCounts.of(counts_RW[:, :slots].sum(axis=0).tolist(), device)
+        aligned_S, places = aligned.aligned(packed_S, 16, rows_MD.shape[0])
+        packed, filled = packed_S.offsets_S, aligned_S.offsets_S
+        filled_PD = kernels.regroup(rows_MD, packed, filled, packed, places)
+        out_MD = kernels.regroup(filled_PD, filled, packed, packed, rows_MD.shape[0])
+        out_ND = out_MD.index_select(0, arriving.slot_place_M)
+        sums = [moves.sum_choices(out_ND, leaving.place_TK, RowMemory(), weights) for weights in (None, weights_TK)]
+        data = rows_MD.reshape(-1).view(torch.uint8)
+        hashed = data[: data.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES]
+        return [*order, rows_ND, filled_PD, out_MD, *sums, kernels.hash_blocks(hashed)]
 
 
 def _gather_twice(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
+    """Do in plain torch as `Moves.part`."""
     permute.gather(source, index_U[: staying.shape[0]], staying)
     permute.gather(source, index_U[staying.shape[0] :], leaving)
-
-
-def _parted(function: Callable[..., None], device: torch.device) -> list[Tensor]:
-    """Rows of one column, and of more than a program moves."""
-    found = []
-    for width in (1, 1100):
-        source = torch.arange(300 * width, device=device).view(300, width)
-        index_U = torch.arange(299, -1, -1, device=device)
-        found += [source.new_zeros(90, width), source.new_zeros(210, width)]
-        function(source, index_U, *found[-2:])
-    return found

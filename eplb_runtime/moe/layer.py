@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from ..distributed.hang_watchdog import Meeting
+from ..distributed.hang_watchdog import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .custom_ops import in_graphs
@@ -61,9 +61,9 @@ class LayerContext:
         splitter: splits tokens over replicas; None: there are no replica slots, ``table`` says where an expert is.
         dispatcher: exchanges tokens.
         exchange_counts: exchanges the counts that a split starts from.
-        meeting: where this rank is, as the other ranks are told.
+        forward_tag: the forward that this rank is in, for comparison with other ranks.
         channels: the ways of this rank's exchanges.
-        meet_in_backward: as `distributed.hang_watchdog.BackwardMeeting`.
+        check_backward: as `distributed.hang_watchdog.BackwardCheck`.
         count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: ``counter`` and ``table`` do it.
     """
 
@@ -72,9 +72,9 @@ class LayerContext:
     splitter: BatchSplitter | None
     dispatcher: Dispatcher
     exchange_counts: CountExchange
-    meeting: Meeting
+    forward_tag: ForwardTag
     channels: MicroBatchChannels
-    meet_in_backward: Callable[[int, int], None] = lambda layer, step: None
+    check_backward: Callable[[int, int], None] = lambda layer, step: None
     count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
@@ -114,7 +114,7 @@ class ExpertParallelLayer:
             lambda: context.channels.busy,
             lambda: int(context.table.changes_L[index]),
             context.channels.before_backward,
-            lambda: context.meet_in_backward(index, context.counter.closed_steps),
+            lambda: context.check_backward(index, context.counter.closed_steps),
         )
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
         self.counts_in_evaluation = True
@@ -146,7 +146,7 @@ class ExpertParallelLayer:
     ) -> Tensor:
         epoch, repeated, training = self._table.epoch, in_recompute(), self._module.training
         replicas = grad_inputs is not None and self._splitter is not None
-        self._context.meeting.enter(self.index, self._counter.closed_steps, training, epoch, replicas)
+        self._context.forward_tag.enter(self.index, self._counter.closed_steps, training, epoch, replicas)
         self._dispatcher.check(hidden_TD, topk_weights_TK)
         if repeated:  # nothing counts again, and metadata that is known is used again
             metadata, counted = self._in_flight.repeated(topk_ids_TK), _Counted()
@@ -168,14 +168,14 @@ class ExpertParallelLayer:
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
         combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
-            return self._in_flight.again(combined_TD)
-        return self._in_flight.until_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
+            return self._in_flight.track_recompute(combined_TD)
+        return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> _Counted:
         """A forward that repeats none: count its load."""
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
-        self._context.meeting.routes(int(self._table.changes_L[self.index]))
+        self._context.forward_tag.set_placement(int(self._table.changes_L[self.index]))
         counted = _Counted()
         with self._one_at_a_time:
             self.calls += torch.is_grad_enabled()
@@ -231,20 +231,20 @@ class HostDispatchedLayer:
     else; there are no copies.
 
     Args:
-        index, module, counter, table, meeting: as of `ExpertParallelLayer`.
+        index, module, counter, table, forward_tag: as of `ExpertParallelLayer`.
 
     Attributes:
         before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, meeting: Meeting
+        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, forward_tag: ForwardTag
     ) -> None:
         self.index = index
         self._module = module
         self._counter = counter
         self._table = table
-        self._meeting = meeting
+        self._forward_tag = forward_tag
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
@@ -267,7 +267,7 @@ class HostDispatchedLayer:
             real_T: bool, False for padding; None: every token counts.
         """
         epoch = self._table.epoch
-        self._meeting.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
+        self._forward_tag.enter(self.index, self._counter.closed_steps, self._module.training, epoch)
         if not in_recompute():
             self.before(self.index)
             self.calls += torch.is_grad_enabled()

@@ -23,7 +23,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor] | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _SavedForward:
     """Of one forward: its end, and what learns; the first ``own`` are no parameters."""
 
     end: GradientEdge
@@ -64,28 +64,30 @@ class LayerInGraph(GraphLayer):
         random = _random_state(hidden_TD.device)
         hidden_learns, weights_learn, *_ = learns
         hidden, weights = _leaf(hidden_TD, hidden_learns), _leaf(topk_weights_TK, weights_learn)
-        standing = [p.detach().requires_grad_(need) for p, need in zip(self._parameters, learns[2:], strict=True)]
+        inputs = [p.detach().requires_grad_(need) for p, need in zip(self._parameters, learns[2:], strict=True)]
         combined_TD = self._forward(
-            _Enter.apply(hidden, hidden_TD), topk_ids_TK, _Enter.apply(weights, topk_weights_TK), standing
+            _Enter.apply(hidden, hidden_TD), topk_ids_TK, _Enter.apply(weights, topk_weights_TK), inputs
         )
         self._draws = not torch.equal(random, _random_state(hidden_TD.device))
-        leaves = [leaf for leaf, need in zip((hidden, weights, *standing), learns, strict=True) if need]
-        return combined_TD.detach(), _Kept(get_gradient_edge(combined_TD), leaves, hidden_learns + weights_learn)
+        leaves = [leaf for leaf, need in zip((hidden, weights, *inputs), learns, strict=True) if need]
+        return combined_TD.detach(), _SavedForward(
+            get_gradient_edge(combined_TD), leaves, hidden_learns + weights_learn
+        )
 
-    def backward(self, kept: Any, grad_TD: Tensor) -> Sequence[Tensor]:
+    def backward(self, saved: Any, grad_TD: Tensor) -> Sequence[Tensor]:
         if not in_recompute():
             raise RuntimeError(
                 "compiled autograd (torch._dynamo.config.compiled_autograd) cannot run the backward pass of an "
                 "attached model: compile the forward alone"
             )
         with self._local.within_a_graph() as trains:
-            asked = kept.leaves if trains else kept.leaves[: kept.own]
+            asked = saved.leaves if trains else saved.leaves[: saved.own]
             again = torch._C._autograd._get_current_graph_task_keep_graph()
-            found = torch.autograd.grad([kept.end], asked, [grad_TD], again, allow_unused=True) if asked else ()
-        gradients = [*found, *(None for _ in kept.leaves[len(asked) :])]
+            found = torch.autograd.grad([saved.end], asked, [grad_TD], again, allow_unused=True) if asked else ()
+        gradients = [*found, *(None for _ in saved.leaves[len(asked) :])]
         return [
             torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if one is None else one.contiguous()
-            for leaf, one in zip(kept.leaves, gradients, strict=True)
+            for leaf, one in zip(saved.leaves, gradients, strict=True)
         ]
 
 

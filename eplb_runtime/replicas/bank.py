@@ -25,13 +25,13 @@ class ReplicaPool:
 
     Args:
         zeros: makes them.
-        parts: D, over how many ranks the homes of each are divided: each then has a slice of each copy.
+        num_shards: D, over how many ranks the homes of each are divided: each then has a slice of each copy.
     """
 
-    def __init__(self, replica_slots: int, zeros: Zeros, parts: int = 1) -> None:
+    def __init__(self, replica_slots: int, zeros: Zeros, num_shards: int = 1) -> None:
         self._replica_slots = replica_slots
         self._zeros = zeros
-        self.parts = parts
+        self.num_shards = num_shards
         self._made: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
     def rows(self, position: int, home: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,31 +46,30 @@ class ReplicaPool:
         return local(home).detach().new_zeros((self._replica_slots, *self._shape(home)), dtype=dtype)
 
     def _shape(self, home: Tensor) -> torch.Size:
-        return slice_of_row(local(home), self.parts).shape[1:]
+        return slice_of_row(local(home), self.num_shards).shape[1:]
 
 
-def slice_of_row(rows: Tensor, parts: int, part: int = 0) -> Tensor:
+def slice_of_row(rows: Tensor, num_shards: int, shard: int = 0) -> Tensor:
     """``[..., N, ...]`` -> ``[..., N/D, ...]``, of rows ``[k, N, ...]`` a part of each."""
-    if parts == 1:
+    if num_shards == 1:
         return rows
-    width = rows.shape[1] // parts
-    return rows[:, part * width : (part + 1) * width]
+    width = rows.shape[1] // num_shards
+    return rows[:, shard * width : (shard + 1) * width]
 
 
 class ReplicaBank:
     """The slots of one layer on one rank.
 
     Args:
-        homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then copies are slices, too.
-        replica_slots: k, rows for copies (zeros until they are refreshed).
-        zeros: makes memory that copies are in, if ``rows`` does not.
-        gradients: where copies collect gradients, shared by the banks of one `ReplicaSync`. None: they don't
-            (inference).
-        parts: D, over how many ranks the homes of each are divided (`distributed.ranks.Job.row_parts`): ``homes`` have
-            ``[H/D, ...]`` then, whole ones, and copies are slices.
-        rows: where replica rows are, shared with other layers. None: they lie behind the home rows in one piece, so
-            that a grouped GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory.
-            (Slices of homes stay where they are: FSDP has its own memory for whole ones.)
+        homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then replicas are slices, too.
+        replica_slots: k, rows for replicas (zeros until they are refreshed).
+        zeros: makes memory for replicas, unless ``rows`` has it.
+        gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
+        rows: replica rows shared with other layers. None: they follow the home rows in one tensor, so that a grouped
+            GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory. (Slices of homes
+            stay where they are: FSDP has its own memory for whole ones.)
+        num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_parts`):
+            ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
     """
 
     def __init__(
@@ -80,16 +79,16 @@ class ReplicaBank:
         zeros: Zeros,
         gradients: ReplicaPool | None,
         rows: ReplicaPool | None = None,
-        parts: int = 1,
+        num_shards: int = 1,
     ) -> None:
-        self.homes_per_rank = local(homes[0]).shape[0] * parts
+        self.homes_per_rank = local(homes[0]).shape[0] * num_shards
         self.replica_slots = replica_slots
         self.is_sliced = is_sliced(homes[0])
         self.parameters = [home if self.is_sliced else _in_one_piece(home) for home in homes]
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         elif self.is_sliced:
-            own = ReplicaPool(replica_slots, zeros, parts)
+            own = ReplicaPool(replica_slots, zeros, num_shards)
             self.replicas = [own.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         else:
             self.slots = [_with_rows(p.detach(), replica_slots, zeros) for p in homes]
@@ -259,7 +258,7 @@ class ReplicaMemory:
     shared: int
 
 
-def whole_copies_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
+def gathered_memory(homes: Sequence[Sequence[Tensor]], replica_slots: int) -> int:
     """Bytes of whole copies, in the weights' own dtype, where slices of them are kept.
 
     Args:

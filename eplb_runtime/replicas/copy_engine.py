@@ -117,7 +117,7 @@ class _Line:
     depth: int
     first_channel: int
     posted: int = 0
-    under_way: deque[_Exchange] = field(default_factory=deque)
+    in_flight: deque[_Exchange] = field(default_factory=deque)
     to_begin: deque[_Exchange] = field(default_factory=deque)
 
     def post(self, stage: _NearStage) -> _Exchange:
@@ -130,7 +130,7 @@ class _Line:
     def wait(self, exchange: _Exchange) -> None:
         """End all up to this one."""
         while not exchange.over:
-            first = self.under_way.popleft()
+            first = self.in_flight.popleft()
             for parent in first.stage.parents:
                 self.memory.wait(parent, self._channel(first, _DONE))
             assert first.arrived is not None
@@ -139,9 +139,9 @@ class _Line:
             self._begin()
 
     def _begin(self) -> None:
-        while self.to_begin and len(self.under_way) < self.depth:
+        while self.to_begin and len(self.in_flight) < self.depth:
             exchange = self.to_begin.popleft()
-            self.under_way.append(exchange)
+            self.in_flight.append(exchange)
             exchange.arrived = self.side.begin(lambda exchange=exchange: self._copy(exchange))  # type: ignore[misc]
 
     def _copy(self, exchange: _Exchange) -> None:
@@ -201,7 +201,7 @@ class _CopyChannel(RowChannel):
             if row.rank in self._near:
                 peer = row.rank - self._near.start
                 there = self._memory.of_peer(peer, row.at_copy)
-                children.setdefault(peer, []).append((there, row.here) if self._down else (row.here, there))
+                children.setdefault(peer, []).append((there, row.local) if self._down else (row.local, there))
         rows = sum(row.rank in self._near for row in (*sends, *receives))
         far = [[row for row in some if row.rank not in self._near] for some in (sends, receives)]
         return _Stage(_NearStage(tuple(parents), children, rows), self._line, self._elsewhere.stage(*far))

@@ -32,7 +32,7 @@ from ..distributed.transports.deepep_rows import (
     streams_of,
 )
 from ..distributed.transports.side_stream import SideStream
-from .row_transport import Copied, RowChannel, RowTransport, TransferStage, Waiting
+from .row_transport import ReplicatedExpert, RowChannel, RowTransport, TransferStage, Waiting
 
 CALL_ROWS = (64 << 20) // ROW_BYTES
 """A rank sends so many rows in one call."""
@@ -71,7 +71,7 @@ class Multicast(RowTransport):
     def channel(self, layer: int, down: bool) -> RowChannel:
         return self._gradients.channel(layer, down)
 
-    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> TransferStage:
+    def spread(self, experts: Sequence[ReplicatedExpert], nbytes: Sequence[int]) -> TransferStage:
         sources: list[dict[tuple[int, int], tuple[int, tuple[int, ...]]]] = [{} for _ in range(self.num_ranks)]
         here: dict[tuple[int, int], Tensor] = {}
         for expert in experts:
@@ -80,9 +80,9 @@ class Multicast(RowTransport):
                 for tensor, size in enumerate(nbytes):
                     content = expert.home, tensor + len(nbytes) * (first // MOST_RANKS)
                     sources[expert.source][content] = size, ranks
-                    if expert.here and (expert.source == self.rank or self.rank in ranks):
+                    if expert.local and (expert.source == self.rank or self.rank in ranks):
                         # Homes may lie in one piece with copies, and what is written here is no change of theirs.
-                        here[content] = expert.here[tensor].data.reshape(-1).view(torch.uint8)
+                        here[content] = expert.local[tensor].data.reshape(-1).view(torch.uint8)
         streams, rows = zip(*(streams_of(contents, ROW_BYTES) for contents in sources), strict=True)
         calls = [_call(self, streams, here, first) for first in range(0, max(rows), CALL_ROWS)]
         return _Dispatches(self, calls, len(here))
@@ -105,7 +105,7 @@ class _Call:
     expected_M: Tensor
 
     @torch.no_grad()
-    def carry(self, by: Multicast) -> None:
+    def run(self, by: Multicast) -> None:
         flat = torch.empty(len(self.to_NK) * ROW_BYTES, dtype=torch.uint8, device=by.device)
         for row, place in self.leaving:
             flat[place].copy_(row, non_blocking=True)
@@ -166,7 +166,7 @@ class _Dispatches(TransferStage):
         stream.after_current()
         with stream():
             for one in self.calls:
-                one.carry(self.by)
+                one.run(self.by)
         return [_Arrived(stream.end())]
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class _TaggedChannel(RowChannel):
             for row in rows:
                 tag = self._first_tag + count[row.rank]
                 count[row.rank] += 1
-                as_bytes = row.here.reshape(-1).view(torch.uint8)
+                as_bytes = row.local.reshape(-1).view(torch.uint8)
                 operations.append(dist.P2POp(kind, as_bytes, self._ranks[row.rank], self._group, tag=tag))
         return Messages(operations)
 

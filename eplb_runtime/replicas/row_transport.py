@@ -26,7 +26,7 @@ class Row:
     """
 
     rank: int
-    here: Tensor
+    local: Tensor
     at_copy: Tensor
 
 
@@ -59,7 +59,7 @@ class RowChannel(ABC):
 
 
 @dataclass(frozen=True)
-class Copied:
+class ReplicatedExpert:
     """An expert with copies, as all ranks know it.
 
     Args:
@@ -72,7 +72,7 @@ class Copied:
     home: int
     source: int
     ranks: tuple[int, ...]
-    here: Sequence[Tensor]
+    local: Sequence[Tensor]
 
 
 class RowTransport(ABC):
@@ -92,7 +92,7 @@ class RowTransport(ABC):
             RuntimeError: it cannot be opened.
         """
 
-    def spread(self, experts: Sequence[Copied], nbytes: Sequence[int]) -> TransferStage:
+    def spread(self, experts: Sequence[ReplicatedExpert], nbytes: Sequence[int]) -> TransferStage:
         """Weights of a layer from homes to all copies; all ranks post it.
 
         Args:

@@ -26,7 +26,7 @@ from ..moe.experts.slices import local, version
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
-from .links import NONE, Below, Linking, Links
+from .broadcast_plan import NONE, BroadcastPlan, BroadcastPlanner, TreeEdge
 from .row_transport import RowTransport, TransferStage, Waiting
 
 
@@ -43,7 +43,7 @@ class ReplicaSync:
 
     Args:
         banks: of the layers that are here, by layer.
-        carrier, rank, parts, ranks_per_node: as of `links.Linking`.
+        transport, rank, num_shards, ranks_per_node: as of `broadcast_plan.BroadcastPlanner`.
         gradient_divisor: what copies' gradients are divided by, as the homes' are
             (`distributed.ranks.Job.gradient_divisor`).
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
@@ -58,19 +58,19 @@ class ReplicaSync:
     def __init__(
         self,
         banks: Mapping[int, ReplicaBank],
-        carrier: RowTransport,
+        transport: RowTransport,
         rank: int,
         gradient_divisor: int,
         shared: bool,
         ranks_per_node: int,
-        parts: int,
+        num_shards: int,
     ) -> None:
         self._banks = banks
         self._divisor = gradient_divisor
         self.shared = shared
-        self._parts = parts
-        self._linking = Linking(carrier, rank, parts, ranks_per_node, self._arrival)
-        self._links = dict.fromkeys(banks, NONE)
+        self._num_shards = num_shards
+        self._planner = BroadcastPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
+        self._plans = dict.fromkeys(banks, NONE)
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
         self._followed: dict[int, np.ndarray] = {}
@@ -78,8 +78,8 @@ class ReplicaSync:
         self._to_hand_on: dict[int, list[TransferStage]] = {}
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
         self._fetched: int | None = None
-        self._sent: tuple[int, Links, Sequence[Waiting]] | None = None
-        self._held: dict[int, Links] = {}
+        self._sent: tuple[int, BroadcastPlan, Sequence[Waiting]] | None = None
+        self._held_gradients: dict[int, BroadcastPlan] = {}
         self._deferring = False
         self._handed_over = False
         self._around: _Around | None = None
@@ -96,14 +96,14 @@ class ReplicaSync:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Make ready, on any thread, to take over a placement that differs in these layers; what is returned does it,
         and needs no more memory. Before homes are written, copies on their way must have arrived (`wait`)."""
-        home_rows, here = placement.home_rows(self._parts), [layer for layer in layers if layer in self._banks]
+        home_rows, here = placement.home_rows(self._num_shards), [layer for layer in layers if layer in self._banks]
         replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
         flat = (len(here), placement.num_ranks * placement.replica_slots)
         home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(flat), axis=1)
         home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
         followed = dict(zip(here, home_NRK, strict=True))
-        links = {
-            layer: self._linking.link(layer, self._banks[layer], home_RK, home_rows)
+        plans = {
+            layer: self._planner.plan(layer, self._banks[layer], home_RK, home_rows)
             for layer, home_RK in followed.items()
             if layer not in self._followed or not np.array_equal(self._followed[layer], home_RK)
         }
@@ -111,7 +111,7 @@ class ReplicaSync:
         def take_over() -> None:
             self._fetched = None
             self._followed.update(followed)
-            self._links.update(links)
+            self._plans.update(plans)
 
         return take_over
 
@@ -136,7 +136,7 @@ class ReplicaSync:
 
     def has_copies(self, layer: int) -> bool:
         """Whether any rank holds a copy of an expert of this layer."""
-        return self._links[layer].anywhere
+        return self._plans[layer].anywhere
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class ReplicaSync:
         self.wait(layer)
         self._versions[layer] = self._versions_now(layer)
         with phase("refresh copies", "", layer):
-            stages = self._links[layer].weights
+            stages = self._plans[layer].weights
             self._pending[layer] = stages[0].post() if stages else []
             if len(stages) > 1:
                 self._to_hand_on[layer] = stages[1:]
@@ -220,7 +220,7 @@ class ReplicaSync:
         with self.adding():
             self._banks[layer].collect(gradients, hold, backward)
         if hold:
-            self._held[layer] = self._links[layer]
+            self._held_gradients[layer] = self._plans[layer]
         else:
             self._send(layer)
         if around is not None:
@@ -310,8 +310,8 @@ class ReplicaSync:
 
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
-        links = self._held.pop(layer, self._links[layer])
-        self._sent = layer, links, self._post(links.gradients[0].rows) if links.gradients else []
+        plan = self._held_gradients.pop(layer, self._plans[layer])
+        self._sent = layer, plan, self._post(plan.gradients[0].rows) if plan.gradients else []
 
     def _post(self, rows: TransferStage) -> Sequence[Waiting]:
         """Gradients' rows, in the order of all that backward passes launch."""
@@ -324,22 +324,22 @@ class ReplicaSync:
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        layer, links, works = sent
+        layer, plan, works = sent
         with phase("gradients of copies", "B", layer):
-            for number, stage in enumerate(links.gradients):
+            for number, stage in enumerate(plan.gradients):
                 for work in self._post(stage.rows) if number else works:
                     work.wait()
                 stage.add()
             with self.adding():
-                self._add_to_homes(links.lent, self._banks[layer].trained(), links.arrivals)
+                self._add_to_homes(plan.home_children, self._banks[layer].trained(), plan.arrivals)
 
     @torch.no_grad()
     def _add_to_homes(
-        self, lent: Sequence[Below], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
+        self, home_children: Sequence[TreeEdge], trained: Sequence[Tensor], arrivals: Sequence[Sequence[Tensor]]
     ) -> None:
         """Sum in float32, the home's own first, then what came from each copy that hangs on it, in the order of their
         slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
-        for home_row in sorted({copy.home_row for copy in lent}):
+        for home_row in sorted({copy.home_row for copy in home_children}):
             for index, parameter in enumerate(trained):
                 if parameter.grad is None:
                     if not parameter.requires_grad:
@@ -348,14 +348,14 @@ class ReplicaSync:
                 self.adds(parameter)
                 gradient = local(parameter.grad)
                 total = gradient[home_row].to(accumulation_dtype(parameter), copy=True)
-                for copy, rows in zip(lent, arrivals, strict=True):
+                for copy, rows in zip(home_children, arrivals, strict=True):
                     if copy.home_row == home_row:
-                        slice_of_row(total.unsqueeze(0), self._parts, copy.part)[0] += rows[index] / self._divisor
+                        slice_of_row(total.unsqueeze(0), self._num_shards, copy.shard)[0] += rows[index] / self._divisor
                 gradient[home_row] = total.to(gradient.dtype)
 
-    def _arrival(self, index: int, position: int, parameter: Tensor) -> Tensor:
+    def _arrival_memory(self, index: int, position: int, parameter: Tensor) -> Tensor:
         """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
-        shape = slice_of_row(local(parameter), self._parts).shape[1:]
+        shape = slice_of_row(local(parameter), self._num_shards).shape[1:]
         key = (index, position, shape, accumulation_dtype(parameter))
         if key not in self._arrivals:
             self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=local(parameter).device)

@@ -58,7 +58,7 @@ def tree_of(home_RK: NDArray[np.int64], slots_per_rank: int, ranks_per_node: int
     rank_N, replica_N, home_N, root_N, node_N = (
         array[order_N] for array in (rank_N, replica_N, home_N, root_N, node_N)
     )
-    above_N, depth_N = _hang(home_N, node_N)
+    above_N, depth_N = _parents(home_N, node_N)
     hung_N = above_N != EMPTY
     full = np.full((4, ranks, replicas), EMPTY, dtype=np.int64)
     full[:, rank_N, replica_N] = (
@@ -70,7 +70,7 @@ def tree_of(home_RK: NDArray[np.int64], slots_per_rank: int, ranks_per_node: int
     return Tree(*full)
 
 
-def _hang(home_N: NDArray[np.int64], node_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _parents(home_N: NDArray[np.int64], node_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """On which copy each hangs, `EMPTY`: on the home, and how far below; copies are sorted by home and node, and the
     home's node is 0."""
     copies_N = np.arange(home_N.size)
@@ -111,6 +111,6 @@ def _heights(above_N: NDArray[np.int64], depth_N: NDArray[np.int64]) -> NDArray[
     """How far the lowest copy below each is."""
     height_N = np.zeros_like(depth_N)
     for depth in range(int(depth_N.max(initial=0)), 0, -1):
-        below = np.flatnonzero((depth_N == depth) & (above_N != EMPTY))
-        np.maximum.at(height_N, above_N[below], height_N[below] + 1)
+        children = np.flatnonzero((depth_N == depth) & (above_N != EMPTY))
+        np.maximum.at(height_N, above_N[children], height_N[children] + 1)
     return height_N

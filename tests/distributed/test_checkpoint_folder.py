@@ -25,7 +25,7 @@ from torch import nn
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError
 from eplb_runtime.checkpoint import folder as own
-from eplb_runtime.checkpoint.catalogue import Catalogue
+from eplb_runtime.checkpoint.manifest import Manifest
 from eplb_runtime.checkpoint.tensor_file import TensorFile
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
@@ -63,7 +63,7 @@ def load_damaged(rank: int, folder: str, positions: list[tuple[str, int, int]], 
     train(model, optimizer, range(1), rank, dist.get_world_size())
     before = eplb.logical_state_dict(model, optimizer)
     if believe:
-        Catalogue.verify = lambda self, number, of: None
+        Manifest.verify = lambda self, number, of: None
     said = []
     for name, at, bit in positions:
         path = Path(folder) / name

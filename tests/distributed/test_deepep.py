@@ -34,6 +34,7 @@ from eplb_runtime.config import ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 
@@ -46,7 +47,7 @@ WIDE = 9000
 
 def over(group: dist.ProcessGroup, order: str, slots: int = SLOTS, in_float8: bool = False) -> DeepEPDispatcher:
     config = DispatchConfig("deepep", combine_order=order, dtype="float8" if in_float8 else "model")
-    return ORDERS[order](group, slots, config=config)
+    return ORDERS[order](DispatchContext.of(group, slots), config)
 
 
 def without_metadata(result: dict) -> dict:
@@ -82,7 +83,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
     found["waits"] = list(deepep_double.HOST_WAITS)
     for order in ORDERS:
         found[order, "late"] = a_rank_that_comes_late(place, pair, order, f"{order} {rank // 2}")
-    plain = AllToAll(whole, SLOTS)
+    plain = AllToAll(DispatchContext.of(whole, SLOTS))
     found["attached"] = attached(rank)
     found["all_to_all"] = without_metadata(there_and_back(plain, IN_BFLOAT16, rank))
     return found
@@ -175,7 +176,7 @@ def small_batches(rank: int, group: dist.ProcessGroup, placement: list[int], in_
     slow = over(group, "by_rank", 6, in_float8)
     dtype = "float8" if in_float8 else "model"
     config = DispatchConfig("deepep", combine_order="by_rank", dtype=dtype, low_latency_tokens=8)
-    dispatcher = DeepEPByRank(group, 6, config=config)
+    dispatcher = DeepEPByRank(DispatchContext.of(group, 6), config)
     generator = torch.Generator().manual_seed(rank)
     slot_of_expert = torch.tensor(placement)
     mine = slot_of_expert.argsort()[rank * 6 : (rank + 1) * 6]

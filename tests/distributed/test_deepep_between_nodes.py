@@ -26,6 +26,7 @@ from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.hosts.attaching import copies
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.planner.shuffle import plan_shuffle
@@ -50,7 +51,7 @@ def nodes_of_two() -> None:
 
 def over(order: str, in_float8: bool = False) -> DeepEPDispatcher:
     config = DispatchConfig("deepep", combine_order=order, dtype="float8" if in_float8 else "model")
-    return ORDERS[order](dist.group.WORLD, SLOTS, config=config)
+    return ORDERS[order](DispatchContext.of(dist.group.WORLD, SLOTS), config)
 
 
 def without_metadata(result: dict) -> dict:
@@ -68,7 +69,7 @@ def all_of_it(rank: int) -> dict[Any, Any]:
             found[order, name, "again"] = without_metadata(again)
             if order == "logical":
                 found[name, "all_to_all"] = without_metadata(
-                    there_and_back(AllToAll(dist.group.WORLD, SLOTS), batch, rank)
+                    there_and_back(AllToAll(DispatchContext.of(dist.group.WORLD, SLOTS)), batch, rank)
                 )
         found[order, "float8"] = rounded(rank, order)
     found["buffers"] = len(deepep_double._between_nodes)

@@ -28,6 +28,7 @@ from dispatchers import ByRank
 from ranks import run_ranks
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.count_exchange import CountExchange
 
 KINDS = {"all_to_all": AllToAll, "reduced on each rank": ByRank}
@@ -35,7 +36,7 @@ LOGICAL = [name for name, kind in KINDS.items() if kind.combine_order == "logica
 
 
 def run(rank: int, kind: str, batch: Batch) -> dict:
-    result = there_and_back(KINDS[kind](dist.group.WORLD, SLOTS), batch, rank)
+    result = there_and_back(KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS)), batch, rank)
     del result["metadata"]
     return result
 
@@ -69,7 +70,7 @@ def test_rows_arrive_ordered_by_slot_then_source_then_position(kind: str) -> Non
 
 
 def placed_on(rank: int, kind: str, placement: Sequence[int]) -> list[torch.Tensor]:
-    return placed(rank, KINDS[kind](dist.group.WORLD, 6), placement)
+    return placed(rank, KINDS[kind](DispatchContext.of(dist.group.WORLD, 6)), placement)
 
 
 @pytest.mark.parametrize("kind", LOGICAL)
@@ -94,7 +95,7 @@ SENT_ONCE = Batch((5, 3), slots=tuple(range(6)), top_k=6)
 
 
 def run_with_what_is_known(rank: int, kind: str, batch: Batch) -> list[dict]:
-    dispatcher = KINDS[kind](dist.group.WORLD, SLOTS)
+    dispatcher = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS))
     results = [there_and_back(dispatcher, batch, rank)]
     results.append(there_and_back(dispatcher, batch, rank, counts=row_counts(batch, rank)))
     results.append(there_and_back(dispatcher, batch, rank, metadata=results[0]["metadata"]))
@@ -114,7 +115,7 @@ def test_known_counts_and_metadata_from_before_change_nothing(kind: str, batch: 
 
 def collectives_of(rank: int, kind: str, batch: Batch) -> list[list[str]]:
     """Names of the collectives that a forward calls: by itself, with counts, with a metadata."""
-    dispatcher, called = KINDS[kind](dist.group.WORLD, SLOTS), []
+    dispatcher, called = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS)), []
 
     def recorded(name: str, call: Callable) -> Callable:
         def record(*args: object, **options: object) -> object:
@@ -151,7 +152,7 @@ def rows_that_leave(rank: int, batch: Batch) -> int:
         return call(out, rows, *args, **options)
 
     dist.all_to_all_single = record
-    there_and_back(KINDS["all_to_all"](dist.group.WORLD, SLOTS), replace(batch, need=()), rank)
+    there_and_back(KINDS["all_to_all"](DispatchContext.of(dist.group.WORLD, SLOTS)), replace(batch, need=()), rank)
     there, back = sizes
     assert back > there
     return there
@@ -162,7 +163,7 @@ def test_a_token_goes_once_to_each_rank_it_visits_where_that_saves_rows() -> Non
 
 
 def exchange(rank: int) -> list[list]:
-    counts = CountExchange(dist.group.WORLD)
+    counts = CountExchange(DispatchContext.of(dist.group.WORLD, SLOTS).channels)
     said = []
     for call in range(2):
         # What is kept from a call inside inference mode must be of use outside it.
@@ -186,7 +187,7 @@ def kept_bytes(rank: int, kind: str, learns: bool) -> dict[str, int]:
     hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
     slots = torch.randint(2 * SLOTS, (tokens, top_k), generator=generator)
     weights = torch.rand(tokens, top_k, generator=generator).requires_grad_(learns)
-    dispatcher = KINDS[kind](dist.group.WORLD, SLOTS)
+    dispatcher = KINDS[kind](DispatchContext.of(dist.group.WORLD, SLOTS))
     saved: list[int] = [0]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from eplb_runtime.hosts.attaching.attach import attach_stages
 from eplb_runtime.hosts.attaching.description import AttachError, HostModel, MoELayer, Spread, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.replicas.sliced import SlicedReplicas, WholeCopies
+from eplb_runtime.replicas.sharded import ReplicaGather, ShardedReplicas
 
 EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1
 
@@ -206,18 +206,18 @@ def replaced(owner: type, name: str, by: Any) -> Any:
 
 
 def sums_forgotten() -> contextlib.AbstractContextManager[None]:
-    return replaced(SlicedReplicas, "collect", lambda self, gradients, edges: None)
+    return replaced(ShardedReplicas, "collect", lambda self, gradients, edges: None)
 
 
 def other_ranks_forgotten() -> contextlib.AbstractContextManager[None]:
-    def of_this_rank(self: WholeCopies, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    def of_this_rank(self: ReplicaGather, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.chunk(self._ranks, dim=1)[self._group.rank()].to(dtype)
 
-    return replaced(WholeCopies, "slice_of_sum", of_this_rank)
+    return replaced(ReplicaGather, "slice_of_sum", of_this_rank)
 
 
 def other_replicas_forgotten() -> contextlib.AbstractContextManager[None]:
-    return replaced(WholeCopies, "slice_of_sum", WholeCopies._slice_of_sum)
+    return replaced(ReplicaGather, "slice_of_sum", ReplicaGather._slice_of_sum)
 
 
 RIGHT = {

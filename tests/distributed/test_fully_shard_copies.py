@@ -22,7 +22,7 @@ from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.description import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
-from eplb_runtime.replicas.sliced import SlicedReplicas, WholeCopies
+from eplb_runtime.replicas.sharded import ReplicaGather, ShardedReplicas
 
 EXPERTS, RANKS, STEPS, CLIP = 8, 4, 5, 0.5
 
@@ -215,14 +215,14 @@ def replaced(owner: type, name: str, by: Any) -> Iterator[None]:
 
 
 def sums_forgotten() -> contextlib.AbstractContextManager[None]:
-    return replaced(SlicedReplicas, "collect", lambda self, gradients, edges: None)
+    return replaced(ShardedReplicas, "collect", lambda self, gradients, edges: None)
 
 
 def other_edp_ranks_forgotten() -> contextlib.AbstractContextManager[None]:
-    def of_this_rank(self: WholeCopies, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    def of_this_rank(self: ReplicaGather, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         return gradient.chunk(self._ranks, dim=1)[self._group.rank()].to(dtype)
 
-    return replaced(WholeCopies, "slice_of_sum", of_this_rank)
+    return replaced(ReplicaGather, "slice_of_sum", of_this_rank)
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)

@@ -4,7 +4,6 @@ order. One job of four ranks, taken for two nodes of two."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 ORDERS = {"logical": Hierarchical, "by_rank": HierarchicalByRank}
@@ -49,22 +49,28 @@ def all_of_it(rank: int) -> dict[Any, Any]:
     whole = dist.group.WORLD
     found: dict[Any, Any] = {}
     for order, kind in ORDERS.items():
-        on_pair = kind(pair, SLOTS, ranks_per_node=1)
+        on_pair = kind(DispatchContext.of(pair, SLOTS), ranks_per_node=1)
         for name, batch in CASES.items():
-            there = (kind(whole, SLOTS, ranks_per_node=2), rank) if len(batch.tokens) == 4 else (on_pair, place)
+            there = (
+                (kind(DispatchContext.of(whole, SLOTS), ranks_per_node=2), rank)
+                if len(batch.tokens) == 4
+                else (on_pair, place)
+            )
             found[order, name] = without_metadata(there_and_back(there[0], batch, there[1]))
-        dispatcher = kind(whole, SLOTS, ranks_per_node=2)
+        dispatcher = kind(DispatchContext.of(whole, SLOTS), ranks_per_node=2)
         first = there_and_back(dispatcher, GROUP_LIMITED, rank)
         with_counts = there_and_back(dispatcher, GROUP_LIMITED, rank, counts=row_counts(GROUP_LIMITED, rank))
         again = there_and_back(dispatcher, GROUP_LIMITED, rank, metadata=first["metadata"])
         found[order, "known"] = [without_metadata(result) for result in (first, with_counts, again)]
-        found[order, "placed"] = [placed(place, kind(pair, 6, ranks_per_node=1), one) for one in PLACEMENTS]
+        found[order, "placed"] = [
+            placed(place, kind(DispatchContext.of(pair, 6), ranks_per_node=1), one) for one in PLACEMENTS
+        ]
         found[order, "asked for"] = collectives_of(dispatcher, rank)
-    plain = AllToAll(whole, SLOTS)
+    plain = AllToAll(DispatchContext.of(whole, SLOTS))
     for name, batch in COMPARED.items():
         found["all_to_all", name] = without_metadata(there_and_back(plain, batch, rank))
         for nodes, on_node in NODES.items():
-            over = Hierarchical(whole, SLOTS, ranks_per_node=on_node)
+            over = Hierarchical(DispatchContext.of(whole, SLOTS), on_node)
             found[nodes, name] = without_metadata(there_and_back(over, batch, rank))
     found["asked for"] = collectives_of(plain, rank)
     found["losses"] = {name: losses(rank, config) for name, config in CONFIGS.items()}
@@ -198,4 +204,4 @@ def test_an_attached_model_trains_to_the_same_bits_and_by_rank_to_rounding(ranks
 def test_ranks_that_nodes_do_not_divide_are_refused() -> None:
     group = type("Group", (), {"size": lambda _: 6, "rank": lambda _: 0})()
     with pytest.raises(ValueError, match="ranks_per_node=4 does not divide the 6 ranks"):
-        partial(choosing.Hierarchical, ranks_per_node=4)(group, SLOTS)
+        choosing.Hierarchical(DispatchContext.of(group, SLOTS), 4)

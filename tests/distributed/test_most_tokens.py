@@ -27,6 +27,7 @@ from eplb_runtime.config import ConfigError, DispatchConfig, config_from_setting
 from eplb_runtime.distributed.hang_watchdog import OutOfStepError
 from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.layer import ExpertParallelLayer
@@ -52,7 +53,7 @@ def over(group: dist.ProcessGroup, order: str, most_tokens: int, in_float8: bool
     deepep_package.imported = deepep_double.imported
     dtype = "float8" if in_float8 else "model"
     config = DispatchConfig("deepep", combine_order=order, dtype=dtype, most_tokens=most_tokens)
-    return ORDERS[order](group, SLOTS, config=config)
+    return ORDERS[order](DispatchContext.of(group, SLOTS), config)
 
 
 class _NotANumber(torch.autograd.Function):

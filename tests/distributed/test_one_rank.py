@@ -18,7 +18,7 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
-from eplb_runtime.moe.dispatch.base import Dispatcher
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.moe.routing.splitter import RowCounts
@@ -69,7 +69,7 @@ def equal(one: dict, other: dict) -> bool:
 
 def compared(rank: int) -> dict[str, list[bool]]:
     group = dist.group.WORLD
-    plain, alone = AllToAll(group, SLOTS), OneRank(group, SLOTS)
+    plain, alone = AllToAll(DispatchContext.of(group, SLOTS)), OneRank(DispatchContext.of(group, SLOTS))
     found = {}
     for name, batch in BATCHES.items():
         expected = there_and_back(plain, batch, 0)
@@ -109,7 +109,7 @@ def waits(rank: int) -> list[str]:
     found = []
     for kind in (OneRank, AllToAll):
         try:
-            forward_and_backward(kind(dist.group.WORLD, SLOTS))
+            forward_and_backward(kind(DispatchContext.of(dist.group.WORLD, SLOTS)))
             found.append("")
         except HostWaitsError as error:
             found.append(str(error))
@@ -124,7 +124,7 @@ def test_the_host_never_waits_and_did_so_in_the_exchange() -> None:
 
 def refused(rank: int) -> str:
     with pytest.raises(ValueError, match="one rank") as found:
-        OneRank(dist.group.WORLD, SLOTS)
+        OneRank(DispatchContext.of(dist.group.WORLD, SLOTS))
     return str(found.value)
 
 

@@ -24,7 +24,7 @@ from eplb_runtime.load.counter import in_recompute
 from eplb_runtime.moe.dispatch.recompute import RecomputeCache
 from eplb_runtime.replicas import tree
 from eplb_runtime.replicas.bank import ReplicaBank
-from eplb_runtime.replicas.links import GradientStage
+from eplb_runtime.replicas.broadcast_plan import GradientStage
 from eplb_runtime.replicas.sync import ReplicaSync
 
 EXPERTS = 16
@@ -108,7 +108,7 @@ def train(rank: int, job: Job) -> dict:
         imbalances.append(rank_imbalance(rows))
     replicas = balancer._rebalancer._runtime.maps.replicas
     result = {
-        "handed_on": sum(len(stage) for links in replicas._links.values() for stage in links.weights[1:])
+        "handed_on": sum(len(stage) for plan in replicas._plans.values() for stage in plan.weights[1:])
         if replicas
         else 0,
         "losses": losses,
@@ -467,7 +467,7 @@ def count_copies_in_the_norm() -> None:
     def counting(self, max_norm):
         norm = clip(self, max_norm)
         extra = (
-            sum(len(links.lent) for links in self._runtime.maps.replicas._links.values())
+            sum(len(plan.home_children) for plan in self._runtime.maps.replicas._plans.values())
             if self._runtime.maps.replicas
             else 0
         )

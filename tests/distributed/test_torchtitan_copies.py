@@ -70,14 +70,14 @@ def validated(config: Any) -> None:
 
 @contextlib.contextmanager
 def sums_forgotten() -> Any:
-    from eplb_runtime.replicas.sliced import SlicedReplicas
+    from eplb_runtime.replicas.sharded import ShardedReplicas
 
-    before = SlicedReplicas.collect
-    SlicedReplicas.collect = lambda self, gradients, edges: None
+    before = ShardedReplicas.collect
+    ShardedReplicas.collect = lambda self, gradients, edges: None
     try:
         yield
     finally:
-        SlicedReplicas.collect = before
+        ShardedReplicas.collect = before
 
 
 RIGHT = {

@@ -19,6 +19,7 @@ from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package, pack
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer, RecvCounts
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
@@ -40,7 +41,7 @@ def skip_without_deepep() -> None:
 
 def over(order: str, dtype: Literal["float8", "model"] = "model", **settings: int) -> DeepEPDispatcher:
     config = DispatchConfig("deepep", combine_order=order, dtype=dtype, **settings)
-    return ORDERS[order](dist.group.WORLD, SLOTS, config=config)
+    return ORDERS[order](DispatchContext.of(dist.group.WORLD, SLOTS), config)
 
 
 def step(
@@ -64,7 +65,7 @@ def step(
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()
     experts = torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(100 + rank)).to(device, dtype)
-    dispatcher = AllToAll(dist.group.WORLD, SLOTS)
+    dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, SLOTS))
     if order is not None:
         dispatcher = over(order, "float8" if in_float8 == "on the way" else "model")
 

@@ -20,7 +20,7 @@ from eplb_runtime.distributed.transports.base import Message, TransportError
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
-from eplb_runtime.moe.dispatch.base import Dispatcher
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.experts.compute import weigh_gradients
 from eplb_runtime.moe.routing.splitter import RowCounts
 
@@ -48,7 +48,7 @@ def dispatch_alone(rank: int, kind: type[Dispatcher]) -> None:
         inputs = [t.clone().requires_grad_() for t in (hidden, share, experts)]
         x, weight, matrices = inputs
         if dispatched:
-            dispatcher = kind(dist.group.WORLD, EXPERTS)
+            dispatcher = kind(DispatchContext.of(dist.group.WORLD, EXPERTS))
             arrived = dispatcher.dispatch(x, weight, dispatcher.plan(slots))
             slot = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
             out = torch.einsum("md,mde->me", arrived.rows_MD, matrices[slot])
@@ -69,7 +69,7 @@ def dispatch_with_known_counts(rank: int) -> None:
     weight = torch.rand(40, 3, generator=generator).to(DEVICE).requires_grad_()
     sent = np.bincount(slots.reshape(-1).numpy(), minlength=EXPERTS)
     counts, slots = RowCounts(sent, sent.reshape(1, EXPERTS)), slots.to(DEVICE)
-    dispatcher = AllToAll(dist.group.WORLD, EXPERTS)
+    dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, EXPERTS))
     dispatcher.plan(slots, counts)  # tables that stay are brought to the device once
     with no_host_sync():
         arrived = dispatcher.dispatch(hidden, weight, dispatcher.plan(slots, counts))

@@ -4,6 +4,7 @@ name is used once, and no function takes a long list of parameters."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -41,6 +42,19 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 MOST_PARAMETERS = 8
 COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 """In a decorator: numba, Triton and torch's operators, whose parameters are what a kernel reads."""
+NOT_USED = """
+    standing stand stands beside told meant carry once parts lane lanes meeting meet ledger turn turns telling lightest
+    box boxes kept lent look looks looking come comes
+"""
+"""Words that name nothing: each has a term of the field."""
+STILL_USED = """
+    LookError Standing TraceLane _box _carry _carry_out _clip_experts_once _come _count_and_look_up _end_turn
+    _first_look _lanes _lightest _load_to_come _look _meet _open_second_lane _optimizer_turn _parts _stand _standing
+    _take_turns answers_at_once at_once at_once_bytes come_together count_and_look_up lightest look looking meant meet
+    meet_all optimizer_turn parts_of row_parts second_lane stand standing stands_on sweep_once torch_count_and_look_up
+    turn wants_answers_at_once
+"""
+"""Classes and functions that have such a word all the same. The list only gets shorter."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
 
@@ -111,6 +125,14 @@ def test_a_class_name_is_used_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_names_use_no_word_that_has_a_better_term() -> None:
+    found = {name for _, path in modules() for name in unwanted(ast.parse(path.read_text()))}
+    assert found - set(STILL_USED.split()) == set(), "name it as the field does"
+    assert set(STILL_USED.split()) - found == set(), "gone, so take it off the list"
+    named = "class TraceLane: ...\ndef bookkeeping(): ...\ndef _look_up(): ...\nclass Boxes: ..."
+    assert list(unwanted(ast.parse(named))) == ["TraceLane", "_look_up", "Boxes"]
+
+
 def test_no_function_takes_a_long_list() -> None:
     """Keyword-only arguments of public calls apart: they are read by name."""
     seen = {
@@ -123,6 +145,16 @@ def test_no_function_takes_a_long_list() -> None:
     assert seen == {}
     long = ast.parse(f"def f({', '.join('abcdefghi')}, *, j): ...\n@jit\ndef g({', '.join('abcdefghi')}): ...")
     assert list(parameters(long)) == [("f", 9)]
+
+
+def unwanted(tree: ast.AST) -> Iterator[str]:
+    """Classes and functions with a word of `NOT_USED` in their names."""
+    not_used = set(NOT_USED.split())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", node.name)
+            if not not_used.isdisjoint(word.lower() for word in words):
+                yield node.name
 
 
 def parameters(tree: ast.AST) -> Iterator[tuple[str, int]]:

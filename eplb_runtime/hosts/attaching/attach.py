@@ -30,13 +30,14 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Runtime
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
-from ...distributed.hang_watchdog import BackwardMeeting, Meeting, Watch
+from ...distributed.hang_watchdog import BackwardCheck, ForwardTag, Watch
 from ...distributed.process_groups import ProcessGroups, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
-from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, maker, notes, wants_counts
+from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes, wants_counts
+from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.count_exchange import CountExchange
 from ...moe.experts.registry import ExpertTensors
@@ -51,7 +52,7 @@ from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
 from ...replicas.placement_maps import Maps
 from ...replicas.row_transport import RowTransport
-from ...replicas.sliced import WholeCopies
+from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
@@ -396,20 +397,19 @@ class _Attaching:
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
         """Put the expert-parallel way in the place of each layer's own."""
-        meeting = Meeting(self._job.ep_ranks, self.watch)
+        forward_tag = ForwardTag(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        self.dispatcher = maker(self.config, self.dispatch, self.topology, self.kernels.moves)(
-            self.groups.dispatch, self.placement.slots_per_rank, self.groups.counts, meeting, self.lanes
-        )
+        dispatching = DispatchContext(self.lanes, self.placement.slots_per_rank, forward_tag, self.kernels.moves)
+        self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
         for note in notes(self.config) if self._job.is_planner else ():
             logger.warning("%s", note)
-        exchange_counts = CountExchange(self.groups.counts, meeting, self.lanes)
+        exchange_counts = CountExchange(self.lanes, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         apart = (
             {}
             if self.groups.backward is None or self._job.ep_size == 1
-            else {"meet_in_backward": BackwardMeeting(self.groups.backward, self.watch)}
+            else {"check_backward": BackwardCheck(self.groups.backward, self.watch)}
         )
         context = LayerContext(
             counter,
@@ -417,17 +417,19 @@ class _Attaching:
             maps.splitter,
             self.dispatcher,
             exchange_counts,
-            meeting,
+            forward_tag,
             self.lanes,
             **apart,
             count_and_look_up=self.kernels.count_and_look_up,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
-        whole = WholeCopies(self.groups.parts, self.groups.twins)
+        whole = ReplicaGather(self.groups.parts, self.groups.twins)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(
-                    HostDispatchedLayer(index, layer.experts, counter=counter, table=maps.table, meeting=meeting)
+                    HostDispatchedLayer(
+                        index, layer.experts, counter=counter, table=maps.table, forward_tag=forward_tag
+                    )
                 )
                 layer.install(made[-1])
                 continue

@@ -14,10 +14,10 @@ from ...distributed.ranks import Job
 from ...moe.experts.aligned import Aligned, Regroup
 from ...moe.experts.compute import LocalExperts
 from ...moe.experts.slices import is_sliced, local
-from ...replicas.bank import ReplicaBank, replica_memory, slice_of_row, whole_copies_memory
-from ...replicas.kept import KeptReplicas
-from ...replicas.shared import SharedReplicas
-from ...replicas.sliced import SlicedReplicas, WholeCopies
+from ...replicas.bank import ReplicaBank, gathered_memory, replica_memory, slice_of_row
+from ...replicas.persistent import PersistentReplicas
+from ...replicas.pooled import PooledReplicas
+from ...replicas.sharded import ReplicaGather, ShardedReplicas
 from ...replicas.sync import ReplicaSync
 from .description import MoELayer
 
@@ -31,7 +31,7 @@ def local_experts(
     divisors: Divisors,
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
-    whole: WholeCopies,
+    whole: ReplicaGather,
     regroup: Regroup,
 ) -> LocalExperts:
     """The slots of one layer, as dispatch calls them.
@@ -57,8 +57,8 @@ def local_experts(
     assert bank is not None
     if bank.is_sliced:
         standing = layer.standing or partial(_standing, layer)
-        return SlicedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
-    return (SharedReplicas if replicas.shared else KeptReplicas)(compute, index, bank, replicas, divisor)
+        return ShardedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
+    return (PooledReplicas if replicas.shared else PersistentReplicas)(compute, index, bank, replicas, divisor)
 
 
 def _standing(layer: MoELayer) -> list[Tensor]:
@@ -71,7 +71,7 @@ def log_memory(config: BalancerConfig, homes: Sequence[Sequence[Tensor]], traini
     memory = replica_memory(here, config.replica_slots, training)
     sliced = [layer for layer in homes if is_sliced(layer[0])]
     if sliced:
-        whole = whole_copies_memory(sliced, config.replica_slots)
+        whole = gathered_memory(sliced, config.replica_slots)
         logger.info(
             "replica slots: %d per rank and layer, sliced as the experts are, %s; memory per rank: %.3g MiB kept, "
             "%.3g MiB shared between layers, besides %.3g MiB of gradients and at most %.3g MiB of one layer's whole "

@@ -19,11 +19,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.meeting import JointAccess
+from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import CheckpointError, Entry, LogicalView
 from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...distributed.ranks import Job
-from ...moe.experts.gathering import rows_at_once
+from ...moe.experts.gathering import rows_per_call
 from ...utils.files import write_file
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
@@ -168,7 +168,7 @@ def _plan(
 def _rows_of(view: LogicalView, entry: Entry, piece: Piece, destination: int | None = None) -> Iterator[_Rows]:
     """Every expert once; without a destination each goes to a rank that has it, the EP groups in turn."""
     ep_sets = _job(view).ep_sets
-    homes, step = entry.tensor.shape[0], rows_at_once(entry.tensor)
+    homes, step = entry.tensor.shape[0], rows_per_call(entry.tensor)
     for source in range(len(ep_sets[0])):
         for number, first in enumerate(range(0, homes, step)):
             own = ep_sets[(number + (entry.layer or 0)) % len(ep_sets)][source]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,49 +20,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import permute
-from .base import Dispatcher, DispatchMetadata
-from .channels import MicroBatchChannel, MicroBatchChannels
-from .memory import RowMemory
-from .metadata import AllToAllMetadata, AllToAllSplits, RowRouting, worth_deduplicating
+from .base import DispatchContext, Dispatcher
+from .metadata import AllToAllMetadata, AllToAllSplits, DispatchMetadata, RowRouting, worth_deduplicating
 
 
 class AllToAll(Dispatcher):
     """Dispatch and combine for one EP group.
 
-    Args:
-        group: the EP group, on the tokens' device; nobody else has tensors on their way there meanwhile.
-        slots_per_rank: S.
-        counts_group: the same ranks, for counts. A group of its own, ranks that are not in the same forward or backward
-            wait for each other there, where all messages are of one size; None: ``group``.
-        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
-        channels: where there may be a second way beside these groups.
-        moves: how rows are permuted and summed here.
+    Counts have a group of their own: there all messages have one size, so ranks that are not in the same forward or
+    backward wait for each other.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "logical"
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-    ) -> None:
-        super().__init__(meeting)
-        self._moves = moves
-        self._channels = channels or MicroBatchChannels(
-            MicroBatchChannel(group, counts_group if counts_group is not None else group)
-        )
-        self._rank = group.rank()
-        self._num_ranks = group.size()
-        self._slots_per_rank = slots_per_rank
-        self._memory = RowMemory()
 
     # -- the seam ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +142,9 @@ class AllToAll(Dispatcher):
         if self._num_ranks == 1:
             return None
         with self._channels.launching():
-            return dist.all_to_all_single(out, rows, received, sent, group=self._channels.here().tokens, async_op=True)
+            return dist.all_to_all_single(
+                out, rows, received, sent, group=self._channels.current().tokens, async_op=True
+            )
 
     def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
         """``sent`` is an argument so that it lives while it is read."""
@@ -182,7 +156,7 @@ class AllToAll(Dispatcher):
 
     def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
-        tag = self._meeting.word if with_counts and self._meeting is not None else None
+        tag = self._forward_tag.value if with_counts and self._forward_tag is not None else None
         return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
     def _metadata(
@@ -206,17 +180,17 @@ class AllToAll(Dispatcher):
         """The one host sync of a dispatch without known counts: torch.distributed takes sizes as host integers.
 
         Args:
-            counts_2RW: as of `permute.Leaving`, with a word for `Meeting`.
+            counts_2RW: as of `permute.Leaving`, with the tag (`ForwardTag`) last.
 
         Returns:
             int64 ``[2, R, W]``: sent to each rank, and received from it; and the latter on the device.
         """
         with self._watched():
             with self._channels.launching():
-                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.here().counts)
+                dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
             both: NDArray[np.int64] = counts_2RW.cpu().numpy()
-        if self._meeting is not None:
-            self._meeting.check(both[1, :, -1])
+        if self._forward_tag is not None:
+            self._forward_tag.check(both[1, :, -1])
         return both, counts_2RW[1]
 
 
@@ -226,14 +200,12 @@ class OneRank(AllToAll):
     Each choice is a row, so M = T * K. No host sync in a forward, a recompute or a backward pass, and no size that
     depends on a value: a CUDA graph can capture them.
 
-    Args: as of `AllToAll`.
-
     Raises:
         ValueError: there are more ranks.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
         if self._num_ranks > 1:
             raise ValueError(f"OneRank is for a group of one rank, and this one has {self._num_ranks}: take AllToAll")
 

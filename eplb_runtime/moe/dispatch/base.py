@@ -15,18 +15,44 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
+from ...distributed.hang_watchdog import ForwardTag
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
+from .channels import MicroBatchChannel, MicroBatchChannels
+from .memory import RowMemory
+from .metadata import DispatchMetadata
+from .permute import PLAIN, Moves
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchMetadata:
-    """Which row goes where; each kind of dispatcher has its own fields. It holds no value of the batch: hidden states
-    with the same choices on all ranks can be dispatched with it again (activation recompute)."""
+class DispatchContext:
+    """What dispatchers of an EP group are made from.
+
+    Args:
+        channels: of the EP group; nobody else has tokens in flight in these groups.
+        slots_per_rank: S.
+        forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
+        moves: how rows are permuted and summed.
+    """
+
+    channels: MicroBatchChannels
+    slots_per_rank: int
+    forward_tag: ForwardTag | None = None
+    moves: Moves = PLAIN
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> DispatchContext:
+        """Use one group for tokens and counts, and check no forward."""
+        return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the EP group, on the tokens' device."""
+        return self.channels.first.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +82,6 @@ class Dispatched:
 class Dispatcher(ABC):
     """Exchanges tokens within one EP group. Every method is collective over it.
 
-    Args:
-        meeting: checks that ranks are in the same forward, and measures how long they wait; None: no check.
-
     Attributes:
         combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
             bit. ``"by_rank"``: summed on each rank first, then over ranks.
@@ -66,8 +89,13 @@ class Dispatcher(ABC):
 
     combine_order: ClassVar[Literal["logical", "by_rank"]]
 
-    def __init__(self, meeting: Meeting | None = None) -> None:
-        self._meeting = meeting
+    def __init__(self, context: DispatchContext) -> None:
+        self._channels = context.channels
+        self._forward_tag = context.forward_tag
+        self._moves = context.moves
+        self._rank, self._num_ranks = context.group.rank(), context.group.size()
+        self._slots_per_rank = context.slots_per_rank
+        self._memory = RowMemory()
 
     def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:  # noqa: B027
         """Refuse hidden states that cannot be sent, by shapes and dtypes alone, before ranks exchange anything.
@@ -158,11 +186,11 @@ class Dispatcher(ABC):
 
     def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
         """Of the forward that this thread is in; names profiler spans."""
-        return (None, None) if self._meeting is None else self._meeting.place
+        return (None, None) if self._forward_tag is None else self._forward_tag.place
 
     def _watched(self) -> AbstractContextManager[object]:
         """A context in which waiting for other ranks counts as such."""
-        return nullcontext() if self._meeting is None else self._meeting.watch.waiting()
+        return nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
 
 
 class _Dispatch(torch.autograd.Function):

@@ -77,7 +77,7 @@ class MicroBatchChannels:
         self._first = first
         self._second: MicroBatchChannel | None = None
         self._worker = Worker("eplb_runtime second channel")
-        self._beside: int | None = None
+        self._second_thread: int | None = None
         self.busy = False
         self._forwards_only = False
         self.ahead: Callable[[], None] = lambda: None
@@ -88,6 +88,11 @@ class MicroBatchChannels:
         self._seconds = seconds
         self._order: CollectiveOrder | None = None
         self._shared: dict[str, StreamGuard] = {}
+
+    @property
+    def first(self) -> MicroBatchChannel:
+        """Return the channel that is there from the start."""
+        return self._first
 
     @property
     def is_open(self) -> bool:
@@ -103,12 +108,12 @@ class MicroBatchChannels:
         """From here on, there are two. On every rank of the group, between forwards and backward passes."""
         self._second = second
 
-    def here(self) -> MicroBatchChannel:
+    def current(self) -> MicroBatchChannel:
         """What this thread takes now. A device's backward passes run on threads of torch's, and go the second way
         there."""
         if self._second is None:
             return self._first
-        return self._second if in_backward() or get_ident() == self._beside else self._first
+        return self._second if in_backward() or get_ident() == self._second_thread else self._first
 
     def is_first(self, channel: MicroBatchChannel) -> bool:
         """Return whether it is the way that there was at the start."""
@@ -118,10 +123,10 @@ class MicroBatchChannels:
         """Inside, an exchange is launched: where two things run at once, when it is this one's turn on every rank. Not
         within another."""
         order = self._order
-        return contextlib.nullcontext() if order is None else order.turn(self._way())
+        return contextlib.nullcontext() if order is None else order.launching(self._number())
 
     @property
-    def takes_turns(self) -> bool:
+    def is_ordered(self) -> bool:
         """Return whether two things run at once now, and launch in one order."""
         return self._order is not None
 
@@ -129,12 +134,12 @@ class MicroBatchChannels:
         """Within `launching`: what this one queues next comes after all that the other computes before its next
         exchange. The host waits until that is queued, and the device until it is done."""
         if (order := self._order) is not None:
-            order.until_the_other_asks(self._way())
+            order.until_the_other_asks(self._number())
             if self._streams is not None:
                 self._streams.after_the_other()
 
-    def _way(self) -> int:
-        return 0 if self.is_first(self.here()) else 1
+    def _number(self) -> int:
+        return 0 if self.is_first(self.current()) else 1
 
     def before_backward(self) -> None:
         """A backward pass has come to a layer.
@@ -155,7 +160,7 @@ class MicroBatchChannels:
         return contextlib.nullcontext() if shared is None else shared()
 
     def both(
-        self, here: Callable[[], T], beside: Callable[[], U], turned: bool = False, forwards_only: bool = False
+        self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
         """Run two things at once, of which one at most has a backward pass; on every rank of the group alike.
 
@@ -180,12 +185,12 @@ class MicroBatchChannels:
             order = self._order = CollectiveOrder(self._seconds) if self._in_order else None
             if self._streams is not None:
                 self._shared = {what: self._streams.one_after_another() for what in get_args(Shared)}
-                here, beside, join = self._streams.apart(here, beside, turned)
-            here, beside = _ends(here, order, 0), _ends(beside, order, 1)
-            running = self._worker.submit(self._in_the_modes_of_this_thread(beside))
-            # Where `here` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
+                current, second, join = self._streams.fork(current, second, swapped)
+            current, second = _ends(current, order, 0), _ends(second, order, 1)
+            running = self._worker.submit(self._in_the_modes_of_this_thread(second))
+            # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             try:
-                first = here()
+                first = current()
             except BackwardInsideError:
                 wait([running])  # on every rank alike: its forwards end, and a backward pass of it is refused, too
                 raise
@@ -199,10 +204,10 @@ class MicroBatchChannels:
         """A context in which either of two things uses what the stream that is current now writes meanwhile."""
         return contextlib.nullcontext if self._streams is None else self._streams.in_order_with_this_one()
 
-    def alone(self, work: Callable[[], T], turned: bool = False) -> T:
+    def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
         """Run one thing on the stream that it would have as the first of `both`, so that its backward pass can be one
         of two things at once."""
-        return work() if self._streams is None else self._streams.alone(work, turned)
+        return work() if self._streams is None else self._streams.alone(work, swapped)
 
     def _in_the_modes_of_this_thread(self, work: Callable[[], U]) -> Callable[[], U]:
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -212,7 +217,7 @@ class MicroBatchChannels:
         ]
 
         def inside() -> U:
-            self._beside = get_ident()
+            self._second_thread = get_ident()
             with contextlib.ExitStack() as modes:
                 modes.enter_context(torch.inference_mode(inference))
                 modes.enter_context(torch.set_grad_enabled(gradients))

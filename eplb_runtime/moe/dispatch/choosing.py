@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,9 @@ from ...distributed.transports import deepep_package
 from ...distributed.transports.meeting import tell_all
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
-from .base import Dispatcher
+from .base import DispatchContext, Dispatcher
 from .deepep import DeepEPByRank, DeepEPDispatcher
 from .hierarchical import Hierarchical, HierarchicalByRank
-from .permute import PLAIN, Moves
 
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
@@ -114,18 +112,17 @@ def notes(config: BalancerConfig) -> tuple[str, ...]:
     return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
 
 
-def maker(
-    config: BalancerConfig, choice: DispatchChoice, topology: Topology, moves: Moves = PLAIN
-) -> Callable[..., Dispatcher]:
-    """What makes the dispatcher: from the EP group, the slots a rank has, its group for counts, what makes sure that
-    ranks are in the same forward, and the ways of their exchanges."""
+def make_dispatcher(
+    config: BalancerConfig, choice: DispatchChoice, topology: Topology, context: DispatchContext
+) -> Dispatcher:
+    """Make the dispatcher of an EP group."""
     if choice.name == "all_to_all":
-        return partial(AllToAll if topology.num_ranks > 1 else OneRank, moves=moves)
+        return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
     by_rank = config.dispatch.combine_order == "by_rank"
     if choice.name == "hierarchical":
         across_nodes = HierarchicalByRank if by_rank else Hierarchical
-        return partial(across_nodes, ranks_per_node=topology.ranks_per_node, moves=moves)
-    return partial(DeepEPByRank if by_rank else DeepEPDispatcher, config=config.dispatch, moves=moves)
+        return across_nodes(context, topology.ranks_per_node)
+    return (DeepEPByRank if by_rank else DeepEPDispatcher)(context, config.dispatch)
 
 
 def wants_counts(config: BalancerConfig) -> bool:
@@ -134,7 +131,7 @@ def wants_counts(config: BalancerConfig) -> bool:
     return not config.dispatch.most_tokens or config.speed_R is not None
 
 
-def refuses_two_at_once(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
+def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
     """Why two batches at once would be wrong on streams of their own, in a line; empty: they go, as on any CPU.
 
     Args:

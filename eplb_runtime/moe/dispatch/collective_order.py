@@ -1,4 +1,4 @@
-"""Which of two ways launches its next exchange, so that all ranks launch in one order.
+"""One order of the collectives of two channels, the same on all ranks.
 
 A kernel that waits for its peers keeps what it has on the GPU until they come. With two threads a rank, one rank may
 launch A and then B, and another B and then A; where anything on a GPU or in its driver takes them in the order of their
@@ -17,8 +17,8 @@ _NAMES = "the first", "the second"
 
 
 class CollectiveOrder:
-    """Two sequences in one: the first of each, then the second of each, until one has ended. What is launched follows
-    from how long both are, and not from how fast.
+    """Interleaves two sequences of launches: the first of each, then the second of each, until one has ended. The order
+    depends on the lengths of the sequences, not on their speed.
 
     Args:
         seconds: how long one waits for the other at most.
@@ -33,7 +33,7 @@ class CollectiveOrder:
         self._ended = [False, False]
 
     @contextlib.contextmanager
-    def turn(self, way: int) -> Iterator[None]:
+    def launching(self, channel: int) -> Iterator[None]:
         """Inside, the way's next exchange is launched; waits for the other way's launches that come first.
 
         Args:
@@ -46,12 +46,12 @@ class CollectiveOrder:
         with self._changed:
             if thread in self._launching:
                 raise RuntimeError("an exchange began within the launch of another: ranks would count one as two")
-            self._asks[way] = True
+            self._asks[channel] = True
             self._changed.notify_all()
             try:
-                self._wait(way, lambda: self._comes_next(way))
+                self._wait(channel, lambda: self._is_next(channel))
             except BaseException:
-                self._asks[way] = False
+                self._asks[channel] = False
                 raise
             self._launching.add(thread)
         try:
@@ -59,32 +59,33 @@ class CollectiveOrder:
         finally:
             with self._changed:
                 self._launching.remove(thread)
-                self._asks[way] = False
-                self._launched[way] += 1
+                self._asks[channel] = False
+                self._launched[channel] += 1
                 self._changed.notify_all()
 
-    def until_the_other_asks(self, way: int) -> None:
+    def until_the_other_asks(self, channel: int) -> None:
         """Within a turn: wait until the other way has queued all that it computes before its next exchange.
 
         Raises:
             RuntimeError: it did not ask in time.
         """
         with self._changed:
-            self._wait(way, lambda: self._asks[1 - way] or self._ended[1 - way])
+            self._wait(channel, lambda: self._asks[1 - channel] or self._ended[1 - channel])
 
-    def end(self, way: int) -> None:
+    def end(self, channel: int) -> None:
         """It launches nothing any more, having done its work or failed."""
         with self._changed:
-            self._ended[way] = True
+            self._ended[channel] = True
             self._changed.notify_all()
 
-    def _wait(self, way: int, comes: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(comes, self._seconds):
+    def _wait(self, channel: int, ready: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(ready, self._seconds):
+            awaited = self._launched[1 - channel] + 1
             raise RuntimeError(
-                f"of two batches at once, {_NAMES[1 - way]} did not reach its exchange {self._launched[1 - way] + 1} "
-                f"within {self._seconds:g} s; exchange {self._launched[way] + 1} of {_NAMES[way]} waited for it"
+                f"of two batches at once, {_NAMES[1 - channel]} did not reach its exchange {awaited} "
+                f"within {self._seconds:g} s; exchange {self._launched[channel] + 1} of {_NAMES[channel]} waited for it"
             )
 
-    def _comes_next(self, way: int) -> bool:
-        other = 1 - way
-        return self._ended[other] or self._launched[other] >= self._launched[way] + way
+    def _is_next(self, channel: int) -> bool:
+        other = 1 - channel
+        return self._ended[other] or self._launched[other] >= self._launched[channel] + channel

@@ -12,37 +12,34 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
-from .channels import MicroBatchChannel, MicroBatchChannels
+from ...distributed.hang_watchdog import ForwardTag
+from .channels import MicroBatchChannels
 from .recompute import AsyncMismatchFlag
 
 
 class CountExchange:
-    """Every rank's counts of a batch: what the split of tokens over copies starts from.
+    """Every rank's counts of a batch: the input of the split of tokens over replicas.
 
-    Apart from the dispatcher, which may have other ways to find out sizes. One collective a call, and one host sync
-    where they are wanted on the host.
+    Independent of the dispatcher, which may find out sizes otherwise. One collective per call, and one host
+    sync for counts on the host.
 
     Args:
-        group: the EP group, on the counts' device.
-        meeting: makes sure that ranks are in the same forward; None: they are.
-        channels: where there may be a second way beside this group.
+        channels: of the EP group.
+        forward_tag: checks that ranks are in the same forward; None: no check.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, meeting: Meeting | None = None, channels: MicroBatchChannels | None = None
-    ) -> None:
-        self._channels = channels or MicroBatchChannels(MicroBatchChannel(group, group))
-        self._meeting = meeting
+    def __init__(self, channels: MicroBatchChannels, forward_tag: ForwardTag | None = None) -> None:
+        self._channels = channels
+        self._forward_tag = forward_tag
         self._memory = _ThreadBuffers()
 
     def __call__(self, counts_E: Tensor) -> NDArray[np.int64]:
         """int64 ``[R, E]`` from each rank's int64 ``[E]``; valid until this thread's next call. Collective."""
-        if self._meeting is None:
+        if self._forward_tag is None:
             return self._gather(counts_E)
-        with self._meeting.watch.waiting():
-            both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)]))
-        self._meeting.check(both[:, -1])
+        with self._forward_tag.watch.waiting():
+            both = self._gather(torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)]))
+        self._forward_tag.check(both[:, -1])
         memory = self._memory
         if memory.counts_RE.shape != (both.shape[0], both.shape[1] - 1):
             memory.counts_RE = np.empty((both.shape[0], both.shape[1] - 1), dtype=np.int64)
@@ -53,31 +50,31 @@ class CountExchange:
         """int64 ``[R, E]`` on the device from each rank's int64 ``[E]``; the host does not wait. Collective.
 
         Raises:
-            OutOfStepError: ranks were in other forwards in an earlier call. (On a CPU in this one.)
+            OutOfStepError: ranks were in different forwards in an earlier call. (On a CPU: in this one.)
         """
-        group = self._channels.here().counts
-        apart = self._memory.apart
-        if apart is not None and self._meeting is not None:
-            apart.raise_if_found(self._meeting)
+        group = self._channels.current().counts
+        mismatch = self._memory.mismatch
+        if mismatch is not None and self._forward_tag is not None:
+            mismatch.raise_if_found(self._forward_tag)
         mine = counts_E
-        if self._meeting is not None:
-            mine = torch.cat([counts_E, counts_E.new_full((1,), self._meeting.word)])
+        if self._forward_tag is not None:
+            mine = torch.cat([counts_E, counts_E.new_full((1,), self._forward_tag.value)])
         all_ = mine.new_empty(group.size(), mine.shape[0])
-        waiting = nullcontext() if self._meeting is None else self._meeting.watch.waiting()
+        waiting = nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
         with waiting, self._channels.launching():
             _all_gather_into(all_.view(-1), mine, group=group)
-        if self._meeting is None:
+        if self._forward_tag is None:
             return all_
-        if apart is None:
-            apart = self._memory.apart = _TagMismatch(group.size(), group.rank(), mine.device)
-        apart.note(all_[:, -1])
+        if mismatch is None:
+            mismatch = self._memory.mismatch = _TagMismatch(group.size(), group.rank(), mine.device)
+        mismatch.note(all_[:, -1])
         if mine.device.type == "cpu":
-            apart.raise_if_found(self._meeting)
-        self._meeting.told()
+            mismatch.raise_if_found(self._forward_tag)
+        self._forward_tag.mark_checked()
         return all_[:, :-1]
 
     def _gather(self, mine: Tensor) -> NDArray[np.int64]:
-        group = self._channels.here().counts
+        group = self._channels.current().counts
         all_, on_host = self._memory.buffers(mine, group.size())
         with self._channels.launching():
             _all_gather_into(all_.view(-1), mine, group=group)
@@ -89,8 +86,7 @@ class CountExchange:
 
 
 class _TagMismatch:
-    """Whether ranks have met in forwards that do not belong together: found out on the device, told to the host when it
-    looks next. The first such meeting is kept.
+    """Mismatch of the ranks' tags, found on the device and read by the host at its next call. The first one is stored.
 
     Args:
         rank: this one's place in the group.
@@ -99,32 +95,32 @@ class _TagMismatch:
     def __init__(self, ranks: int, rank: int, device: torch.device) -> None:
         self._rank = rank
         with torch.inference_mode(False):
-            self._words_R = torch.zeros(ranks, dtype=torch.int64, device=device)
+            self._tags_R = torch.zeros(ranks, dtype=torch.int64, device=device)
         self._differed = AsyncMismatchFlag(device)
 
-    def note(self, words_R: Tensor) -> None:
-        """Compare what all ranks have said. No host sync."""
-        self._words_R.copy_(torch.where(self._differed.found, self._words_R, words_R))
-        self._differed.note((self._words_R != self._words_R[self._rank]).any())
+    def note(self, tags_R: Tensor) -> None:
+        """Compare the tags of all ranks. No host sync."""
+        self._tags_R.copy_(torch.where(self._differed.found, self._tags_R, tags_R))
+        self._differed.note((self._tags_R != self._tags_R[self._rank]).any())
 
-    def raise_if_found(self, meeting: Meeting) -> None:
-        """Raises OutOfStepError as `Meeting.check` does; what is under way on the device is not waited for."""
+    def raise_if_found(self, forward_tag: ForwardTag) -> None:
+        """Raises OutOfStepError as `ForwardTag.check` does; it does not wait for the device."""
         if self._differed.on_host:
-            words = self._words_R.cpu().numpy()
-            meeting.check(words, int(words[self._rank]))
+            tags = self._tags_R.cpu().numpy()
+            forward_tag.check(tags, int(tags[self._rank]))
 
 
 class _ThreadBuffers(threading.local):
-    """What one thread's exchanges use again and again."""
+    """Buffers that one thread's exchanges reuse."""
 
     def __init__(self) -> None:
         self.counts_RE: NDArray[np.int64] = np.empty((0, 0), dtype=np.int64)
         self._all_RE: Tensor | None = None
         self._on_host_RE: Tensor | None = None
-        self.apart: _TagMismatch | None = None
+        self.mismatch: _TagMismatch | None = None
 
     def buffers(self, counts_E: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Rows of all ranks, where they arrive and on the host."""
+        """Return rows of all ranks: where they arrive, and on the host."""
         if self._all_RE is None or self._on_host_RE is None or self._all_RE.shape[1:] != counts_E.shape:
             with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to them
                 self._all_RE = self._on_host_RE = counts_E.new_empty(ranks, counts_E.shape[0])

@@ -16,21 +16,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.hang_watchdog import Meeting
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
 from . import float8, permute, row_bytes
-from .base import Dispatched, Dispatcher, DispatchMetadata
-from .channels import MicroBatchChannel, MicroBatchChannels
+from .base import DispatchContext, Dispatched, Dispatcher
 from .count_exchange import CountExchange
 from .deepep_buffer import DeepEPBuffer, RecvCounts, RecvTokens, SendTokens
 from .deepep_low_latency import LowLatency, LowLatencyLayout
-from .memory import RowMemory
+from .metadata import DispatchMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +94,7 @@ class DeepEPDispatcher(Dispatcher):
     (`deepep_package.py`), so ``close`` frees nothing.
 
     Args:
-        group: the EP group, on GPUs.
-        slots_per_rank: S.
-        counts_group: unused; a dispatcher over torch.distributed exchanges counts there.
-        meeting: checks that ranks are in the same forward where no exchange of counts has; None: no check.
-        channels: where there may be a second way beside these groups.
-        moves: how a token's choices are summed here.
+        context: of an EP group on GPUs.
         config: ``sms``, ``dtype``, ``low_latency_tokens`` and ``most_tokens`` are used here. With ``most_tokens``
             nothing waits for the device: memory is that of the worst case, and a forward that does not fit the others'
             is reported a forward later.
@@ -115,34 +107,24 @@ class DeepEPDispatcher(Dispatcher):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-        *,
+        context: DispatchContext,
         config: DispatchConfig,
     ) -> None:
-        super().__init__(meeting)
+        super().__init__(context)
+        group, slots_per_rank, channels = context.group, context.slots_per_rank, context.channels
         if config.most_tokens and group.size() > deepep_package.RANKS_OF_A_NODE:
             raise ConfigError(
                 f"most_tokens={config.most_tokens} is for the ranks of one node: DeepEP's kernels between nodes tell "
                 "the host how many rows come; leave most_tokens out"
             )
-        self._moves = moves
-        self._channels = channels = channels or MicroBatchChannels(MicroBatchChannel(group, counts_group or group))
         self._buffer = DeepEPBuffer(group, slots_per_rank, config.sms, channels)
-        self._num_slots = slots_per_rank
         self._most_tokens = config.most_tokens
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
         if config.low_latency_tokens:
             self._low_latency = LowLatency(group, slots_per_rank, config.low_latency_tokens, self._in_float8, channels)
-        self._exchange_counts = CountExchange(group, meeting, channels)
-        self._exchange_tokens = CountExchange(group, meeting, channels)
-        self._rank = group.rank()
-        self._memory = RowMemory()
+        self._exchange_counts = CountExchange(channels, context.forward_tag)
+        self._exchange_tokens = CountExchange(channels, context.forward_tag)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
         if 0 < self._most_tokens < slots_TK.shape[0]:
@@ -249,14 +231,14 @@ class DeepEPDispatcher(Dispatcher):
         Args:
             known: rows of each choice, if they were exchanged before.
         """
-        nothing, slots = sent.slots_NK.new_empty(0), self._num_slots
+        nothing, slots = sent.slots_NK.new_empty(0), self._slots_per_rank
         if self._most_tokens:
-            if self._meeting is not None and known is None and not self._meeting.has_met:
+            if self._forward_tag is not None and known is None and not self._forward_tag.is_checked:
                 self._exchange_counts.on_device(nothing)
             most_rows = self._most_tokens * self._rows_per_token(top_k) * sent.to_ranks.shape[0]
             return RecvCounts(most_rows, None)
         if self._buffer.tells_the_host:
-            if self._meeting is not None and known is None:
+            if self._forward_tag is not None and known is None:
                 self._exchange_counts(nothing)
             return None
         if known is not None and self._rows_per_token(top_k) == top_k:  # then a row is a choice
@@ -269,7 +251,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
-        return not torch.is_grad_enabled() and (self._meeting is None or not self._meeting.training)
+        return not torch.is_grad_enabled() and (self._forward_tag is None or not self._forward_tag.training)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -294,7 +276,7 @@ class DeepEPDispatcher(Dispatcher):
         rows_NC = pack(source_TD, weights_TK, self._rows_per_token(top_k))
         with self._launching():
             received = self._buffer.dispatch(rows_NC, metadata.sent, metadata.counts)
-        return received.rows_UC, RecvLayout.of(received, top_k, self._num_slots)
+        return received.rows_UC, RecvLayout.of(received, top_k, self._slots_per_rank)
 
 
 class DeepEPByRank(DeepEPDispatcher):
@@ -306,7 +288,7 @@ class DeepEPByRank(DeepEPDispatcher):
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: RecvLayout) -> Tensor:
-        sums_UD = _sum_here(out_MD, metadata, weights).to(row_bytes.CARRIED)
+        sums_UD = _sum_here(out_MD, metadata, weights).to(row_bytes.WIRE_DTYPE)
         with self._launching():
             rows_TC = self._buffer.combine(row_bytes.pack_sums(sums_UD, None), metadata.handle)
         width = out_MD.shape[1]
@@ -315,7 +297,7 @@ class DeepEPByRank(DeepEPDispatcher):
     def combine_gradients(
         self, grad_MD: Tensor, grad_M: Tensor | None, metadata: RecvLayout, hidden_needed: bool
     ) -> tuple[Tensor, Tensor | None]:
-        sums_UD = _sum_here(grad_MD, metadata, None).to(row_bytes.CARRIED)
+        sums_UD = _sum_here(grad_MD, metadata, None).to(row_bytes.WIRE_DTYPE)
         exact_UK = None
         if grad_M is not None:
             # Each choice is on one rank, and zero from all others.
@@ -333,7 +315,7 @@ class DeepEPByRank(DeepEPDispatcher):
 
     def check(self, hidden_TD: Tensor, weights_TK: Tensor) -> None:
         super().check(hidden_TD, weights_TK)
-        if hidden_TD.dtype != row_bytes.CARRIED:
+        if hidden_TD.dtype != row_bytes.WIRE_DTYPE:
             raise ConfigError(
                 f"combine_order='by_rank' sums bfloat16 over ranks, and these hidden states are {hidden_TD.dtype}: "
                 "train in bfloat16 (autocast) or take combine_order='logical'"

@@ -179,7 +179,7 @@ class DeepEPBuffer:
         (`Balancer.at_once` checks it), while compute ends by itself.
         """
         deepep_package.refuse_filled_memory()
-        channel = self._channels.here()
+        channel = self._channels.current()
         configs = self._dispatch_config, self._combine_config
         if self._channels.is_first(channel):
             return self._shared.buffer(channel.tokens, self._num_sms, *configs)

@@ -17,8 +17,9 @@ from ...config import ConfigError
 from ...distributed.transports import deepep_package
 from ..experts.compute import SlotCounts
 from . import float8, row_bytes
-from .base import Dispatched, DispatchMetadata
+from .base import Dispatched
 from .channels import MicroBatchChannel, MicroBatchChannels
+from .metadata import DispatchMetadata
 
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 """Hidden sizes that these kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN)."""
@@ -102,8 +103,8 @@ class LowLatency:
         layout, width = dispatched.metadata, out_MD.shape[1]
         assert isinstance(layout, LowLatencyLayout)
         places = self._group.size() * self.most_tokens
-        out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.CARRIED)
-        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.CARRIED))
+        out_SND = out_MD.new_empty(self._slots, places, width, dtype=row_bytes.WIRE_DTYPE)
+        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(row_bytes.WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
         combined_TD, *_ = self._through(
             self._buffer(width).low_latency_combine, (out_SND, layout.slots_TK, weights_TK, layout.handle)
@@ -119,7 +120,7 @@ class LowLatency:
         to, which is that of the last ones. ``arguments`` are read until then.
         """
         with self._channels.shared("low latency"):
-            if not self._channels.takes_turns:
+            if not self._channels.is_ordered:
                 return kernels(*arguments, **settings)
             *given, receive = kernels(*arguments, **settings, return_recv_hook=True)
             self._channels.after_the_other()
@@ -150,7 +151,7 @@ class LowLatency:
             ConfigError: these hidden states cannot go so.
         """
         width = hidden_TD.shape[1]
-        if hidden_TD.dtype != row_bytes.CARRIED or width not in WIDTHS or top_k > MOST_TOP_K:
+        if hidden_TD.dtype != row_bytes.WIRE_DTYPE or width not in WIDTHS or top_k > MOST_TOP_K:
             raise ConfigError(
                 f"low_latency_tokens is for bfloat16 hidden states of {', '.join(map(str, WIDTHS))} columns and up to "
                 f"{MOST_TOP_K} choices a token, and these are {width} columns of {hidden_TD.dtype} with {top_k}: "

@@ -20,15 +20,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...distributed.hang_watchdog import Meeting
 from ..routing.splitter import RowCounts
 from . import permute
 from .all_to_all import AllToAll
-from .channels import MicroBatchChannels
+from .base import DispatchContext
 from .metadata import AllToAllMetadata, AllToAllSplits, Bags, RowRouting, begins, own_first
 
 
@@ -38,26 +36,21 @@ class Hierarchical(AllToAll):
     Args:
         ranks_per_node: G, consecutive ranks; divides the group's size.
 
-    Others as of `AllToAll`. Sizes are exchanged for every new way, also where ``counts`` are known: these say nothing
-    of nodes.
+    Sizes are exchanged for every new batch, even if ``counts`` are known: these are not by node.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        slots_per_rank: int,
-        counts_group: dist.ProcessGroup | None = None,
-        meeting: Meeting | None = None,
-        channels: MicroBatchChannels | None = None,
-        moves: permute.Moves = permute.PLAIN,
-        *,
+        context: DispatchContext,
         ranks_per_node: int,
     ) -> None:
-        if group.size() % ranks_per_node:
-            raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {group.size()} ranks of the group")
-        super().__init__(group, slots_per_rank, counts_group, meeting, channels, moves)
-        self._nodes, self._on_node = group.size() // ranks_per_node, ranks_per_node
-        self._node, self._place = divmod(group.rank(), ranks_per_node)
+        super().__init__(context)
+        if self._num_ranks % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} does not divide the {self._num_ranks} ranks of the group"
+            )
+        self._nodes, self._on_node = self._num_ranks // ranks_per_node, ranks_per_node
+        self._node, self._place = divmod(self._rank, ranks_per_node)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         nodes, on_node = self._nodes, self._on_node
@@ -68,8 +61,8 @@ class Hierarchical(AllToAll):
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]
-        if self._meeting is not None:
-            columns.append(counts_NW.new_full((self._num_ranks, 1), self._meeting.word))
+        if self._forward_tag is not None:
+            columns.append(counts_NW.new_full((self._num_ranks, 1), self._forward_tag.value))
         counts_RW = torch.cat(columns, dim=1)
         both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
         slots = self._slots_per_rank
@@ -132,7 +125,7 @@ class Hierarchical(AllToAll):
         device, node = visits_TN.device, self._node
         sent_2N = torch.from_numpy(np.stack([begins(tokens_2N[0], node), tokens_2N[0]])).to(device, non_blocking=True)
         rows = int(tokens_2N[0].sum())
-        token_U, _ = permute.each_once(visits_TN, sent_2N[0], rows)
+        token_U, _ = permute.dedup_tokens(visits_TN, sent_2N[0], rows)
         order_N = torch.from_numpy(own_first(self._nodes, node)).to(device, non_blocking=True)
         node_U = torch.repeat_interleave(order_N, sent_2N[1][order_N], output_size=rows)
         sent_R, received_R = np.zeros((2, self._num_ranks), dtype=np.int64)
@@ -146,7 +139,7 @@ class Hierarchical(AllToAll):
         """What has come to this rank to be forwarded, to the ranks of this node."""
         sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
         begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
-        row_U, _ = permute.each_once(visited_FG, begin_G, int(sent_G.sum()))
+        row_U, _ = permute.dedup_tokens(visited_FG, begin_G, int(sent_G.sum()))
         sent_R, received_R = np.zeros((2, self._nodes, self._on_node), dtype=np.int64)
         sent_R[self._node], received_R[self._node] = sent_G, received_G
         return AllToAllSplits.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)

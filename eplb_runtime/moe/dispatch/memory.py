@@ -11,7 +11,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-_SMALLEST_KEPT = 1 << 16
+_SMALLEST_POOLED = 1 << 16
 """Bytes. The allocator of the C library gives back smaller ones fast enough."""
 _SPARE_EIGHTHS = 1
 """A new buffer is so much larger than was asked for: the number of rows changes from batch to batch."""
@@ -21,7 +21,7 @@ class RowMemory:
     """Uninitialised tensors of ``[rows, width]``."""
 
     def __init__(self) -> None:
-        self._kept: list[torch.UntypedStorage] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._lock = Lock()
 
     def like(self, example: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -29,22 +29,22 @@ class RowMemory:
         dtype = dtype or example.dtype
         shape = (rows, example.shape[1])
         size = rows * example.shape[1] * dtype.itemsize
-        if example.device.type != "cpu" or size < _SMALLEST_KEPT or _holders is None:
+        if example.device.type != "cpu" or size < _SMALLEST_POOLED or _holders is None:
             return torch.empty(shape, dtype=dtype, device=example.device)
         with self._lock:
             return torch.empty(0, dtype=dtype).set_(self._storage(size), 0, shape)  # type: ignore[call-overload]
 
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        free = [storage for storage in self._kept if _is_free(storage)]
+        free = [storage for storage in self._storages if _is_free(storage)]
         fits = [storage for storage in free if storage.nbytes() >= size]
         if fits:
             return min(fits, key=lambda storage: storage.nbytes())
         if free:
             outgrown = max(free, key=lambda storage: storage.nbytes())
-            self._kept = [storage for storage in self._kept if storage is not outgrown]
-        self._kept.append(torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8))
-        return self._kept[-1]
+            self._storages = [storage for storage in self._storages if storage is not outgrown]
+        self._storages.append(torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8))
+        return self._storages[-1]
 
 
 # How many hold a storage. Without it (it is not public) nothing is kept.

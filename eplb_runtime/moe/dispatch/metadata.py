@@ -13,13 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..experts.compute import SlotCounts
-from .base import DispatchMetadata
 
 _WORTH_DEDUPLICATING = 1.2
 """Times fewer rows: sending each token once to a rank costs a small exchange that names each choice's row."""
 
 Bags = tuple[Tensor, Tensor]
 """Elements by bag, and where each bag begins (`permute.bags`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchMetadata:
+    """Where each row goes; each kind of dispatcher has its own fields.
+
+    It holds no value of the batch: hidden states with the same choices on all ranks can be dispatched with it again
+    (activation recompute).
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ def leaving(
         visits_TR = visits(slots_TK, slots_per_rank, num_ranks)
         tokens_R = visits_TR.sum(dim=0)
         begin_R = (_ahead(num_ranks, rank, device) * tokens_R).sum(dim=1)
-        token_N, within_TR = each_once(visits_TR, begin_R, slots_N.shape[0])
+        token_N, within_TR = dedup_tokens(visits_TR, begin_R, slots_N.shape[0])
         source_row_N1 = within_TR.gather(1, slots_TK // slots_per_rank).view(-1, 1).index_select(0, choice_N)
         counts.append(tokens_R.unsqueeze(1))
     else:
@@ -110,13 +110,13 @@ def arriving(
         counts: ``counts_RW`` on ``device``, if it is there already.
     """
     counts_RS = counts_RW[:, :slots_per_rank]
-    arrival_R = own_first(len(counts_RS), first)
-    arriving_RS = counts_RS[arrival_R]
+    order_R = own_first(len(counts_RS), first)
+    arriving_RS = counts_RS[order_R]
     arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
-    arrives_RS[arrival_R] = group_begins(arriving_RS)
+    arrives_RS[order_R] = group_begins(arriving_RS)
     shift_RS = arrives_RS - by_slot_SR.T
     # Every group moves as a whole: one number says how far.
-    groups = [shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[arrival_R].ravel(), arriving_RS.ravel()]
+    groups = [shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[order_R].ravel(), arriving_RS.ravel()]
     if source_row_M1 is not None:
         groups.append(np.tile(begins(counts_RW[:, slots_per_rank], first), slots_per_rank))
     shift, length, shift_back, length_back, *begin = torch.from_numpy(np.stack(groups)).to(device, non_blocking=True)
@@ -140,8 +140,8 @@ def _places_of_slots(first_slot: int, slots_per_rank: int, num_slots: int, devic
     """int64 ``[P]``: slots in their order, if those of one rank lie before all others."""
     # Made on the host: two streams may ask for it at once.
     slot_P = torch.arange(num_slots)
-    here_P = (slot_P >= first_slot) & (slot_P < first_slot + slots_per_rank)
-    return torch.where(here_P, slot_P - first_slot, slot_P + slots_per_rank * (slot_P < first_slot)).to(device)
+    own_P = (slot_P >= first_slot) & (slot_P < first_slot + slots_per_rank)
+    return torch.where(own_P, slot_P - first_slot, slot_P + slots_per_rank * (slot_P < first_slot)).to(device)
 
 
 @cache
@@ -185,7 +185,7 @@ def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
     return visits_TR.scatter_(1, slots_TK // slots_per_rank, 1)
 
 
-def each_once(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Tokens by the ranks that they visit, in their own order for each.
 
     Args:

@@ -40,25 +40,25 @@ class RecomputeCache:
             first then may differ from rank to rank.
         changes: how often the layer's placement has changed.
         before_backward: called when a backward pass comes to the layer; raises where none may run now.
-        meet_in_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
+        check_backward: called then, too, where the backward pass is about to exchange rows; raises on every rank if
             one has come to another layer.
     """
 
     def __init__(
         self,
-        beside: Callable[[], bool] = lambda: False,
+        is_overlapping: Callable[[], bool] = lambda: False,
         changes: Callable[[], int] = lambda: 0,
         before_backward: Callable[[], None] = lambda: None,
-        meet_in_backward: Callable[[], None] = lambda: None,
+        check_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        self._beside = beside
+        self._is_overlapping = is_overlapping
         self.changes = changes
         self.before_backward = before_backward
-        self._meet_in_backward = meet_in_backward
+        self._meet_in_backward = check_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
-        self._alone: _Forward | None = None
+        self._only: _Forward | None = None
         self._differed: AsyncMismatchFlag | None = None
 
     def begin(self, step: int) -> None:
@@ -71,9 +71,9 @@ class RecomputeCache:
         self._raise_if_it_differed()
         with self._lock:
             if step != self._step:
-                self._step, self._count, self._alone = step, 0, None
+                self._step, self._count, self._only = step, 0, None
 
-    def until_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool) -> Tensor:
+    def track_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool) -> Tensor:
         """The layer's output as it is. From here on until its backward runs, this forward is in flight.
 
         Args:
@@ -84,20 +84,20 @@ class RecomputeCache:
             return combined_TD
         with self._lock:
             self._count += 1
-            alone = self._count == 1 and not self._beside()
-        self._alone = None
+            only = self._count == 1 and not self._is_overlapping()
+        self._only = None
         if not combined_TD.requires_grad:
             return combined_TD
         forward = None
-        if alone:
-            forward = self._alone = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
+        if only:
+            forward = self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
         left: Tensor = _UntilBackward.apply(
             combined_TD, _PendingForward(self, self._step, forward), self._meet_in_backward
         )
         return left
 
-    def again(self, combined_TD: Tensor) -> Tensor:
-        """`until_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
+    def track_recompute(self, combined_TD: Tensor) -> Tensor:
+        """`track_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
         if not combined_TD.requires_grad:
             return combined_TD
         left: Tensor = _UntilBackward.apply(combined_TD, None, self._meet_in_backward)
@@ -112,25 +112,25 @@ class RecomputeCache:
                 host has been told: nothing waits for the device.)
         """
         self.before_backward()
-        alone = self._alone
-        if alone is None or self._beside():
+        only = self._only
+        if only is None or self._is_overlapping():
             return None
-        if alone.ids_TK.shape != topk_ids_TK.shape:
+        if only.ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
         if self._differed is None:
             self._differed = AsyncMismatchFlag(topk_ids_TK.device)
-        self._differed.note((alone.ids_TK != topk_ids_TK).any())
+        self._differed.note((only.ids_TK != topk_ids_TK).any())
         if topk_ids_TK.device.type == "cpu":
             self._raise_if_it_differed()
-        return alone.metadata
+        return only.metadata
 
     def over(self, step: int, forward: _Forward | None) -> None:
         """The backward of one is there: it will not be repeated any more."""
         with self._lock:
             if step == self._step:
                 self._count -= 1
-        if forward is self._alone:
-            self._alone = None
+        if forward is self._only:
+            self._only = None
 
     def _raise_if_it_differed(self) -> None:
         if self._differed is not None and self._differed.on_host:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _ROW_BYTES = 32
 """DeepEP's kernels copy rows in halves of 16 bytes a channel."""
-CARRIED = torch.bfloat16
+WIRE_DTYPE = torch.bfloat16
 
 
 def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor:
@@ -30,7 +30,7 @@ def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int = 1) -> Tensor
     hidden = _columns(hidden_TD)
     weights = None if weights_TW is None else _columns(weights_TW)
     own, more = hidden.shape[1], 0 if weights is None else weights.shape[1] // times
-    rows = torch.empty(tokens, times, _wide(own + more), dtype=CARRIED, device=hidden.device)
+    rows = torch.empty(tokens, times, _wide(own + more), dtype=WIRE_DTYPE, device=hidden.device)
     rows[:, :, :own] = hidden.unsqueeze(1)
     if weights is not None:
         rows[:, :, own : own + more] = weights.view(tokens, times, more)
@@ -47,15 +47,15 @@ def unpack(rows_NC: Tensor, index_M: Tensor, width: int, dtype: torch.dtype) -> 
     """
     # Its own memory and no view: whoever computes may write there.
     hidden = torch.empty(index_M.shape[0], width, dtype=dtype, device=rows_NC.device)
-    own = rows_NC[:, : width * dtype.itemsize // CARRIED.itemsize]
-    torch.index_select(own, 0, index_M, out=hidden.view(CARRIED))
+    own = rows_NC[:, : width * dtype.itemsize // WIRE_DTYPE.itemsize]
+    torch.index_select(own, 0, index_M, out=hidden.view(WIRE_DTYPE))
     return hidden
 
 
 def unpack_weights(rows_NC: Tensor, behind: torch.dtype, width: int, weights: int, dtype: torch.dtype) -> Tensor:
     """``[N, W]``, the weights of all rows of `pack`, behind hidden states of ``width`` in the dtype ``behind``."""
-    begin = width * behind.itemsize // CARRIED.itemsize
-    columns = rows_NC[:, begin : begin + weights * dtype.itemsize // CARRIED.itemsize]
+    begin = width * behind.itemsize // WIRE_DTYPE.itemsize
+    columns = rows_NC[:, begin : begin + weights * dtype.itemsize // WIRE_DTYPE.itemsize]
     return copied(columns).view(dtype)
 
 
@@ -69,12 +69,12 @@ def pack_sums(rows_ND: Tensor, exact_NW: Tensor | None) -> Tensor:
     Returns:
         bfloat16 ``[N, C]``, a multiple of 32 bytes wide.
     """
-    parts = [rows_ND if rows_ND.dtype == CARRIED else _bytes(rows_ND)]
+    parts = [rows_ND if rows_ND.dtype == WIRE_DTYPE else _bytes(rows_ND)]
     if exact_NW is not None:
         parts.append(_bytes(exact_NW))
     own = sum(part.shape[1] for part in parts)
     if _wide(own) > own:
-        parts.append(rows_ND.new_zeros(rows_ND.shape[0], _wide(own) - own, dtype=CARRIED))
+        parts.append(rows_ND.new_zeros(rows_ND.shape[0], _wide(own) - own, dtype=WIRE_DTYPE))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -82,16 +82,16 @@ def unpack_sums(
     rows_NC: Tensor, width: int, dtype: torch.dtype, exact: int, exact_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What `pack_sums` has put in, added up: ``[N, D]`` and ``[N, W]``, W = ``exact``."""
-    own = width if dtype == CARRIED else width * dtype.itemsize
+    own = width if dtype == WIRE_DTYPE else width * dtype.itemsize
     rows_ND = rows_NC[:, :own]
     return (
-        rows_ND.contiguous() if dtype == CARRIED else _value(rows_ND, dtype),
+        rows_ND.contiguous() if dtype == WIRE_DTYPE else _value(rows_ND, dtype),
         _value(rows_NC[:, own : own + exact * exact_dtype.itemsize], exact_dtype),
     )
 
 
 def _wide(columns: int) -> int:
-    step = _ROW_BYTES // CARRIED.itemsize
+    step = _ROW_BYTES // WIRE_DTYPE.itemsize
     return -(-columns // step) * step
 
 
@@ -106,12 +106,12 @@ def copied(values: Tensor) -> Tensor:
 
 
 def _columns(values: Tensor) -> Tensor:
-    return packed(values).view(CARRIED)
+    return packed(values).view(WIRE_DTYPE)
 
 
 def _bytes(values: Tensor) -> Tensor:
     """A column for each byte: bfloat16 has all numbers up to 256."""
-    return packed(values).view(torch.uint8).to(CARRIED)
+    return packed(values).view(torch.uint8).to(WIRE_DTYPE)
 
 
 def _value(columns: Tensor, dtype: torch.dtype) -> Tensor:

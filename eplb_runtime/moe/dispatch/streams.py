@@ -36,8 +36,8 @@ class TwoStreams:
         self._module: Any = module if module is not None else torch.get_device_module(device)
         self._made: tuple[Any, Any] | None = None
 
-    def apart(
-        self, one: Callable[[], T], other: Callable[[], U], turned: bool
+    def fork(
+        self, one: Callable[[], T], other: Callable[[], U], swapped: bool
     ) -> tuple[Callable[[], T], Callable[[], U], Callable[[], None]]:
         """The same calls, each on a stream of its own and on any thread; and what has the current stream wait for both.
 
@@ -53,7 +53,7 @@ class TwoStreams:
             for stream in (first, second):
                 caller.wait_stream(stream)
 
-        return self._on(second if turned else first, one), self._on(first if turned else second, other), join
+        return self._on(second if swapped else first, one), self._on(first if swapped else second, other), join
 
     def after_the_other(self) -> None:
         """The current stream, one of the two, goes on after what the other has to do now."""
@@ -85,9 +85,9 @@ class TwoStreams:
         """For what both use."""
         return StreamGuard(self._device, self._module)
 
-    def alone(self, work: Callable[[], T], turned: bool) -> T:
+    def alone(self, work: Callable[[], T], swapped: bool) -> T:
         """One call on one of the streams, of which the current stream waits."""
-        run, _, join = self.apart(work, lambda: None, turned)
+        run, _, join = self.fork(work, lambda: None, swapped)
         try:
             return run()
         finally:

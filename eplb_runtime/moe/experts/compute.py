@@ -1,6 +1,6 @@
 """The experts of one layer that a rank computes, without copies: what dispatch calls with the rows that arrived.
 
-With replica slots, `replicas/kept.py` and `replicas/shared.py` (one buffer for all layers) stand in its place.
+With replica slots, `replicas/persistent.py` and `replicas/pooled.py` (one buffer for all layers) stand in its place.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class LocalExperts:
         rows_MD: Tensor,
         counts_S: SlotCounts,
         weights_M: Tensor | None,
-        standing: Sequence[Tensor] | None = None,
+        grad_inputs: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Run the rows that arrived here, on every rank, also with none.
 
@@ -149,7 +149,7 @@ class LocalExperts:
         Returns:
             ``[M, D]``, unweighted.
         """
-        parameters = with_divided_gradients(self._parameters() if standing is None else standing, self._divisor)
+        parameters = with_divided_gradients(self._parameters() if grad_inputs is None else grad_inputs, self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
 

@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 """Rows that are smaller travel together up to this size."""
 
 
-def rows_at_once(rows: Tensor) -> int:
+def rows_per_call(rows: Tensor) -> int:
     """How many rows travel together: as many as fit into a block, at least one."""
     row_bytes = max(1, rows.shape[1:].numel() * rows.element_size())
     return max(1, min(rows.shape[0], BLOCK_BYTES // row_bytes))
@@ -37,7 +37,7 @@ def in_logical_order(
     """
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
-    step, here = rows_at_once(rows), local(rows).shape[0]
+    step, here = rows_per_call(rows), local(rows).shape[0]
     block = torch.empty((step, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
     for first in range(0, here, step):
         count = min(step, here - first)

@@ -41,12 +41,12 @@ _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, come near every place."""
 
 
-class CannotStepAloneError(Exception):
+class SingleStepError(Exception):
     """No single row can be taken from this optimizer's state, or put back to it."""
 
 
 @dataclass(frozen=True)
-class Apart:
+class Deviation:
     """Elements of rows, on their way to the host.
 
     Args:
@@ -125,11 +125,11 @@ class LoneSteps:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._registered = registered
         self._is_due = is_due
-        self._turn = 0
+        self._step_number = 0
         self._begun: set[int] = set()
         self._cannot: set[int] = set()
         self._running: dict[int, _Step] = {}
-        self._apart: dict[int, list[Apart]] = {}
+        self._deviation: dict[int, list[Deviation]] = {}
         self._stays: dict[int, str] = {}
 
     def forget(self, optimizer: object) -> None:
@@ -137,7 +137,7 @@ class LoneSteps:
         key = id(optimizer)
         self._begun.discard(key)
         self._cannot.discard(key)
-        for pop in (self._running.pop, self._apart.pop, self._stays.pop):
+        for pop in (self._running.pop, self._deviation.pop, self._stays.pop):
             pop(key, None)
 
     def why_not_moved(self, optimizers: Sequence[object]) -> str:
@@ -165,7 +165,7 @@ class LoneSteps:
         if next(unmoved(optimizer, self._of(optimizer), self._registered()), None) is not None:
             return
         with self._or_never_again(optimizer):
-            step = _Step(optimizer, self._rows(optimizer, call.closure is not None), self._turn, call)
+            step = _Step(optimizer, self._rows(optimizer, call.closure is not None), self._step_number, call)
             if call.closure is not None:
                 step.keep()
             else:
@@ -185,18 +185,18 @@ class LoneSteps:
         step = self._running.pop(id(optimizer), None)
         if step is None:
             return
-        self._turn += 1
+        self._step_number += 1
         with self._or_never_again(optimizer):
             apart = step.compared()
             if apart is not None:
-                self._apart.setdefault(id(optimizer), []).append(apart)
+                self._deviation.setdefault(id(optimizer), []).append(apart)
 
-    def take(self) -> dict[int, list[Apart]]:
+    def take(self) -> dict[int, list[Deviation]]:
         """What was stepped since the last time, by the optimizer's id."""
-        taken, self._apart = self._apart, {}
+        taken, self._deviation = self._deviation, {}
         return taken
 
-    def judge(self, taken: Mapping[int, Sequence[Apart]]) -> str:
+    def judge(self, taken: Mapping[int, Sequence[Deviation]]) -> str:
         """Why experts must stay where they are; empty: they may move. Waits; on any thread."""
         for key, apart in ((key, apart) for key, several in taken.items() for apart in several):
             name, repeats = apart.judged()
@@ -234,7 +234,7 @@ class LoneSteps:
                 if name is None or is_sliced(parameter) or not parameter.requires_grad or not parameter.numel():
                     continue
                 if has_closure or (gradient is not None and gradient.layout is torch.strided):
-                    rows.append(_Row(name, parameter, number, (self._turn + len(rows)) % len(parameter)))
+                    rows.append(_Row(name, parameter, number, (self._step_number + len(rows)) % len(parameter)))
         return rows
 
     @contextmanager
@@ -274,7 +274,7 @@ class _Row:
         if isinstance(value, Tensor) and is_per_expert(key, value, self.parameter):
             return self.of(value).clone()
         if not is_plain(value):
-            raise CannotStepAloneError(f"it keeps {key!r} as a {type(value).__name__}")
+            raise SingleStepError(f"it keeps {key!r} as a {type(value).__name__}")
         return copied(value)
 
 
@@ -331,16 +331,18 @@ class _Step:
         call: of the optimizer's own step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rows: Sequence[_Row], turn: int, call: Arguments) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rows: Sequence[_Row], step_number: int, call: Arguments
+    ) -> None:
         if odd := [value for value in call.others if not is_plain(value)]:
-            raise CannotStepAloneError(f"its step is given a {type(odd[0]).__name__}")
+            raise SingleStepError(f"its step is given a {type(odd[0]).__name__}")
         self._optimizer = optimizer
         self._call = call
         self._rows = rows
-        self._turn = turn
+        self._step_number = step_number
         self._places: list[tuple[_Row, str, int]] = []
         self._elements: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._kept: tuple[_Lone, _Lone] | None = None
+        self._copies: tuple[_Lone, _Lone] | None = None
         self._gradients: list[Tensor | None] | None = None
         self._loss: Any = None
 
@@ -353,7 +355,7 @@ class _Step:
     def keep(self) -> None:
         """Copy rows as they are; their gradients come inside the step, which may change them before."""
         self._rows = next(self._portions(), [])
-        self._kept = self._made(self._rows) if self._rows else None
+        self._copies = self._made(self._rows) if self._rows else None
 
     def take_gradients(self, loss: Any) -> bool:
         """Copy those that a closure has made; False: not for the first time, and this cannot be repeated."""
@@ -364,10 +366,10 @@ class _Step:
         self._gradients = [None if grad is None else row.of(grad).clone() for row, grad in all_grads]
         return True
 
-    def compared(self) -> Apart | None:
+    def compared(self) -> Deviation | None:
         """What has become of the rows; None: none was stepped."""
-        if self._kept is not None and self._gradients is not None:
-            self._step(self._rows, self._kept, self._gradients, lambda: self._loss)
+        if self._copies is not None and self._gradients is not None:
+            self._step(self._rows, self._copies, self._gradients, lambda: self._loss)
         if not self._places:
             return None
         among = [self._some(row.of(self._now(row, key))) for row, key, _ in self._places]
@@ -375,7 +377,7 @@ class _Step:
         dtypes = [
             (self._now(row, key).dtype, row.parameter.dtype, *self._of_state(row)) for row, key, _ in self._places
         ]
-        return Apart(
+        return Deviation(
             type(self._optimizer).__name__,
             tuple(f"{row.name} ({key})" if key else row.name for row, key, _ in self._places),
             tuple(size for _, _, size in self._places),
@@ -392,7 +394,7 @@ class _Step:
     def _now(self, row: _Row, key: str) -> Tensor:
         found = self._optimizer.state[row.parameter].get(key) if key else row.parameter
         if not isinstance(found, Tensor) or found.shape != row.parameter.shape:
-            raise CannotStepAloneError(f"it keeps {key!r} for one expert alone, and not for several")
+            raise SingleStepError(f"it keeps {key!r} for one expert alone, and not for several")
         return found
 
     def _portions(self) -> Iterator[list[_Row]]:
@@ -452,7 +454,7 @@ class _Step:
             for key in ("", *one.keys(number)):
                 first, second = one.found(number, key), other.found(number, key)
                 if first is None or second is None or first.shape != second.shape:
-                    raise CannotStepAloneError(f"it keeps {key!r} at one time, and not at another")
+                    raise SingleStepError(f"it keeps {key!r} at one time, and not at another")
                 alone.append(self._some(first))
                 again.append(self._some(second))
                 before.append(old.get((number, key), torch.zeros_like(alone[-1])))
@@ -466,7 +468,7 @@ class _Step:
         """Elements of a row ``[1, ...]``, the same of all rows of a shape."""
         flat = row.detach().reshape(-1)
         stride = max(1, flat.numel() // _ELEMENTS)
-        return flat[self._turn % stride :: stride][:_ELEMENTS]
+        return flat[self._step_number % stride :: stride][:_ELEMENTS]
 
 
 def _gpus(rows: Sequence[_Row]) -> list[int]:

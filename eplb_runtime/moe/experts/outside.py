@@ -84,7 +84,7 @@ class Outside:
         self._said = ""
         self._holding: list[weakref.ref[Any]] = []
 
-    def leave_alone(self, arrays: Iterable[Array]) -> None:
+    def skip(self, arrays: Iterable[Array]) -> None:
         """These do not go by row, whatever their shape."""
         self._left_alone.update((id(array), weakref.ref(array)) for array in arrays)
         self._said = ""
@@ -120,7 +120,7 @@ class Outside:
     def _models_written(self) -> tuple[list[Outside], bool]:
         """Find other attached models that the user writes; whether some may have been written once only."""
         others = [one for one in _ALL if self._may_be_averaged_in(one)]
-        waits = [one._look_at_writes() for one in others]
+        waits = [one._sample_writes() for one in others]
         written = [weakref.ref(one) for one in others if one._is_written]
         del others
         if written:
@@ -143,7 +143,7 @@ class Outside:
             gc.collect()  # what is garbage already is still in the heap
         alive = [one for one in (reference() for reference in asked) if one is not None][:_MOST]
         holders = _holders(alive) if alive else []
-        self.leave_alone(one for one, holder in zip(alive, holders, strict=True) if holder is None)
+        self.skip(one for one, holder in zip(alive, holders, strict=True) if holder is None)
         users = [(one, holder) for one, holder in zip(alive, holders, strict=True) if holder is not None]
         rows = [(one, by) for one, by in users if id(one) in sure or (id(one) in stay and not by[2])]
         return rows, any(not by[2] and id(one) not in sure | stay for one, by in users)
@@ -158,7 +158,7 @@ class Outside:
         fit = [parameter for parameter in other._parameters.values() if parameter.shape in shapes]
         return other is not self and not all(_is_among(parameter, self._left_alone) for parameter in fit)
 
-    def _look_at_writes(self) -> bool:
+    def _sample_writes(self) -> bool:
         """Find out whether the user writes these, who has no optimizer for them; whether that may be once only, to
         begin with."""
         (epoch, before), now = self._stood, self._state()

@@ -27,7 +27,7 @@ def is_sliced(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def let_slices_stand(model: nn.Module) -> None:
+def keep_slices(model: nn.Module) -> None:
     """After a forward without a backward pass (an evaluation) FSDP2 leaves whole tensors in some modules: put its
     slices back, as it does itself ahead of a ``state_dict``. Not collective."""
     for module in model.modules():

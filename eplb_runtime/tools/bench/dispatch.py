@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...moe.dispatch.all_to_all import AllToAll
-from ...moe.dispatch.base import Dispatcher
+from ...moe.dispatch.base import DispatchContext, Dispatcher
 from ...topology import Topology
 from ..launch import launcher_environment
 from . import dispatch_ways
@@ -46,7 +46,7 @@ def run(
     """
     group = dist.group.WORLD
     assert group is not None
-    dispatcher = AllToAll(group, slots_per_rank=4)
+    dispatcher = AllToAll(DispatchContext.of(group, slots_per_rank=4))
     rows = [
         _row(dispatcher, group, device, repeats, count, hidden, top_k, backward)
         for count in tokens

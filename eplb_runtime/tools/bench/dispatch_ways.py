@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import lcm
 from typing import Any, Literal
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from ...config import DISPATCHES, BalancerConfig, ConfigError, config_from_settings
 from ...distributed.setting_up import SETUP_SECONDS
-from ...moe.dispatch import OVER_TORCH, choose_together, maker
-from ...moe.dispatch.base import Dispatched, Dispatcher
+from ...moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
+from ...moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
 from ...moe.dispatch.permute import PLAIN
 from ...moe.kernel_selection import kernels_for
 from ...placement import Placement
@@ -77,6 +78,7 @@ def _ways(
 ) -> tuple[dict[tuple[str, str], Dispatcher], list[dict[str, str]]]:
     made: dict[tuple[str, str], Dispatcher] = {}
     left_out = []
+    plain = DispatchContext.of(group, slots)
     ours = device.type == "cuda"
     by_kernels = kernels_for(device, group.size() * slots, group.size(), slots).moves if ours else PLAIN
     if not ours:
@@ -98,9 +100,8 @@ def _ways(
                 continue
             try:
                 config = config_from_settings({"dispatch": name, "combine_order": order, **more})
-                made[title, order] = maker(config, choice, topology, by_kernels if config.dispatch.kernels else PLAIN)(
-                    group, slots
-                )
+                context = replace(plain, moves=by_kernels) if config.dispatch.kernels else plain
+                made[title, order] = make_dispatcher(config, choice, topology, context)
             except ConfigError as error:
                 left_out.append({"dispatch": title, "why": str(error)})
     return made, left_out

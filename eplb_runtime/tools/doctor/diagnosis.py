@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...config import BalancerConfig, MigrationConfig
 from ...hosts.attaching.description import MoELayer
-from ...moe.experts.gathering import rows_at_once
+from ...moe.experts.gathering import rows_per_call
 from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensor
 from ...placement import Placement
@@ -206,7 +206,7 @@ def _memory(
     copies = replica_memory(homes, shape.replica_slots, gradients=True)
     record = max(_record_bytes(layer, states) for layer in homes)
     staging = max(config.migration.staging_bytes, record)
-    row = max(rows_at_once(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
+    row = max(rows_per_call(parameter) * parameter[:1].nbytes for layer in homes for parameter in layer)
     largest = max((parameter.nbytes for parameter in dense), default=0)
     whole = (own * shape.ranks + rest) * (1 + states) + sum(buffer.nbytes for buffer in buffers)
     lent = max(sum(p[0].numel() * accumulation_dtype(p).itemsize for p in layer) for layer in homes)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.base import Dispatched, Dispatcher
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
 
 RANKS_PER_HOST, SLOTS, TOKENS, WIDTH, TOP_K = 4, 8, 256, 1024, 8
@@ -51,9 +51,9 @@ def run(rank: int, num_ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=num_ranks)
     group = dist.group.WORLD
     ways = {
-        "all_to_all": AllToAll(group, SLOTS),
-        "logical": Hierarchical(group, SLOTS, ranks_per_node=RANKS_PER_HOST),
-        "by_rank": HierarchicalByRank(group, SLOTS, ranks_per_node=RANKS_PER_HOST),
+        "all_to_all": AllToAll(DispatchContext.of(group, SLOTS)),
+        "logical": Hierarchical(DispatchContext.of(group, SLOTS), RANKS_PER_HOST),
+        "by_rank": HierarchicalByRank(DispatchContext.of(group, SLOTS), RANKS_PER_HOST),
     }
     found: dict[str, dict] = {}
     for routing in ("group-limited", "free"):

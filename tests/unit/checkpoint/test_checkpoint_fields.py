@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError
-from eplb_runtime.checkpoint.catalogue import index_checksum
+from eplb_runtime.checkpoint.manifest import index_checksum
 from eplb_runtime.checkpoint.schema import covers
 from eplb_runtime.checkpoint.tensor_file import header_checksum
 from eplb_runtime.load.series import encode

@@ -104,16 +104,16 @@ def test_other_layers_share_one_graph_and_each_batch_has_a_backward_of_its_own()
 def test_what_a_forward_keeps_is_let_go_with_its_backward_or_without_one() -> None:
     layer, given = Scaled("layer", []), inputs()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    before = len(custom_ops._kept)
+    before = len(custom_ops._saved)
     compiled(*given).sum().backward()
     loss = compiled(*given).sum()
     loss.backward()
     assert torch.allclose(layer.parameter.grad, 2 * (given[0] * given[2]).sum().detach())
     unused = compiled(*given)
-    assert len(custom_ops._kept) > before, "the control: something is kept"
+    assert len(custom_ops._saved) > before, "the control: something is kept"
     del loss, unused
     gc.collect()
-    assert len(custom_ops._kept) == before
+    assert len(custom_ops._saved) == before
 
 
 @pytest.mark.parametrize("inside", [False, True])

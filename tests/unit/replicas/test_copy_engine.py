@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import copy_engine, tree
+from eplb_runtime.replicas.broadcast_plan import BroadcastPlan, BroadcastPlanner
 from eplb_runtime.replicas.copy_engine import CopyEngine
-from eplb_runtime.replicas.links import Linking, Links
 from eplb_runtime.replicas.row_transport import Row, RowChannel, RowTransport, TransferStage
 
 RANKS, REPLICAS, LAYERS = 6, 2, 5
@@ -164,12 +164,12 @@ class Rank:
     rank: int
     recorder: Recorder
     banks: list[Bank]
-    linking: Linking
+    linking: BroadcastPlanner
     checks: list[tuple[str, float, float]] = field(default_factory=list)
 
-    def link(self, home_LRK: np.ndarray) -> list[Links]:
+    def plan(self, home_LRK: np.ndarray) -> list[BroadcastPlan]:
         return [
-            self.linking.link(layer, bank, home_LRK[layer], HomeRows(SLOTS, HOMES))
+            self.linking.plan(layer, bank, home_LRK[layer], HomeRows(SLOTS, HOMES))
             for layer, bank in enumerate(self.banks)
         ]
 
@@ -193,8 +193,8 @@ class Rank:
         value = float(1000 * version + 10 * layer + self.rank)
         self.recorder.give(lambda: rows.fill_(value))
 
-    def use_gradients(self, links: Links, layer: int, home_RK: np.ndarray, version: int) -> None:
-        got = [rows[0] for rows in links.arrivals]
+    def use_gradients(self, plan: BroadcastPlan, layer: int, home_RK: np.ndarray, version: int) -> None:
+        got = [rows[0] for rows in plan.arrivals]
         holders = [rank for rank, home in np.argwhere(home_RK != EMPTY).tolist()]
         homes = home_RK[home_RK != EMPTY].tolist()
         expected = sum(
@@ -215,13 +215,13 @@ def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], 
     """
     version = 0
     for step, home_LRK in enumerate(home_TLRK):
-        linked, version = rank.link(home_LRK), version + 1
+        linked, version = rank.plan(home_LRK), version + 1
         versions = dict.fromkeys(range(LAYERS), version)
         for layer in range(LAYERS):
             rank.write_homes(layer, version)
-        posted = {layer: links.weights[0].post() if links.weights else [] for layer, links in enumerate(linked)}
+        posted = {layer: plan.weights[0].post() if plan.weights else [] for layer, plan in enumerate(linked)}
 
-        def wait(layer: int, linked: list[Links] = linked, posted: dict = posted) -> None:
+        def wait(layer: int, linked: list[BroadcastPlan] = linked, posted: dict = posted) -> None:
             for work in posted.pop(layer, []):
                 work.wait()
                 for stage in linked[layer].weights[1:]:
@@ -239,7 +239,9 @@ def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], 
             rank.use_copies(layer, home_LRK[layer], versions[layer])
         sent: list[tuple[int, Any]] = []
 
-        def finish(linked: list[Links] = linked, sent: list = sent, home_LRK: np.ndarray = home_LRK, step: int = step):
+        def finish(
+            linked: list[BroadcastPlan] = linked, sent: list = sent, home_LRK: np.ndarray = home_LRK, step: int = step
+        ):
             for layer, works in sent:
                 for number, stage in enumerate(linked[layer].gradients):
                     for work in stage.rows.post() if number else works:
@@ -286,7 +288,7 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
         gradients = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
         banks = [Bank(number, engine, gradients) for _ in range(LAYERS)]
         arrivals: dict[int, Tensor] = {}
-        linking = Linking(
+        linking = BroadcastPlanner(
             engine, number, 1, RANKS, lambda index, at, p, rows=arrivals: rows.setdefault(index, torch.zeros(1))
         )
         ranks.append(Rank(number, recorder, banks, linking))
@@ -391,7 +393,7 @@ def test_stages_that_begin_too_early_stop_a_gpu_with_one_queue(monkeypatch: pyte
     def begin_at_once(self: Any) -> None:
         while self.to_begin:
             exchange = self.to_begin.popleft()
-            self.under_way.append(exchange)
+            self.in_flight.append(exchange)
             exchange.arrived = self.side.begin(lambda exchange=exchange: self._copy(exchange))
 
     monkeypatch.setattr(copy_engine._Line, "_begin", begin_at_once)

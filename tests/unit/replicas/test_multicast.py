@@ -13,8 +13,8 @@ from torch import Tensor
 
 from eplb_runtime.distributed.transports.deepep_rows import ROW_BYTES
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.replicas import links, multicast
-from eplb_runtime.replicas.links import Linking
+from eplb_runtime.replicas import broadcast_plan, multicast
+from eplb_runtime.replicas.broadcast_plan import BroadcastPlanner
 from eplb_runtime.replicas.multicast import Multicast
 from eplb_runtime.replicas.point_to_point import PointToPoint
 from eplb_runtime.replicas.row_transport import TransferStage
@@ -72,7 +72,7 @@ def carry(stages: list[TransferStage], wire: Wire) -> None:
         for wire.giving in (False, True):
             for stage, one in zip(stages, calls, strict=True):
                 with contextlib.suppress(StopIteration):
-                    one.carry(stage.by)
+                    one.run(stage.by)
 
 
 def linked(
@@ -85,9 +85,9 @@ def linked(
     for rank, bank in enumerate(banks):
         by_torch = PointToPoint(None, range(RANKS))  # type: ignore[arg-type]
         by = Multicast(rank, None, rank, RANKS, torch.device("cpu"), by_torch)
-        linking = Linking(by, rank, 1, 3, lambda *_: arrival)
+        linking = BroadcastPlanner(by, rank, 1, 3, lambda *_: arrival)
         with torch.inference_mode(inference):
-            weights = linking.link(0, bank, home_RK, HomeRows(SLOTS, HOMES)).weights
+            weights = linking.plan(0, bank, home_RK, HomeRows(SLOTS, HOMES)).weights
         assert len(weights) == (home_RK != EMPTY).any()
         stages += weights
     return banks, stages, wire
@@ -140,6 +140,6 @@ def test_a_layer_without_copies_calls_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_home_that_does_not_lie_in_one_piece_is_refused_and_not_copied() -> None:
     rows = torch.rand(2, 3, 4)
-    assert links._live_row(rows, 1).data_ptr() == rows[1].data_ptr()
+    assert broadcast_plan._live_row(rows, 1).data_ptr() == rows[1].data_ptr()
     with pytest.raises(ValueError, match=r"experts of shape \[4, 3\] do not lie in one piece"):
-        links._live_row(rows.mT, 1)
+        broadcast_plan._live_row(rows.mT, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.planner import plan
-from eplb_runtime.replicas import links, point_to_point, tree
+from eplb_runtime.replicas import broadcast_plan, point_to_point, tree
 from eplb_runtime.replicas.point_to_point import PointToPoint
 from eplb_runtime.replicas.tree import NODES_EACH, RANKS_EACH, tree_of
 from eplb_runtime.topology import Topology
@@ -179,9 +179,9 @@ def test_weights_reach_all_copies_and_all_gradients_come_home_once(
     monkeypatch.setattr(point_to_point, "dist", record)
     banks = [Bank(rank, replicas) for rank in range(ranks)]
     linked = [
-        links.Linking(
+        broadcast_plan.BroadcastPlanner(
             PointToPoint(None, range(ranks)), rank, 1, per_node, lambda *_: torch.zeros(3, dtype=torch.float64)
-        ).link(5, bank, home_RK, HomeRows(slots, HOMES))
+        ).plan(5, bank, home_RK, HomeRows(slots, HOMES))
         for rank, bank in enumerate(banks)
     ]
     copies = np.argwhere(home_RK != EMPTY).tolist()
@@ -196,7 +196,7 @@ def test_weights_reach_all_copies_and_all_gradients_come_home_once(
             of_rank.gradients[stage].add()
     sums = Counter()
     for rank, of_rank in enumerate(linked):
-        for copy, (row,) in zip(of_rank.lent, of_rank.arrivals, strict=True):
+        for copy, (row,) in zip(of_rank.home_children, of_rank.arrivals, strict=True):
             sums[rank * slots + copy.home_row] += row[0].item()
     expected = Counter()
     for rank, replica in copies:
@@ -236,9 +236,9 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
     ranks = range(2 * ep_ranks)
     banks = [DividedBank(rank, replicas) for rank in ranks]
     linked = [
-        links.Linking(
+        broadcast_plan.BroadcastPlanner(
             PointToPoint(None, ranks), rank, 2, per_node, lambda *_: torch.zeros(2, dtype=torch.float64)
-        ).link(5, bank, home_RK, rows)
+        ).plan(5, bank, home_RK, rows)
         for rank, bank in enumerate(banks)
     ]
     stages = max(len(of_rank.weights) for of_rank in linked)
@@ -257,6 +257,6 @@ def test_slices_of_homes_that_are_divided_over_two_ranks_reach_the_two_of_each_c
             of_rank.gradients[stage].add()
     sums: Counter[tuple[int, int]] = Counter()
     for rank, of_rank in enumerate(linked):
-        for copy, (row,) in zip(of_rank.lent, of_rank.arrivals, strict=True):
-            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.part] += row[0].item()
+        for copy, (row,) in zip(of_rank.home_children, of_rank.arrivals, strict=True):
+            sums[rows.slot_at(rank * rows.rows + copy.home_row), copy.shard] += row[0].item()
     assert sums == expected and stages > 1

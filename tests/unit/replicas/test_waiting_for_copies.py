@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.replicas.links import Links
+from eplb_runtime.replicas.broadcast_plan import BroadcastPlan
 from eplb_runtime.replicas.row_transport import TransferStage
 from eplb_runtime.replicas.sync import ReplicaSync
 
@@ -33,7 +33,7 @@ def made(*weights: TransferStage) -> ReplicaSync:
     bank: Any = SimpleNamespace(parameters=[])
     carrier: Any = SimpleNamespace()
     sync = ReplicaSync({0: bank}, carrier, 0, 1, False, 1, 1)
-    sync._links[0] = Links([], list(weights), [], [], True)
+    sync._plans[0] = BroadcastPlan([], list(weights), [], [], True)
     return sync
 
 

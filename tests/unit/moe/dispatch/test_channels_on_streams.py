@@ -15,7 +15,7 @@ from stream_double import Memory, Module, Stream
 from eplb_runtime.hosts.pipelining import OverlappedForwardBackward
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from eplb_runtime.moe.dispatch.streams import StreamGuard, TwoStreams
-from eplb_runtime.replicas.links import NONE
+from eplb_runtime.replicas.broadcast_plan import NONE
 from eplb_runtime.replicas.sync import ReplicaSync
 
 DEVICE = torch.device("meta")
@@ -39,8 +39,8 @@ class WithoutStart(TwoStreams):
 class WithoutEnd(TwoStreams):
     """Another: the caller's does not wait for them."""
 
-    def apart(self, *args: Any) -> Any:
-        one, other, _ = super().apart(*args)
+    def fork(self, *args: Any) -> Any:
+        one, other, _ = super().fork(*args)
         return one, other, lambda: None
 
 
@@ -161,7 +161,7 @@ def test_both_threads_have_the_device_and_neither_has_the_callers_stream() -> No
         return threading.get_ident(), module.current_stream()
 
     (here, left), (beside, right) = channels.both(look, look)
-    (_, turned_left), (_, turned_right) = channels.both(look, look, turned=True)
+    (_, turned_left), (_, turned_right) = channels.both(look, look, swapped=True)
     assert here == threading.get_ident() != beside
     assert module.devices == {here: DEVICE, beside: DEVICE}
     assert len({left, right, module.default}) == 3 and (turned_left, turned_right) == (right, left)

@@ -15,7 +15,9 @@ from eplb_runtime.moe.dispatch.collective_order import CollectiveOrder
 Turn = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
-def launched(turn: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[int], None]) -> list[tuple[int, int]]:
+def launched(
+    launching: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[int], None]
+) -> list[tuple[int, int]]:
     """What was launched, where the way ``ahead`` asks first, and is through before the other asks if nobody waits."""
     seen: list[tuple[int, int]] = []
     asked = threading.Event()
@@ -23,7 +25,7 @@ def launched(turn: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[in
     def run(way: int) -> None:
         for number in range(lengths[way]):
             asked.set()
-            with turn(way):
+            with launching(way):
                 seen.append((way, number))
         end(way)
         asked.set()
@@ -31,7 +33,7 @@ def launched(turn: Turn, lengths: tuple[int, int], ahead: int, end: Callable[[in
     thread = threading.Thread(target=run, args=(ahead,))
     thread.start()
     assert asked.wait(10)
-    if turn is nobody_waits:
+    if launching is nobody_waits:
         thread.join()
     run(1 - ahead)
     thread.join()
@@ -53,7 +55,7 @@ def in_turns(lengths: tuple[int, int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_order_follows_from_how_many_there_are(lengths: tuple[int, int], ahead: int) -> None:
     order = CollectiveOrder(10.0)
-    assert launched(order.turn, lengths, ahead, order.end) == in_turns(lengths)
+    assert launched(order.launching, lengths, ahead, order.end) == in_turns(lengths)
 
 
 def test_control_without_turns_it_follows_from_who_comes_first() -> None:
@@ -102,29 +104,32 @@ def test_alone_nobody_takes_turns(in_order: bool) -> None:
     seen: list[Any] = []
     for _ in range(3):
         with one.launching():
-            seen.append(one.here())
+            seen.append(one.current())
     assert seen == [one._first] * 3
 
 
 def test_a_way_that_does_not_come_is_waited_for_until_the_deadline_and_said() -> None:
     order = CollectiveOrder(0.05)
-    with pytest.raises(RuntimeError, match=r"the first did not reach its exchange 1 within 0[.]05 s"), order.turn(1):
+    with (
+        pytest.raises(RuntimeError, match=r"the first did not reach its exchange 1 within 0[.]05 s"),
+        order.launching(1),
+    ):
         pass
-    with order.turn(0), pytest.raises(RuntimeError, match="the second did not reach its exchange 1 within"):
+    with order.launching(0), pytest.raises(RuntimeError, match="the second did not reach its exchange 1 within"):
         order.until_the_other_asks(0)
-    with order.turn(1):  # the first has launched by now, and nothing of what failed counts
+    with order.launching(1):  # the first has launched by now, and nothing of what failed counts
         pass
-    with pytest.raises(RuntimeError, match="exchange 2 of the second waited") as late, order.turn(1):
+    with pytest.raises(RuntimeError, match="exchange 2 of the second waited") as late, order.launching(1):
         pass
     assert "\n" not in str(late.value)
 
 
 def test_an_exchange_within_the_launch_of_another_is_refused_and_counts_for_nothing() -> None:
     order = CollectiveOrder(10.0)
-    with order.turn(0), pytest.raises(RuntimeError, match="within the launch of another"), order.turn(0):
+    with order.launching(0), pytest.raises(RuntimeError, match="within the launch of another"), order.launching(0):
         pass
     order._seconds = 0.05
-    with order.turn(1):
+    with order.launching(1):
         pass
-    with pytest.raises(RuntimeError, match="its exchange 2"), order.turn(1):
+    with pytest.raises(RuntimeError, match="its exchange 2"), order.launching(1):
         pass

@@ -6,7 +6,6 @@ import ast
 import inspect
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +25,11 @@ from eplb_runtime.config import (
 from eplb_runtime.distributed.transports import deepep_package, packages
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
-from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose, maker
+from eplb_runtime.moe.dispatch.base import DispatchContext
+from eplb_runtime.moe.dispatch.choosing import DispatchChoice, choose
 from eplb_runtime.moe.dispatch.deepep import DeepEPByRank, DeepEPDispatcher
 from eplb_runtime.moe.dispatch.deepep_buffer import DeepEPBuffer
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical, HierarchicalByRank
-from eplb_runtime.moe.dispatch.permute import PLAIN
 from eplb_runtime.tools.verification import runs
 from eplb_runtime.topology import Topology
 
@@ -218,20 +217,18 @@ def test_deepep_that_was_asked_for_and_is_not_there_is_a_problem() -> None:
     assert not choose("deepep", ["", ""]).problem
 
 
-def test_the_order_of_sums_picks_the_kind() -> None:
+def test_the_order_of_sums_picks_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
         order: BalancerConfig(dispatch=DispatchConfig("auto", combine_order=order)) for order in ("logical", "by_rank")
     }
     job = Topology(8, 4)
-    moves = replace(PLAIN, sum_choices=lambda *rows: rows[0])
-    made = {
-        (order, name): maker(asked[order], DispatchChoice(name, ""), job, moves) for order in asked for name in KINDS
-    }
-    assert {key: make.func for key, make in made.items()} == {  # type: ignore[attr-defined]
-        (order, name): kinds[order == "by_rank"] for order in asked for name, kinds in KINDS.items()
-    }
-    assert all(make.keywords["moves"] is moves for make in made.values())  # type: ignore[attr-defined]
-    assert made["by_rank", "hierarchical"].keywords["ranks_per_node"] == 4  # type: ignore[attr-defined]
+    for kind in {kind for kinds in KINDS.values() for kind in kinds}:
+        monkeypatch.setattr(choosing, kind.__name__, lambda *args, kind=kind: (kind, *args))
+    context, more = DispatchContext.of(None, 4), {"all_to_all": [], "hierarchical": [4]}
+    for order, config in asked.items():
+        for name, kinds in KINDS.items():
+            made = choosing.make_dispatcher(config, DispatchChoice(name, ""), job, context)
+            assert made == (kinds[order == "by_rank"], context, *more.get(name, [config.dispatch]))
     assert {choose(name, ["why"]).name for name in DISPATCHES} == set(DISPATCHES) - {"auto"}
 
 
@@ -253,9 +250,9 @@ def test_most_tokens_that_cannot_be_are_refused(settings: dict, said: str) -> No
 
 
 def test_most_tokens_are_for_one_node() -> None:
-    group = SimpleNamespace(size=lambda: 16)
+    group = SimpleNamespace(size=lambda: 16, rank=lambda: 0)
     with pytest.raises(ConfigError, match="most_tokens=64 is for the ranks of one node"):
-        DeepEPDispatcher(group, 4, config=DispatchConfig("deepep", most_tokens=64))
+        DeepEPDispatcher(DispatchContext.of(group, 4), DispatchConfig("deepep", most_tokens=64))
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(8, 128), (16, 1024)])
@@ -291,7 +288,7 @@ def test_low_latency_is_refused_where_no_kernel_was_built(
     monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
     monkeypatch.setattr(deepep_package, "shared_between", lambda *_: None)
     group = SimpleNamespace(size=lambda: 8, rank=lambda: 0)
-    dispatcher = DeepEPByRank(group, 4, config=LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
+    dispatcher = DeepEPByRank(DispatchContext.of(group, 4), LOW_LATENCY_CONFIG)  # type: ignore[arg-type]
     hidden, weights = torch.empty(2, width, dtype=dtype), torch.empty(2, top_k)
     with torch.no_grad(), nullcontext() if fits else pytest.raises(ConfigError):
         dispatcher.check(hidden, weights)

@@ -129,7 +129,7 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits(tokens: int) -> None:
     begin, total = {}, 0
     for rank in order:
         begin[rank], total = total, total + len(by_rank[rank])
-    sent, within = permute.each_once(visits, torch.tensor([begin[rank] for rank in range(3)]), total)
+    sent, within = permute.dedup_tokens(visits, torch.tensor([begin[rank] for rank in range(3)]), total)
     assert sent.tolist() == [token for rank in order for token in by_rank[rank]]
     for token in range(tokens):
         for rank in (slots[token] // 2).tolist():

@@ -13,7 +13,7 @@ IDS = torch.tensor([[0, 3], [2, 1]])
 def forward(in_flight: RecomputeCache, metadata: str, *, step: int = 0, ids: torch.Tensor = IDS, training: bool = True):
     in_flight.begin(step)
     out = torch.ones(2, 4, requires_grad=torch.is_grad_enabled()) * 1.0
-    return in_flight.until_backward(out, ids, metadata, training)
+    return in_flight.track_backward(out, ids, metadata, training)
 
 
 def test_a_forward_alone_in_flight_is_the_one_until_its_backward() -> None:
@@ -105,10 +105,10 @@ def test_the_choices_are_compared_as_they_were() -> None:
 
 def test_beside_another_batch_none_is_the_one_whichever_comes_first() -> None:
     """A forward of the layer beside the backward pass that repeats one may be earlier on one rank, later on another."""
-    beside = False
-    in_flight = RecomputeCache(lambda: beside)
+    is_overlapping = False
+    in_flight = RecomputeCache(lambda: is_overlapping)
     forward(in_flight, "alone")
-    beside = True
+    is_overlapping = True
     before = in_flight.repeated(IDS)
     forward(in_flight, "beside")
     assert before is None and in_flight.repeated(IDS) is None

@@ -4,6 +4,8 @@ it can be put in."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,29 +14,57 @@ from torch import Tensor
 from water_filling_torch import assign_slots
 
 from eplb_runtime.migration import exchange
-from eplb_runtime.moe import kernel_selection
-from eplb_runtime.moe.dispatch.permute import PLAIN
-from eplb_runtime.moe.kernel_selection import Kernels, if_equal, kernels_for
+from eplb_runtime.moe.dispatch import permute
+from eplb_runtime.moe.dispatch.permute import PLAIN, Moves, sum_choices
+from eplb_runtime.moe.experts.aligned import regroup
+from eplb_runtime.moe.kernel_selection import Candidate, Kernels, TrialBatch, kernels_for, select
+from eplb_runtime.moe.routing.kernels import torch_count_and_look_up
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings, count_choices, deal_out
 from eplb_runtime.placement import Placement
 from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
 
 CPU = torch.device("cpu")
-EXAMPLES = list(kernel_selection._choices(CPU, 16))
+MOVES = ("leaving", "arriving", "sum_choices")
+BATCH = TrialBatch.of(CPU, 16, 4, 7)
+
+
+def dealt_otherwise(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
+    return assign_slots(ids_TK, sent_EC, copy_slot_EC)
+
+
+def choices(experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Batches with quotas over 1, 2 and 5 replicas, some of them empty."""
+    generator = torch.Generator().manual_seed(0)
+    for replicas in (1, 2, 5):
+        ids_TK = (torch.rand(2048, 8, generator=generator) ** 2 * experts).long()
+        left_E = torch.bincount(ids_TK.flatten(), minlength=experts)
+        sent_EC = torch.zeros(experts, replicas, dtype=torch.int64)
+        for replica in range(replicas - 1):
+            sent_EC[:, replica] = left_E // (replica + 2)
+            left_E = left_E - sent_EC[:, replica]
+        sent_EC[:, -1] = left_E
+        yield ids_TK, sent_EC, torch.randperm(experts * replicas, generator=generator).view(experts, replicas)
 
 
 def test_two_ways_to_deal_choices_out_give_the_same() -> None:
-    assert if_equal("dealing", assign_slots, deal_out, EXAMPLES) is assign_slots
-    assert all((deal_out(*example) >= 0).all() for example in EXAMPLES)
+    for example in choices(16):
+        assert torch.equal(deal_out(*example), assign_slots(*example)) and (deal_out(*example) >= 0).all()
+
+
+def test_a_kernel_that_gives_the_same_is_used() -> None:
+    moves = {"sum_choices": lambda *args: sum_choices(*args)}
+    selected = select([Candidate("dealing", {"deal": dealt_otherwise}), Candidate("sums", moves=moves)], BATCH)
+    assert selected == Kernels(deal=dealt_otherwise, moves=Moves(**moves))
 
 
 def test_a_kernel_that_gives_something_else_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    def last_copy_first(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
+    def last_copy_first(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None) -> Tensor:
         return deal_out(ids_TK, sent_EC.flip(1), copy_slot_EC.flip(1))
 
+    candidates = [Candidate("dealing", {"deal": last_copy_first}), Candidate("again", {"deal": dealt_otherwise})]
     with caplog.at_level(logging.WARNING, "eplb_runtime"):
-        assert if_equal("dealing", last_copy_first, deal_out, EXAMPLES) is deal_out
-    assert "dealing: it gives something else; plain torch is used" in caplog.text
+        assert select(candidates, BATCH) == Kernels(deal=dealt_otherwise), "the others are used all the same"
+    assert caplog.messages == ["kernel for dealing: it gives something else; plain torch is used"]
 
 
 def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,8 +72,39 @@ def test_a_kernel_that_fails_is_not_used(caplog: pytest.LogCaptureFixture) -> No
         raise RuntimeError("no such instruction\nand a long listing")
 
     with caplog.at_level(logging.WARNING, "eplb_runtime"):
-        assert if_equal("hashes", fails, block_hashes, kernel_selection._blocks(CPU)) is block_hashes
-    assert "hashes: no such instruction; plain torch is used" in caplog.text and "listing" not in caplog.text
+        assert select([Candidate("hashes", {"hash_blocks": fails})], BATCH) == Kernels()
+    assert caplog.messages == ["kernel for hashes: no such instruction; plain torch is used"]
+
+
+def test_a_job_without_replicas_is_tried_too() -> None:
+    assert select([Candidate("dealing", {"deal": None})], TrialBatch.of(CPU, 16, 4, 4)) == Kernels(deal=None)
+
+
+def test_the_trial_notices_a_wrong_result_of_every_kernel() -> None:
+    def off_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            for tensor in (found,) if isinstance(found, Tensor) else found:
+                if isinstance(tensor, Tensor):
+                    tensor.view(-1)[0] += 1
+                    break
+            return found
+
+        return wrong
+
+    def swapped(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
+        torch.index_select(source, 0, index_U[: staying.shape[0]].flip(0), out=staying)
+        torch.index_select(source, 0, index_U[staying.shape[0] :], out=leaving)
+
+    candidates = [
+        Candidate("look up", {"count_and_look_up": off_by_one(torch_count_and_look_up)}),
+        Candidate("hashes", {"hash_blocks": off_by_one(block_hashes)}),
+        Candidate("regroup", {"regroup": off_by_one(regroup)}),
+        *(Candidate(name, moves={name: off_by_one(getattr(permute, name))}) for name in MOVES),
+        Candidate("part", moves={"part": swapped}),
+        Candidate("deal", {"deal": off_by_one(deal_out)}),
+    ]
+    assert select(candidates, BATCH) == Kernels()
 
 
 def test_on_a_cpu_there_are_none() -> None:

@@ -1,4 +1,4 @@
-"""What a folder of ours holds: the index, the headers of its files, and the bytes of each part of each tensor.
+"""Manifest of a checkpoint folder: its index, the headers of its files, and where the bytes of each tensor are.
 
 The index says which files belong together and what their headers' checksums are; a header has a checksum for every part
 of a tensor. So a bit that changed anywhere is noticed, and nothing is believed before it is checked. No pickle.
@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor
 
 from ..utils.files import FileError, require_readable
-from .boxes import Box
 from .schema import FORMAT, VERSION, SchemaError, check_header, check_index, covers, from_text
+from .shards import Shard
 from .state import CheckpointError
 from .tensor_file import DTYPES, header_checksum
 
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class StoredSpan:
-    """A box of a saved tensor: where it lies within the tensor, and where its bytes are."""
+    """A saved shard: its place in the tensor, and the place of its bytes."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class StoredSpan:
         return tuple(offset + length for offset, length in zip(self.offsets, self.shape, strict=True))
 
     def read_rows(self, first: int, last: int) -> Tensor:
-        """Rows ``first:last`` of dimension 0, counted within the part; a part without dimensions whole."""
+        """Read rows ``first:last`` of dimension 0, counted within the shard; all of a shard without dimensions."""
         shape = (last - first, *self.shape[1:]) if self.shape else ()
         values = torch.empty(shape, dtype=self.dtype)
         raw = values.reshape(-1).view(torch.uint8)
@@ -54,8 +54,8 @@ class StoredSpan:
         self._read_into(raw, self.begin + first * row_bytes)
         return values
 
-    def is_whole(self) -> bool:
-        """Whether its bytes are those that were written."""
+    def is_intact(self) -> bool:
+        """Return whether its bytes are those that were written."""
         hasher = xxhash.xxh3_128()
         block = torch.empty(min(_BLOCK_BYTES, max(1, self.nbytes)), dtype=torch.uint8)
         for at in range(0, self.nbytes, _BLOCK_BYTES):
@@ -85,7 +85,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Manifest:
     """A folder's index and headers, checked against each other.
 
     Args:
@@ -100,8 +100,8 @@ class Catalogue:
     optimizers: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def read(cls, folder: Path) -> Catalogue:
-        """Read what describes a checkpoint; no tensor yet.
+    def read(cls, folder: Path) -> Manifest:
+        """Read a folder's index and headers, but no tensor.
 
         Raises:
             CheckpointError: it is damaged, or of another version.
@@ -109,8 +109,8 @@ class Catalogue:
         return cls.of(folder, read_index(folder / INDEX))
 
     @classmethod
-    def of(cls, folder: Path, index: Mapping[str, Any]) -> Catalogue:
-        """As ``read``, of an index that is not in the folder yet."""
+    def of(cls, folder: Path, index: Mapping[str, Any]) -> Manifest:
+        """Read the headers that an index names; the index need not be in the folder yet."""
         try:
             check_index(index)
         except SchemaError as error:
@@ -171,29 +171,29 @@ class Catalogue:
             for part in saved.parts:
                 mine = shares.index(min(shares))
                 shares[mine] += part.nbytes
-                if mine == number and not part.is_whole():
+                if mine == number and not part.is_intact():
                     raise CheckpointError(
                         f"{part.file} is damaged: {key} at {part.offsets} has another checksum than when it was saved"
                     )
 
-    def fill(self, box: Box) -> None:
-        """Read a box, out of whatever parts it was saved in, into its tensor; cast to its dtype."""
-        saved = self.tensors[box.key]
-        shape = tuple(box.tensor.shape)
+    def fill(self, shard: Shard) -> None:
+        """Fill a live shard from the saved shards that overlap it; values are cast to its dtype."""
+        saved = self.tensors[shard.key]
+        shape = tuple(shard.tensor.shape)
         for part in saved.parts:
-            cut = _overlap(part, box.offsets, shape)
+            cut = _overlap(part, shard.offsets, shape)
             if cut is None:
                 continue
             inside, outside = cut
             rows = inside[0] if inside else slice(0, 0)
             values = part.read_rows(rows.start, rows.stop)
-            box.tensor[outside].copy_(values[(slice(None), *inside[1:])] if inside else values)
+            shard.tensor[outside].copy_(values[(slice(None), *inside[1:])] if inside else values)
 
 
 def _overlap(
     part: StoredSpan, offsets: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What a part and a box have in common, as slices of each; None: nothing."""
+    """Return the overlap of a saved and a live shard, as slices of each; None: they do not overlap."""
     inside, outside = [], []
     for first, last, offset, length in zip(part.offsets, part.ends, offsets, shape, strict=True):
         low, high = max(first, offset), min(last, offset + length)

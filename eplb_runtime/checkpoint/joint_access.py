@@ -1,6 +1,6 @@
-"""Ranks that write or read a folder together: whoever fails goes on taking part, and all hear of it when they meet.
+"""Joint access of all ranks to a folder: a rank that fails still takes part, and every rank raises at the next check.
 
-Nobody waits for a rank that gave up, and no rank takes for whole what another could not write.
+So no rank waits for one that gave up, and none takes a folder for complete that another could not write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .state import CheckpointError, LogicalView
 
 
 class JointAccess:
-    """One save or load, on one rank.
+    """One rank's part in a save or load.
 
     Args:
         group: of the ranks that take part; None: this process alone.

@@ -1,8 +1,8 @@
-"""Replica slots without memory of their own: one set of rows that all layers use in turn.
+"""Pooled replicas: one set of rows that all layers share.
 
-A layer's copies are fetched from their homes ahead of its forward and again ahead of its backward, and their gradients
-leave before the next layer needs the rows. Home rows and replica rows do not lie in one piece, so copies are computed
-by a second call, and computed again in the backward pass, where their weights are there once more.
+A layer's replicas are fetched from their homes before its forward and again before its backward. Their gradients leave
+before the next layer needs the rows. Home and replica rows are not contiguous, so replicas are computed by a second
+call, and recomputed in the backward pass once their weights have been fetched again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .bank import ReplicaBank
 from .sync import ReplicaSync
 
 
-class SharedReplicas(LocalExperts):
-    """A layer whose replica rows belong to it only while it is computed.
+class PooledReplicas(LocalExperts):
+    """A layer with pooled replicas.
 
     Args:
         compute: runs rows through slots with the host's own code.
         layer: index of the layer.
         bank: its slots, replica rows from a pool.
-        sync: fetches its copies and brings their gradients home.
+        sync: fetches replicas and returns their gradients.
         divisor: of the homes' gradients.
     """
 
@@ -38,7 +38,7 @@ class SharedReplicas(LocalExperts):
         self._sync = sync
 
     def at_homes(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What rows at home are computed with, made of the homes' parameters."""
+        """Return the weights for rows at home, made from the homes' parameters."""
         return with_divided_gradients(parameters, self._divisor)
 
     def ahead_of_forward(self) -> None:
@@ -56,7 +56,7 @@ class SharedReplicas(LocalExperts):
         rows_MD: Tensor,
         counts_S: SlotCounts,
         weights_M: Tensor | None,
-        standing: Sequence[Tensor] | None = None,
+        grad_inputs: Sequence[Tensor] | None = None,
     ) -> Tensor:
         self._sync.check_homes(self._layer)
         rows = rows_MD.shape[0]
@@ -66,11 +66,11 @@ class SharedReplicas(LocalExperts):
         home_rows = sum(counts[:homes])
         here, copied = slice(home_rows), slice(home_rows, None)
         home_weights, copied_weights = (None if weights_M is None else weights_M[part] for part in (here, copied))
-        standing = self._parameters() if standing is None else standing
+        grad_inputs = self._parameters() if grad_inputs is None else grad_inputs
         if not self._sync.has_copies(self._layer):
-            out_MD = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(standing), home_weights)
+            out_MD = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(grad_inputs), home_weights)
             return with_spare(out_MD, rows)
-        parameters = _Together.apply(*standing)
+        parameters = _Together.apply(*grad_inputs)
         at_home = run_rows(self._compute, rows_MD[here], at_homes, self.at_homes(parameters), home_weights)
         at_copy = _OnReplicaRows.apply(rows_MD[copied], copied_weights, at_copies, self, *parameters)
         return with_spare(torch.cat([at_home, at_copy]), rows)
@@ -78,11 +78,11 @@ class SharedReplicas(LocalExperts):
     def compute_copies(
         self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
     ) -> Tensor:
-        """Rows through the copies that were fetched, slots counted from the first replica slot."""
+        """Run rows through the fetched replicas; slots count from the first replica slot."""
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
 
     def fetched(self) -> list[Tensor]:
-        """This layer's copies ``[k, ...]``, once they have arrived."""
+        """Return this layer's replicas ``[k, ...]`` once they have arrived."""
         self.fetch()
         self._sync.wait(self._layer)
         return self._bank.replicas
@@ -91,12 +91,12 @@ class SharedReplicas(LocalExperts):
         self._sync.fetch(self._layer)
 
     def collect(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """Hand over what the copies' backward gave, ``[k, ...]`` per tensor."""
+        """Hand over the gradients of the replicas, ``[k, ...]`` per tensor."""
         self._sync.collect(self._layer, gradients, edges)
 
 
 class _Together(torch.autograd.Function):
-    """A layer's parameters as they are, by one node: a pass wants the gradients of all or none, and can be asked."""
+    """The identity on a layer's parameters, as one node: a backward pass needs the gradients of all or of none."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
@@ -111,8 +111,8 @@ class _Together(torch.autograd.Function):
 
 
 class _OnReplicaRows(torch.autograd.Function):
-    """The compute of copies. The homes' parameters take part so that a frozen input does not cut the graph; their
-    gradient from here comes over the wire, in a pass that wants it: the inputs' half of a split backward does not."""
+    """Computes replicas. The homes' parameters are inputs so that a frozen hidden state does not cut the graph. Their
+    gradients from here travel to the homes; the inputs' half of a split backward needs none."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class _OnReplicaRows(torch.autograd.Function):
         rows_MD: Tensor,
         weights_M: Tensor | None,
         counts_S: SlotCounts,
-        layer: SharedReplicas,
+        layer: PooledReplicas,
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.layer, ctx.counts_S = layer, counts_S
@@ -157,12 +157,12 @@ class _OnReplicaRows(torch.autograd.Function):
 
 
 class _FetchAhead(torch.autograd.Function):
-    """The identity; its backward sends for the layer's copies while gradients travel to the experts."""
+    """The identity; its backward fetches the layer's replicas while gradients travel to the experts."""
 
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, layer: SharedReplicas) -> Tensor:
+    def forward(ctx: Any, combined_TD: Tensor, layer: PooledReplicas) -> Tensor:
         ctx.layer = layer
-        ctx.mark_dirty(combined_TD)  # itself and no view of it, as `moe.dispatch.in_flight` hands it on
+        ctx.mark_dirty(combined_TD)  # itself and no view of it, as in `moe.dispatch.recompute`
         return combined_TD
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Replica slots with memory of their own: a layer's copies are refreshed after each step and stay until the next."""
+"""Persistent replicas: slots with memory of their own, refreshed after each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .bank import ReplicaBank
 from .sync import ReplicaSync
 
 
-class KeptReplicas(LocalExperts):
-    """A layer whose copies are refreshed after each step and stay until the next.
+class PersistentReplicas(LocalExperts):
+    """A layer with persistent replicas.
 
     Args:
         compute: runs rows through slots with the host's own code.
         layer: index of the layer.
-        bank: its slots, in one piece.
-        sync: keeps its copies and homes together.
+        bank: its slots, contiguous.
+        sync: keeps replicas equal to their homes.
         divisor: of the homes' gradients.
     """
 
@@ -39,19 +39,19 @@ class KeptReplicas(LocalExperts):
         rows_MD: Tensor,
         counts_S: SlotCounts,
         weights_M: Tensor | None,
-        standing: Sequence[Tensor] | None = None,
+        grad_inputs: Sequence[Tensor] | None = None,
     ) -> Tensor:
         self._sync.check_homes(self._layer)
         self._sync.wait(self._layer)
-        slots = _AllSlots.apply(self, *(self._bank.parameters if standing is None else standing))
+        slots = _AllSlots.apply(self, *(self._bank.parameters if grad_inputs is None else grad_inputs))
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def all_slots(self) -> list[Tensor]:
-        """Home and replica rows ``[S, ...]`` per tensor."""
+        """Return home and replica rows ``[S, ...]`` per tensor."""
         return self._bank.slots
 
     def part(self, gradients: Sequence[Tensor], edges: Sequence[tuple[Any, int]]) -> list[Tensor]:
-        """Take the copies' part of gradients ``[S, ...]`` and give back the homes', divided."""
+        """Hand over the replicas' rows of gradients ``[S, ...]``; returns the homes' rows, divided."""
         homes = self._bank.homes_per_rank
         self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
         at_homes = [gradient[:homes] for gradient in gradients]
@@ -59,10 +59,10 @@ class KeptReplicas(LocalExperts):
 
 
 class _AllSlots(torch.autograd.Function):
-    """Home parameters -> the storages that hold homes and copies. Backward parts the gradients again."""
+    """Home parameters -> storages with homes and replicas. The backward splits the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, layer: KeptReplicas, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: PersistentReplicas, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.layer = layer
         return tuple(slots.view_as(slots) for slots in layer.all_slots())
 

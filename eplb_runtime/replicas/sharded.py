@@ -1,9 +1,8 @@
-"""Copies of experts that FSDP2 slices over the EDP ranks: of a copy, too, each rank keeps its slice.
+"""Replicas of experts that FSDP2 shards over the EDP ranks; each rank holds its shard of a replica, too.
 
-Whole copies are gathered over EDP ahead of a layer's forward and again ahead of its backward, into rows that all layers
-use in turn. FSDP does likewise with the homes, in memory of its own; so copies are computed by a second call, as shared
-ones are. What gradients a pass gives them is summed over EDP, each rank takes the sum of its slice, and `ReplicaSync`
-brings slices to slices.
+Whole replicas are gathered over EDP before a layer's forward and again before its backward, into rows that all layers
+share. FSDP gathers the homes into memory of its own, so replicas are computed by a second call, as pooled ones are.
+Their gradients are summed over EDP, each rank takes its shard of the sum, and `ReplicaSync` returns it to the home's.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from ..moe.experts.compute import Compute
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype
-from .shared import SharedReplicas
+from .pooled import PooledReplicas
 from .sync import ReplicaSync
 
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class WholeCopies:
-    """The copies of one layer at a time, whole: memory that all layers use in turn.
+class ReplicaGather:
+    """Gathers the replicas of one layer at a time from their shards, into memory that all layers share.
 
     Args:
-        group: the EDP ranks, in the order of their slices; None: this rank alone, with whole slices.
-        twins: EDP ranks that have the same slices as this one; None: there are no others.
+        group: the EDP ranks, in the order of their shards; None: this rank holds whole replicas.
+        replica_group: EDP ranks with the same shards as this one; None: there are no others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, twins: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._twins = twins
+        self._replica_group = replica_group
         self._ranks = 1 if group is None else group.size()
         self._rows: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-        self._on_the_way: tuple[int, list[Tensor], list[tuple[Tensor, dist.Work]]] | None = None
+        self._in_flight: tuple[int, list[Tensor], list[tuple[Tensor, dist.Work]]] | None = None
 
     def fetch(self, layer: int, slices: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-        """Send for a layer's copies. Collective over the group.
+        """Start to gather a layer's replicas. Collective over the group.
 
         Args:
             slices: ``[k, N/D, ...]`` per tensor, this rank's.
@@ -57,28 +56,28 @@ class WholeCopies:
                 for to, row in zip(whole[-1], rows, strict=True) if self._group is not None else ():
                     work = _all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
                     messages.append((row, work))
-        self._on_the_way = layer, whole, messages
+        self._in_flight = layer, whole, messages
 
-    def is_fetching(self, layer: int) -> bool:
-        """Whether these are the copies that were sent for last, and nobody has taken them."""
-        return self._on_the_way is not None and self._on_the_way[0] == layer
+    def is_in_flight(self, layer: int) -> bool:
+        """Return whether this layer's replicas were fetched last and not taken yet."""
+        return self._in_flight is not None and self._in_flight[0] == layer
 
     def take(self) -> list[Tensor]:
-        """``[k, N, ...]`` per tensor, what was sent for last; it stands until the next ``fetch``."""
+        """Return ``[k, N, ...]`` per tensor, as fetched last; valid until the next ``fetch``."""
         return self._arrived()
 
     def _arrived(self) -> list[Tensor]:
-        on_the_way, self._on_the_way = self._on_the_way, None
-        if on_the_way is None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return []
-        layer, whole, messages = on_the_way
+        layer, whole, messages = in_flight
         with phase("wait for whole copies", "", layer):
             for _, work in messages:
                 work.wait()
         return whole
 
     def _rows_for(self, position: int, rows: Tensor) -> Tensor:
-        """``[k, N, ...]``: each row is what the ranks' slices give, one behind the other."""
+        """Return memory ``[k, N, ...]`` for rows that join the ranks' slices."""
         shape = torch.Size((rows.shape[0], rows.shape[1] * self._ranks, *rows.shape[2:]))
         key = (position, shape, rows.dtype)
         if key not in self._rows:
@@ -88,11 +87,11 @@ class WholeCopies:
 
     def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
-        Collective over the group, and over the twins."""
+        Collective over both groups."""
         total = self._slice_of_sum(gradient, dtype)
-        if self._twins is None:
+        if self._replica_group is None:
             return total
-        total, *others = gather_rows(total.contiguous(), self._twins)
+        total, *others = gather_rows(total.contiguous(), self._replica_group)
         for other in others:
             total += other
         return total
@@ -109,14 +108,14 @@ class WholeCopies:
         return total
 
 
-class SlicedReplicas(SharedReplicas):
-    """A layer whose homes and copies are sliced over EDP.
+class ShardedReplicas(PooledReplicas):
+    """A layer whose homes and replicas are sharded over EDP.
 
     Args:
-        compute, layer, bank, sync: as of `SharedReplicas`.
-        homes: the whole homes, as FSDP lets them stand in the module while it computes.
-        divisor: of the homes' gradients, ahead of FSDP's average.
-        whole: where copies are put together.
+        compute, layer, bank, sync: as of `PooledReplicas`.
+        homes: returns the whole homes that FSDP puts into the module while it computes.
+        divisor: of the homes' gradients, before FSDP's average.
+        whole: gathers replicas.
     """
 
     def __init__(
@@ -128,11 +127,11 @@ class SlicedReplicas(SharedReplicas):
         *,
         homes: Callable[[], Sequence[Tensor]],
         divisor: float,
-        whole: WholeCopies,
+        whole: ReplicaGather,
     ) -> None:
         super().__init__(compute, layer, bank, sync, divisor)
         self._parameters = homes
-        self._whole = whole
+        self._gather_all = whole
         self._dtypes: list[torch.dtype] = []
 
     def ahead_of_forward(self) -> None:
@@ -148,11 +147,11 @@ class SlicedReplicas(SharedReplicas):
             self._gather()
 
     def fetched(self) -> list[Tensor]:
-        if not self._whole.is_fetching(self._layer):
+        if not self._gather_all.is_in_flight(self._layer):
             self.fetch()
         if self._sync.shared:
             self._gather()
-        return self._whole.take()
+        return self._gather_all.take()
 
     def collect(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
         if self._sync.takes(self._layer, edges):
@@ -160,10 +159,10 @@ class SlicedReplicas(SharedReplicas):
 
     def _gather(self) -> None:
         self._sync.wait(self._layer)
-        self._whole.fetch(self._layer, self._bank.replicas, self._dtypes)
+        self._gather_all.fetch(self._layer, self._bank.replicas, self._dtypes)
 
     def _slices_of(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sums over EDP; of what no rank trains, None. A rank that no token reached brings zeros."""
+        """Return shards of the sums over EDP; None for frozen tensors. A rank without tokens adds zeros."""
         slices: list[Tensor | None] = []
         for gradient, rows, home in zip(gradients, self._bank.replicas, self._bank.parameters, strict=True):
             if not home.requires_grad:
@@ -172,5 +171,5 @@ class SlicedReplicas(SharedReplicas):
             if gradient is None:
                 shape = (rows.shape[0], *home.shape[1:])
                 gradient = rows.new_zeros(shape, dtype=self._dtypes[len(slices)])
-            slices.append(self._whole.slice_of_sum(gradient, accumulation_dtype(home)))
+            slices.append(self._gather_all.slice_of_sum(gradient, accumulation_dtype(home)))
         return slices
