@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..config import BalancerConfig
-from ..distributed.agreement import Agreement
 from ..distributed.ballot import Verdict
+from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
 from ..distributed.process_groups import Connections, host_timeout
 from ..distributed.reconnect import Reconnection, Standing
@@ -286,7 +286,7 @@ class Rebalancer:
         """
         self._refuse_alone(what)
         self.forget_pending()
-        agreed = self._agreement.same_on_all(digest, subject)
+        agreed = self._agreement.check_equal(digest, subject)
         if agreed.connections_broken:
             self._pause(agreed.cause)
         return agreed
@@ -422,7 +422,7 @@ class Rebalancer:
         target has other homes."""
         if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
             return Verdict(True)
-        return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
+        return self._agreement.check_equal(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
 
     def _copies_outside(self) -> str:
         """The holder of copies of experts that do not move along, as far as this rank knows; empty: none."""

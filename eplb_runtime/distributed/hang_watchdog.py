@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..utils.errors import one_line
+from .consensus import all_gather_into
 from .store import JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
@@ -306,9 +307,8 @@ class BackwardMeeting:
             OutOfStepError: another rank's has come to another; on every rank of the group.
         """
         self._own[0] = word = (step << 16) | layer
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._watch.waiting():
-            gather(self._words_R, self._mine, group=self._group)
+            all_gather_into(self._words_R, self._mine, group=self._group)
         if (self._of_ranks == word).all():
             return
         places: dict[int, list[int]] = {}

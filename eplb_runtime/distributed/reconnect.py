@@ -18,7 +18,7 @@ import torch
 
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .agreement import Agreement, is_one_value, two_sided
+from .consensus import Agreement, is_one_value, two_sided
 from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups
 from .setting_up import TooFewDescriptors

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from beside import INTERVAL, RANKS, Job, at, same
 from ranks import run_ranks
 
-from eplb_runtime.distributed.agreement import Agreement
+from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.store import JobStore, StoreError
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cuda_memory, deepep_package, nixl_agent, nvshmem_heap, shm
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, Transport, TransportError, first_problem, gather_bytes
 from .cuda_ipc import CudaIpc
-from .meeting import tell_all
 from .mixed import Mixed
 from .neighbours import node_of_this_rank
 from .nixl import Nixl
@@ -128,7 +127,8 @@ class Automatic(Transport):
 
     def warm_up(self, deadline: float) -> None:
         mine = json.dumps([node_of_this_rank(), lacks(self._model_device, self._arguments[1])]).encode()
-        said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in self._tell_all(mine, deadline)]
+        words = gather_bytes(mine, self._group, self.device, deadline)
+        said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in words]
         nodes = [node for node, _ in said]
         self.choice = choose(nodes, [lacking for _, lacking in said])
         if (self.choice.within, self.choice.across) != ("torch", "torch"):
@@ -190,12 +190,9 @@ class Automatic(Transport):
             carrier.warm_up((time.monotonic() + deadline) / 2)
         except (TransportError, OSError) as error:
             problem = str(error) or type(error).__name__
-        problem = next((word.decode() for word in self._tell_all(problem.encode(), deadline) if word), "")
-        if carrier is not None and not problem:
+        failed = first_problem(problem, self._group, self.device, deadline)
+        if carrier is not None and failed is None:
             self._carrier = carrier
         elif carrier is not None:
             carrier.close()
-        return problem
-
-    def _tell_all(self, word: bytes, deadline: float) -> list[bytes]:
-        return tell_all(self._group, self.device, word, deadline)
+        return "" if failed is None else failed.text

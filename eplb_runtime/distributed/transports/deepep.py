@@ -23,7 +23,7 @@ from torch import Tensor
 from ...config import ConfigError
 from ...utils.errors import one_line
 from . import deepep_package
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .counted import to_others
 from .deepep_rows import (
     ROW_BYTES,
@@ -37,7 +37,6 @@ from .deepep_rows import (
     rows_of,
     streams_of,
 )
-from .meeting import tell_all
 from .neighbours import node_of_this_rank
 from .side_stream import SideStream, wait_until
 
@@ -123,7 +122,7 @@ class DeepEP(Transport):
             except ConfigError as error:
                 problem = str(error)
         word = json.dumps([node_of_this_rank(), problem]).encode()
-        said = [json.loads(one) for one in tell_all(self._group, self._meeting_device, word, deadline)]
+        said = [json.loads(one) for one in gather_bytes(word, self._group, self._meeting_device, deadline)]
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
@@ -210,9 +209,9 @@ class DeepEP(Transport):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            said = tell_all(self._group, self._meeting_device, json.dumps(sizes).encode(), deadline)
+            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._meeting_device, deadline)
             # A rank that gave up before does not come to this one, so nobody waits on its GPU for it.
-            tell_all(self._group, self._meeting_device, b"", max(deadline, time.monotonic()) + _GRACE_SECONDS)
+            gather_bytes(b"", self._group, self._meeting_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
         of_ranks = [json.loads(word) for word in said]

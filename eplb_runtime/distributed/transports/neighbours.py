@@ -26,8 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ...config import launcher_environment
-from .base import TransportError
-from .meeting import tell_all
+from .base import TransportError, first_problem, gather_bytes
 from .segments import Segment, open_segment
 
 _NOTE = struct.Struct("<IIQQQQQ")
@@ -236,7 +235,7 @@ def meet_all(
     Raises:
         TransportError: some rank cannot open another's memory; on every rank.
     """
-    words = tell_all(group, device, introduce(inbox, card), deadline)
+    words = gather_bytes(introduce(inbox, card), group, device, deadline)
     found: dict[int, Neighbour] = {}
     problem = ""
     try:
@@ -245,9 +244,9 @@ def meet_all(
     except TransportError as error:
         problem = str(error)
     # Who cannot open another's memory says so to all, or they would wait for it.
-    for rank, text in enumerate(tell_all(group, device, problem.encode(), deadline)):
-        if text:
-            for neighbour in found.values():
-                neighbour.close()
-            raise TransportError(f"EP rank {rank}: {text.decode()}")
+    failed = first_problem(problem, group, device, deadline)
+    if failed is not None:
+        for neighbour in found.values():
+            neighbour.close()
+        raise TransportError(f"EP rank {failed.index}: {failed.text}")
     return found

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .counted import Counted, to_others
-from .meeting import tell_all
 from .nixl_agent import new_agent
 
 SPARE_BYTES = 1 << 16
@@ -157,7 +156,7 @@ class Nixl(Transport):
 
     def warm_up(self, deadline: float) -> None:
         said = {"name": self._name, "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode()}
-        words = tell_all(self._group, self.device, json.dumps(said).encode(), deadline)
+        words = gather_bytes(json.dumps(said).encode(), self._group, self.device, deadline)
         try:
             for peer in self._peers:
                 theirs = json.loads(words[peer])
@@ -166,7 +165,7 @@ class Nixl(Transport):
                 self._rank_of[theirs["name"]] = peer
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
-        tell_all(self._group, self.device, b"", deadline)  # nobody writes before all know all
+        gather_bytes(b"", self._group, self.device, deadline)  # nobody writes before all know all
         out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
         self.post(
             [Message(peer, out) for peer in self._peers],

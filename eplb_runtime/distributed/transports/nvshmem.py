@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .counted import Counted, to_others
-from .meeting import tell_all
 from .nvshmem_heap import HALVES, Library, Window, missing, window_of
 from .side_stream import SideStream, wait_until
 
@@ -107,12 +106,12 @@ class Nvshmem(Transport):
         # What another transport has left on its way is over on every rank before notes begin anew.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        tell_all(self._group, self._meeting_device, b"", deadline)
+        gather_bytes(b"", self._group, self._meeting_device, deadline)
         with self._stream():
             window.notes_RKN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._notes_RKN = torch.empty_like(window.notes_RKN, device="cpu", pin_memory=self.device.type == "cuda")
-        tell_all(self._group, self._meeting_device, b"", deadline)
+        gather_bytes(b"", self._group, self._meeting_device, deadline)
         self._window = window
         out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
         self.post(

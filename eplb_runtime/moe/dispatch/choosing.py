@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ...config import BalancerConfig, ConfigError
 from ...distributed.transports import deepep_package
-from ...distributed.transports.meeting import tell_all
+from ...distributed.transports.base import gather_bytes
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import Dispatcher
@@ -92,7 +92,7 @@ def choose_together(
     if config.dispatch.name in OVER_TORCH:
         return choose(config.dispatch.name, [])
     mine = lacks(device, topology.num_ranks, topology.ranks_per_node)
-    said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
+    said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
     return choose(config.dispatch.name, [word.decode() for word in said])
 
 

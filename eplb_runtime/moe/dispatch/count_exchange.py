@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...distributed.consensus import all_gather_into
 from ...distributed.hang_watchdog import Meeting
 from .channels import MicroBatchChannel, MicroBatchChannels
 from .recompute import AsyncMismatchFlag
@@ -65,7 +66,7 @@ class CountExchange:
         all_ = mine.new_empty(group.size(), mine.shape[0])
         waiting = nullcontext() if self._meeting is None else self._meeting.watch.waiting()
         with waiting, self._channels.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
+            all_gather_into(all_.view(-1), mine, group=group)
         if self._meeting is None:
             return all_
         if apart is None:
@@ -80,7 +81,7 @@ class CountExchange:
         group = self._channels.here().counts
         all_, on_host = self._memory.buffers(mine, group.size())
         with self._channels.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
+            all_gather_into(all_.view(-1), mine, group=group)
         if on_host is not all_:
             on_host.copy_(all_, non_blocking=True)
             torch.accelerator.current_stream(mine.device).synchronize()
@@ -131,7 +132,3 @@ class _ThreadBuffers(threading.local):
                 if counts_E.device.type != "cpu":
                     self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
         return self._all_RE, self._on_host_RE
-
-
-# The old name warns in torch 2.13, the new one is not there in torch 2.11.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
