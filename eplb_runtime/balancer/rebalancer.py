@@ -25,7 +25,7 @@ from ..distributed.ballot import Verdict
 from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
 from ..distributed.process_groups import Connections, host_timeout
-from ..distributed.reconnect import Reconnection, Standing
+from ..distributed.reconnect import RankState, Reconnection
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import (
@@ -112,7 +112,7 @@ class Rebalancer:
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
-        self._rank_state = Standing()
+        self._rank_state = RankState()
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
@@ -352,7 +352,7 @@ class Rebalancer:
     def leave(self) -> None:
         """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
-        self._groups.hang_up(self._groups.standing)  # ends waits in collectives
+        self._groups.hang_up(self._groups.current)  # ends waits in collectives
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
         self.decisions.close()

@@ -318,7 +318,7 @@ class _Barrier:
 
 
 class InDoubt(RuntimeError):
-    """This rank has said yes to a decision, and what became of it cannot be learnt any more."""
+    """This rank has said yes to a decision, and cannot learn its outcome any more."""
 
 
 class Agreement:
@@ -358,9 +358,9 @@ class Agreement:
         return len(self._ranks) - self._rank
 
     def highest(self, words: Tensor) -> Tensor:
-        """The element-wise maximum of int64 words over all ranks; every rank learns it after ``ceil(log2 R)`` steps.
+        """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps.
 
-        In step ``i`` each rank hands what it knows to the rank ``2^i`` places further on.
+        In step ``i`` each rank sends what it knows to the rank ``2^i`` places further on.
 
         Raises:
             RuntimeError: a rank did not come within the group's timeout.
@@ -380,7 +380,7 @@ class Agreement:
         return known
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
-        """Whether every rank came with the same 16 bytes.
+        """Compare 16 bytes of every rank.
 
         Args:
             digest: zeros: this rank has no ``what``.
@@ -398,10 +398,10 @@ class Agreement:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
 
     def who_differs(self, digest: bytes | None, what: str) -> Verdict:
-        """The verdict that names the ranks whose 16 bytes are zeros, or others than the first rank's.
+        """Return the verdict that names the ranks whose 16 bytes are zeros, or differ from the first rank's.
 
         Args:
-            digest: None: this rank has nothing to compare, and that is as it should be.
+            digest: None: this rank rightly has nothing to compare.
 
         Raises:
             RuntimeError: a rank did not come within the group's timeout.
@@ -418,7 +418,7 @@ class Agreement:
         return Verdict(False, _has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
 
     def problem_of(self, priority: int, problem: str) -> str:
-        """What is wrong on the rank that has this `rank_priority`, in its own words.
+        """Return the problem of the rank with this `rank_priority`, in its own words.
 
         Raises:
             RuntimeError: a rank did not come within the group's timeout.

@@ -49,7 +49,7 @@ class Connections:
 class ProcessGroups:
     """The process groups of one balancer.
 
-    * ``control``, ``migration``: the `Connections` that stand.
+    * ``control``, ``migration``: the current `Connections`.
     * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
@@ -188,7 +188,7 @@ class ProcessGroups:
 
     def take_over(self, connections: Connections) -> Connections:
         """Let these stand from now on; those that stood are returned, for `give_back`."""
-        before = self.standing
+        before = self.current
         self.control, self.migration = connections.control, connections.migration
         return before
 
@@ -198,8 +198,8 @@ class ProcessGroups:
         private_groups.hang_up(connections.migration, self.backend)
 
     @property
-    def standing(self) -> Connections:
-        """What rebalancing talks over now."""
+    def current(self) -> Connections:
+        """The connections that rebalancing uses now."""
         return Connections(self.control, self.migration)
 
     def give_back(self, connections: Connections) -> None:

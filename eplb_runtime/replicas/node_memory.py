@@ -26,7 +26,7 @@ LEAST_CHANNELS = 4
 _BYTES_OF_A_SIGNAL = 4
 
 
-def missing(device: torch.device, package: Any = _symmetric_memory) -> str:
+def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
     """What this process lacks to have such memory, in a line; empty: nothing that can be seen before meeting."""
     if device.type != "cuda":
         return f"it copies between GPUs, not on {device.type}"

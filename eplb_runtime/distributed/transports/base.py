@@ -71,7 +71,7 @@ class Pending(ABC):
         """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
 
 
-class Together(Pending):
+class PendingGroup(Pending):
     """Several as one. Where one has failed, the others are given up too: who has an error may use the memory again."""
 
     def __init__(self, *parts: Pending) -> None:

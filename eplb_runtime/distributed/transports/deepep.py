@@ -24,7 +24,6 @@ from ...config import ConfigError
 from ...utils.errors import one_line
 from . import deepep_package
 from .base import Message, Pending, Transport, TransportError, gather_bytes
-from .counted import to_others
 from .deepep_rows import (
     ROW_BYTES,
     RowStream,
@@ -38,6 +37,7 @@ from .deepep_rows import (
     streams_of,
 )
 from .neighbours import node_of_this_rank
+from .progress import to_others
 from .side_stream import SideStream, wait_until
 
 CHUNK_BYTES = 64 << 20
@@ -101,7 +101,7 @@ class DeepEP(Transport):
         package: Any = None,
     ) -> None:
         if package is None and device.type != "cuda":
-            raise TransportError(f"transport 'deepep': {deepep_package.missing(device)}")
+            raise TransportError(f"transport 'deepep': {deepep_package.why_not(device)}")
         self.device = device
         self._group = group
         self._meeting_device = torch.device("cpu") if backend == "gloo" else device
@@ -116,7 +116,7 @@ class DeepEP(Transport):
     def warm_up(self, deadline: float) -> None:
         problem, package = "", self._package
         if package is None:
-            problem = deepep_package.missing(self.device)
+            problem = deepep_package.why_not(self.device)
             try:
                 package = package if problem else deepep_package.imported(asked="transport='deepep'")
             except ConfigError as error:
@@ -126,7 +126,7 @@ class DeepEP(Transport):
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
-            problem = deepep_package.unfit(self._num_ranks, min(nodes.count(node) for node in nodes))
+            problem = deepep_package.why_not_between(self._num_ranks, min(nodes.count(node) for node in nodes))
         if problem:
             raise TransportError(f"transport 'deepep': {problem}")
         self._problem = ""

@@ -58,7 +58,7 @@ def load() -> Library:
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
 
 
-def missing(device: torch.device) -> str:
+def why_not(device: torch.device) -> str:
     """What this process lacks to use NVSHMEM; empty: nothing that can be seen without starting it."""
     if device.type != "cuda":
         return f"it carries between GPUs, not on {device.type}"

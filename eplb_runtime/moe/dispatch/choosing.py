@@ -53,7 +53,7 @@ class DispatchChoice:
 
 def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
-    why = deepep_package.unfit(num_ranks, ranks_per_node) or deepep_package.missing(device)
+    why = deepep_package.why_not_between(num_ranks, ranks_per_node) or deepep_package.why_not(device)
     if not why:
         try:
             deepep_package.settings(deepep_package.imported(), num_ranks)
