@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..distributed.agreement import Agreement
+from ..distributed.consensus import Agreement, maxima
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
 from ..events import LoadMeasured, RebalancePlanned
@@ -292,7 +292,7 @@ class DecisionMaker:
             step_seconds=measurement.step_seconds,
         )
         with phase("decision: agree", epoch=epoch):
-            verdict = agreement.same_on_all(digest, "plan", problem)
+            verdict = agreement.check_equal(digest, "plan", problem)
             if verdict.commit:
                 self._probe(Phase.VOTED, verdict)
                 verdict = agreement.record(key, verdict)
@@ -345,7 +345,7 @@ class DecisionMaker:
 
         message = self._broadcast(self._in_time(ask) if self._is_planner else b"", control)
         target, summary, digest = self._read(message, current)
-        verdict = agreement.same_on_all(digest, "plan")
+        verdict = agreement.check_equal(digest, "plan")
         if not verdict.commit:
             return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken)
         return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
@@ -500,9 +500,8 @@ class DecisionMaker:
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:
     """Maxima over all ranks, whose stages differ."""
-    values = torch.tensor(here)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=control)
-    return [int(value) for value in values]
+    highest: list[int] = maxima(torch.tensor(here), control).tolist()
+    return highest
 
 
 def _as_message(made: Plan, current: Placement, predictions: Mapping[str, Any] | None = None) -> bytes:

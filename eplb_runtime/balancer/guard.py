@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
-from ..distributed.ranks import gather_rows
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
 from .gradients.division import foreign_hooks
@@ -465,8 +465,7 @@ class Guard:
         highest = np.full((2, len(samples.steps), len(WHEN), len(job.data_sets), WATCHED), -np.inf)
         highest[0, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, own)
         highest[1, :, :, data_set_here] = np.where(np.isnan(own), -np.inf, -own)
-        numbers = torch.from_numpy(np.append(highest, samples.tolerance))
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        numbers = maxima(torch.from_numpy(np.append(highest, samples.tolerance)), group)
         high, low = numbers[:-1].numpy().reshape(highest.shape) * np.array([1, -1]).reshape(2, 1, 1, 1, 1)
         with np.errstate(invalid="ignore"):
             apart = high - low > float(numbers[-1]) * np.maximum(np.abs(high), np.abs(low))
@@ -524,9 +523,7 @@ class Guard:
         """Name the first tensor whose bits differ between these ranks, and the ranks that differ from the first.
         Collective."""
         mine, ranks = sample.sums_of_kinds()[kind], dist.get_process_group_ranks(group)
-        longest = torch.tensor([len(mine)])
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-        padded = torch.zeros(int(longest), dtype=torch.int64)
+        padded = torch.zeros(int(maxima(torch.tensor(len(mine)), group)), dtype=torch.int64)
         padded[: len(mine)] = mine
         rows = dict(zip(ranks, gather_rows(padded, group), strict=True))
         differs = torch.stack([rows[rank] != rows[here[0]] for rank in here])

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..config import BalancerConfig
-from ..distributed.agreement import Agreement
 from ..distributed.ballot import Verdict
+from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
 from ..distributed.process_groups import Connections, host_timeout
-from ..distributed.reconnect import Reconnection, Standing
+from ..distributed.reconnect import RankState, Reconnection
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import (
@@ -112,7 +112,7 @@ class Rebalancer:
         self._asks_again = False
         self._restores = 0
         self._attempts = 0
-        self._rank_state = Standing()
+        self._rank_state = RankState()
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
@@ -286,7 +286,7 @@ class Rebalancer:
         """
         self._refuse_alone(what)
         self.forget_pending()
-        agreed = self._agreement.same_on_all(digest, subject)
+        agreed = self._agreement.check_equal(digest, subject)
         if agreed.connections_broken:
             self._pause(agreed.cause)
         return agreed
@@ -352,7 +352,7 @@ class Rebalancer:
     def leave(self) -> None:
         """End the threads without telling the other ranks: this process ends."""
         self.overlapped.leave()
-        self._groups.hang_up(self._groups.standing)  # ends waits in collectives
+        self._groups.hang_up(self._groups.current)  # ends waits in collectives
         self._reconnection.close(A_LITTLE_SECONDS)
         self._worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
@@ -422,7 +422,7 @@ class Rebalancer:
         target has other homes."""
         if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
             return Verdict(True)
-        return self._agreement.same_on_all(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
+        return self._agreement.check_equal(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
 
     def _copies_outside(self) -> str:
         """The holder of copies of experts that do not move along, as far as this rank knows; empty: none."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.ranks import gather_rows
+from ..distributed.consensus import gather_rows
 from .state import CheckpointError, LogicalView
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..topology import Topology
 from ..utils.errors import one_line
+from .consensus import maxima
 from .transports.base import Message, Transport, TransportError
 
 FIRST_BYTES = 8 << 20
@@ -86,7 +87,7 @@ def _bandwidth(
             seconds.append(transport.seconds([Message(destination, out)], [Message(source, arrived)], deadline))
         del out, arrived
         # Every rank takes the same way from here: the slowest one's time.
-        slowest = _over_ranks(min(seconds), dist.ReduceOp.MAX, control)
+        slowest = float(maxima(torch.tensor(min(seconds), dtype=torch.float64), control))
         larger = min(most, max(2 * nbytes, int(1.5 * nbytes * LEAST_SECONDS / slowest)))
         if slowest >= LEAST_SECONDS or larger == nbytes:
             return nbytes / slowest
@@ -98,10 +99,4 @@ def _most_bytes(device: torch.device, control: dist.ProcessGroup) -> int:
     most = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"]
     if device.type == "cuda":
         most = min(most, torch.cuda.mem_get_info(device)[0] // SHARE_OF_FREE_MEMORY)
-    return max(1, int(_over_ranks(most, dist.ReduceOp.MIN, control)))
-
-
-def _over_ranks(value: float, op: dist.ReduceOp.RedOpType, control: dist.ProcessGroup) -> float:
-    joint = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(joint, op=op, group=control)
-    return float(joint.item())
+    return max(1, -int(maxima(torch.tensor(-most), control)))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..utils.errors import one_line
+from .consensus import all_gather_into
 from .store import JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
@@ -306,9 +307,8 @@ class BackwardCheck:
             OutOfStepError: another rank has reached another layer; on every rank of the group.
         """
         self._own[0] = tag = (step << 16) | layer
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._watch.waiting():
-            gather(self._tags_R, self._mine, group=self._group)
+            all_gather_into(self._tags_R, self._mine, group=self._group)
         if (self._of_ranks == tag).all():
             return
         places: dict[int, list[int]] = {}

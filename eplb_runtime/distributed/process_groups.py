@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from . import private_groups
-from .ranks import GroupError, Job, Ranks, gather_job, gather_rows, job_ranks
+from .consensus import first_problem, wait_on_host
+from .ranks import GroupError, Job, Ranks, gather_job, job_ranks
 from .setting_up import SETUP_SECONDS, SettingUp, TooFewDescriptors, WatchedStore, lacks_descriptors
 from .store import JobStore, name_of_job
 
 logger = logging.getLogger("eplb_runtime")
 
 _WATCHDOG_MARGIN = timedelta(seconds=60)
-_POLL_SECONDS = 0.0002
-_LINE_BYTES = 240
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 
@@ -51,7 +49,7 @@ class Connections:
 class ProcessGroups:
     """The process groups of one balancer.
 
-    * ``control``, ``migration``: the `Connections` that stand.
+    * ``control``, ``migration``: the current `Connections`.
     * ``everyone``: the device's backend, all ranks of the job: norms over stages, agreement on a gradient's overflow.
     * ``data``: the device's backend, ranks that hold the same stages: gradients outside the experts.
     * ``expert_data``: the device's backend, ranks that hold the same experts; None when there is one.
@@ -121,7 +119,8 @@ class ProcessGroups:
             job = self.job
             if only_control:
                 return
-            self._refuse_together(self._gloo_sizes(job))
+            if lacking := first_problem(lacks_descriptors(job.rank, self._gloo_sizes(job)), self.control):
+                raise TooFewDescriptors(lacking.text)
             self.everyone = self._new([self._members], self.backend, "everyone")
             self.data = self.everyone
             if len(job.stage_sets) > 1:
@@ -189,7 +188,7 @@ class ProcessGroups:
 
     def take_over(self, connections: Connections) -> Connections:
         """Let these stand from now on; those that stood are returned, for `give_back`."""
-        before = self.standing
+        before = self.current
         self.control, self.migration = connections.control, connections.migration
         return before
 
@@ -199,8 +198,8 @@ class ProcessGroups:
         private_groups.hang_up(connections.migration, self.backend)
 
     @property
-    def standing(self) -> Connections:
-        """What rebalancing talks over now."""
+    def current(self) -> Connections:
+        """The connections that rebalancing uses now."""
         return Connections(self.control, self.migration)
 
     def give_back(self, connections: Connections) -> None:
@@ -283,15 +282,6 @@ class ProcessGroups:
         lacks = lacks_descriptors(dist.get_rank(), sizes)
         if lacks:
             raise TooFewDescriptors(lacks)
-
-    def _refuse_together(self, sizes: Sequence[int]) -> None:
-        """`_refuse_without_descriptors` on all ranks, if on any."""
-        said = lacks_descriptors(self.job.rank, sizes).encode()[:_LINE_BYTES]
-        mine = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
-        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
-        for row in gather_rows(mine, self.control):
-            if row.any():
-                raise TooFewDescriptors(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"))
 
     def _hang_up_on_all(self) -> None:
         for group in self._made:
@@ -394,41 +384,10 @@ class ProcessGroups:
                 logger.debug("a process group could not be destroyed: %s", error)
 
 
-def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until all are done; the host sees the end, not only the device's stream.
-
-    Args:
-        on_device: whether the group's backend works on a device's streams (NCCL), or on the host (gloo).
-
-    Raises:
-        RuntimeError: not done in time, or failed. The group is broken then; on a device backend it was aborted.
-    """
-    deadline = time.monotonic() + seconds
-    if not on_device:
-        for work in works:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        return
-    # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
-    while not all(work.is_completed() for work in works):
-        if time.monotonic() > deadline:
-            group.abort()
-            raise RuntimeError(f"not done in {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
-    for work in works:
-        work.wait()
-
-
 def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
     """Set how long collectives of a gloo group wait from here on. Other backends have no such wait."""
     if backend == "gloo":
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long collectives of this gloo group wait by now. Messages between two ranks must be told: by themselves they
-    wait for what was given when the group was made."""
-    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return limit
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from .consensus import gather_rows
 
 MAX_STAGES = 16
 """Pipeline stages that one rank can hold."""
@@ -176,15 +177,6 @@ class Job:
     def first_layer(self, stage: int) -> int:
         """The number of a stage's first MoE layer."""
         return sum(self.layers_of_stage[:stage])
-
-
-def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """One contiguous tensor of each rank, of equal shapes, stacked: ``[R, ...]``, in one call and one buffer."""
-    rows = mine.new_empty(group.size() * mine.numel())
-    # torch 2.13 has a new name for it and warns of the old one, which 2.11 alone knows.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, mine.reshape(-1), group=group)
-    return rows.view(group.size(), *mine.shape)
 
 
 # -- from what each rank says to the job -------------------------------------------------------------------------------

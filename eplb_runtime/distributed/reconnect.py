@@ -18,7 +18,7 @@ import torch
 
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .agreement import Agreement, is_one_value, two_sided
+from .consensus import Agreement, is_one_value, two_sided
 from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups
 from .setting_up import TooFewDescriptors
@@ -54,8 +54,8 @@ class _Proposal:
 
 
 @dataclass
-class Standing:
-    """What one rank stands on, as others compare it; written by training, read beside it.
+class RankState:
+    """The state of one rank that others compare; written by the training thread, read by the one that connects.
 
     Args:
         steps: boundaries that training has come to.
@@ -73,26 +73,26 @@ class Reconnection:
 
     Args:
         groups: make the connections.
-        standing: of this rank.
+        state: of this rank.
         carrier: a warmed-up transport on new connections, made in so many seconds; it leaves nothing where it fails.
         begin: called once on the thread that makes connections.
         probe: told of each point on the way.
 
     Attributes:
-        differing: what is to be said if the ranks stand on different placements; empty: they don't.
+        differing: error message if ranks hold different placements; empty if they agree.
         tries: since the connections broke.
     """
 
     def __init__(
         self,
         groups: ProcessGroups,
-        standing: Standing,
+        state: RankState,
         carrier: Callable[[Connections, float], Transport],
         begin: Callable[[], None],
         probe: Probe = unobserved,
     ) -> None:
         self._groups = groups
-        self._standing = standing
+        self._state = state
         self._carrier = carrier
         self._probe = probe
         self._worker = Worker("eplb_runtime connect", begin)
@@ -114,15 +114,15 @@ class Reconnection:
         """The connections are broken: look for the others, on a thread of our own."""
         if not self._under_way and not self._closing.is_set():
             self._under_way = True
-            broken = self._groups.standing
+            broken = self._groups.current
             self._worker.submit(lambda: self._try_until_it_works(broken))
 
     def at_boundary(self) -> Link | None:
-        """Training has come to the end of a step, which stands in ``standing``: what holds from here on, on all ranks,
+        """Training has come to the end of a step, which ``state`` says: what holds from here on, on all ranks,
         or None. Waits for the store's answer at most, and only where a proposal falls due."""
         with self._lock:
             proposal = self._proposal
-            if proposal is None or self._standing.steps < proposal.step:
+            if proposal is None or self._state.steps < proposal.step:
                 return None
             self._proposal = None
         self._probe(Phase.RESUMED, proposal.step)
@@ -215,17 +215,17 @@ class Reconnection:
     def _propose(self, key: str, link: Link) -> _Proposal | None:
         """Compare, and agree on a step from which these connections hold; None: they do not."""
         agreement = Agreement(link.connections.control, self._groups.store)
-        lead = 1 + int(LEAD_SECONDS * self.tries / max(self._standing.step_seconds, 1e-3))
-        own = torch.tensor([self._standing.steps + lead])
-        highest = agreement.highest(torch.cat([own, two_sided(self._standing.digest)]))
+        lead = 1 + int(LEAD_SECONDS * self.tries / max(self._state.step_seconds, 1e-3))
+        own = torch.tensor([self._state.steps + lead])
+        highest = agreement.highest(torch.cat([own, two_sided(self._state.digest)]))
         if not is_one_value(highest[1:]):
-            who = agreement.who_differs(self._standing.digest, "placement").cause
+            who = agreement.who_differs(self._state.digest, "placement").cause
             self.differing = f"{who}: they parted in a failure that could not be agreed on; go back to a checkpoint"
             return None
         proposal = _Proposal(int(highest[0]), key, link)
         self._probe(Phase.PROPOSED, proposal.step)
         with self._lock:
-            late = self._standing.steps >= proposal.step or self._closing.is_set()
+            late = self._state.steps >= proposal.step or self._closing.is_set()
             if not late:
                 self._proposal = proposal
         try:

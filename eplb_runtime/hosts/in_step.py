@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
 from ..balancer.balancer import Balancer
-from ..distributed.ranks import gather_rows
+from ..distributed.consensus import gather_rows
 
 
 class InStep:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import launcher_environment
 from ..distributed import private_groups
+from ..distributed.consensus import extremes
 from ..distributed.store import name_of_job
 from ..load.series import RecordedJob
 from ..observe.recorder import Recorder
@@ -195,10 +196,8 @@ def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
 
 
 def _same_everywhere(mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    both = torch.cat([mine, -mine])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest = both.chunk(2)
-    if not torch.equal(highest, -lowest):
+    lowest, highest = extremes(mine, group)
+    if not torch.equal(lowest, highest):
         raise AttachError(
             "ranks record different models: layers, experts and interval must be the same on every rank (here "
             f"{', '.join(map(str, mine.tolist()))})"

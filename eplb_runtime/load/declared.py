@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ..distributed.consensus import extremes
+
 
 class DeclaredLoadError(ValueError):
     """A declared load that no decision can use; one line that says why."""
@@ -58,10 +60,8 @@ def summed(
         DeclaredLoadError: two ranks declared different numbers of windows; on every rank.
     """
     windows = 0 if declared is None else len(declared)
-    longest = torch.tensor([windows, -windows if windows else -(2**62)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    most, least = int(longest[0]), -int(longest[1])
-    if most == 0:
+    least, most = map(int, extremes(torch.tensor(windows), group, has_values=declared is not None))
+    if least > most:
         return None
     if most != least:
         raise DeclaredLoadError(f"ranks declared loads of {least} and of {most} windows: declare as many on each")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..distributed.agreement import Agreement, InDoubt
 from ..distributed.ballot import Ballot, State, Verdict
+from ..distributed.consensus import Agreement, InDoubt
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
@@ -151,8 +151,8 @@ class MigrationEngine:
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
             agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self._executor.device)
-            self._agreement.same_on_all(bytes.fromhex(placement.digest()), "placement")
-            self._agreement.decide(Ballot("rehearsal"), "", False)
+            self._agreement.check_equal(bytes.fromhex(placement.digest()), "placement")
+            self._agreement.vote_and_record(Ballot("rehearsal"), "", False)
             seconds = time.perf_counter() - began
         return seconds
 
@@ -215,7 +215,7 @@ class MigrationEngine:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
                 problem = f"{type(error).__name__}: {error}"
             digest = schedule.digest() if schedule is not None else bytes(16)
-            verdict = self._agreement.same_on_all(digest, "transfer schedule", problem)
+            verdict = self._agreement.check_equal(digest, "transfer schedule", problem)
         if schedule is None or not verdict.commit:
             return None, verdict
         return PreparedMigration(key, schedule, records, current), verdict
@@ -279,7 +279,7 @@ class MigrationEngine:
         """
         self.refuse_if_broken()
         with self._timed("vote"), self._on_device(), self._broken_by_doubt():
-            verdict = self._agreement.decide(ballot, posted.problem, posted.timed_out)
+            verdict = self._agreement.vote_and_record(ballot, posted.problem, posted.timed_out)
         with self.unfailing() if verdict.commit else contextlib.nullcontext():
             self.probe(Phase.DECIDED, verdict)
         return verdict

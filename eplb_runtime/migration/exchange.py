@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..distributed.transports.base import Message, Pending, Together, Transport
+from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
 from ..moe.experts.record import RecordFormat
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes
@@ -56,7 +56,7 @@ class Exchange:
 
     staged: list[Staged] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
-    pending: Together = field(default_factory=Together)
+    pending: PendingGroup = field(default_factory=PendingGroup)
     incoming: Pending | None = None
     arrived_checksums: list[bytes] = field(default_factory=list)
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)

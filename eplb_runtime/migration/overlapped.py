@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.agreement import Agreement
 from ..distributed.ballot import Ballot, Verdict
+from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement

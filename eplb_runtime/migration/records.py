@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..distributed.agreement import Agreement, is_one_value, two_sided
 from ..distributed.ballot import Verdict
+from ..distributed.consensus import Agreement, is_one_value, two_sided
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
@@ -69,8 +69,10 @@ def agree_on_records(
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
     words = torch.zeros(num_layers + 1, 6, dtype=torch.int64)
     for layer, record_format in formats.items():
-        words[layer] = torch.cat([two_sided(digests[layer]), torch.tensor([record_format.nbytes, agreement.turn])])
-    words[-1, 0] = agreement.turn if problem else 0
+        words[layer] = torch.cat(
+            [two_sided(digests[layer]), torch.tensor([record_format.nbytes, agreement.rank_priority])]
+        )
+    words[-1, 0] = agreement.rank_priority if problem else 0
     try:
         highest = agreement.highest(words)
         if highest[-1, 0]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from ..distributed.transports.meeting import tell_all
+from ..distributed.consensus import gather_bytes
 from ..distributed.transports.neighbours import node_of_this_rank
 
 BACKEND = "CUDA"
@@ -26,7 +26,7 @@ LEAST_CHANNELS = 4
 _BYTES_OF_A_SIGNAL = 4
 
 
-def missing(device: torch.device, package: Any = _symmetric_memory) -> str:
+def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
     """What this process lacks to have such memory, in a line; empty: nothing that can be seen before meeting."""
     if device.type != "cuda":
         return f"it copies between GPUs, not on {device.type}"
@@ -89,7 +89,7 @@ class NodeMemory:
         """
         pad = int(self._package.get_signal_pad_size())
         word = json.dumps([node_of_this_rank(), pad]).encode()
-        said = [json.loads(one) for one in tell_all(self._group, torch.device("cpu"), word, deadline)]
+        said = [json.loads(one) for one in gather_bytes(word, self._group, deadline=deadline)]
         if len({node for node, _ in said}) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
         if len({pad for _, pad in said}) > 1:
@@ -129,7 +129,8 @@ class NodeMemory:
         word = json.dumps([[list(block.own.shape), str(block.own.dtype)] for block in new]).encode()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
-        said = tell_all(self._group, torch.device("cpu"), word, time.monotonic() + max(1.0, self._timeout_ms / 1000))
+        deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
+        said = gather_bytes(word, self._group, deadline=deadline)
         if len(set(said)) > 1:
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:

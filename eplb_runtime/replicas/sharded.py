@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.ranks import gather_rows
+from ..distributed.consensus import all_gather_into, gather_rows
 from ..moe.experts.compute import Compute
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype
 from .pooled import PooledReplicas
 from .sync import ReplicaSync
-
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ReplicaGather:
@@ -54,7 +52,7 @@ class ReplicaGather:
                 rows = rows.to(dtype)
                 whole.append(rows if self._group is None else self._rows_for(position, rows))
                 for to, row in zip(whole[-1], rows, strict=True) if self._group is not None else ():
-                    work = _all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
+                    work = all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
                     messages.append((row, work))
         self._in_flight = layer, whole, messages
 

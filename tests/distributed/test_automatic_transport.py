@@ -12,9 +12,8 @@ from ranks import run_ranks
 from transport_contract import exchange_with_all, soon
 
 from eplb_runtime.distributed.transports import neighbours, nixl_agent
-from eplb_runtime.distributed.transports.automatic import Automatic, TransportChoice, choose, lacks, probe
+from eplb_runtime.distributed.transports.automatic import Automatic, Mixed, TransportChoice, choose, probe, why_not_each
 from eplb_runtime.distributed.transports.base import TransportError
-from eplb_runtime.distributed.transports.mixed import Mixed
 from eplb_runtime.distributed.transports.shm import SharedMemory
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 
@@ -64,13 +63,13 @@ def test_every_carrier_says_whether_it_can_be_used() -> None:
 
 
 def test_memory_of_gpus_is_read_only_where_messages_to_other_nodes_are_on_gpus_too() -> None:
-    assert lacks(torch.device("cuda"), "nccl")["cuda_ipc"] == ""
-    assert "gloo carries through host memory" in lacks(torch.device("cuda"), "gloo")["cuda_ipc"]
+    assert why_not_each(torch.device("cuda"), "nccl")["cuda_ipc"] == ""
+    assert "gloo carries through host memory" in why_not_each(torch.device("cuda"), "gloo")["cuda_ipc"]
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("a_package_that_is_not_there",))
-    assert "pip install" in nixl_agent.missing()
+    assert "pip install" in nixl_agent.why_not()
 
 
 def warmed_up() -> Automatic:
@@ -119,6 +118,6 @@ def over_nixl(rank: int) -> tuple[str, str]:
 
 
 def test_nixl_across_nodes_and_shared_memory_within() -> None:
-    if nixl_agent.missing():
-        pytest.skip(nixl_agent.missing())
+    if nixl_agent.why_not():
+        pytest.skip(nixl_agent.why_not())
     assert run_ranks(3, over_nixl) == [("shm", "nixl")] * 3

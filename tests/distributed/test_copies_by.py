@@ -35,7 +35,7 @@ CARRIED = {"bytes": 0}
 
 def use_the_doubles() -> None:
     attach.measure = lambda topology, *_: topology  # plans go by it, and no two measurements are the same
-    copies.missing = lambda device: ""
+    copies.why_not = lambda device: ""
     copies.NodeMemory = partial(NodeMemory, package=double)
     of_peer = NodeMemory.of_peer
 
@@ -45,8 +45,8 @@ def use_the_doubles() -> None:
 
     NodeMemory.of_peer = counted
     copies._imported = lambda: deepep_double
-    deepep_package.missing = lambda device=None: ""
-    deepep_package.unfit = lambda num_ranks, ranks_per_node: ""
+    deepep_package.why_not = lambda device=None: ""
+    deepep_package.why_not_between = lambda num_ranks, ranks_per_node: ""
     multicast.CALL_ROWS = 5  # a layer takes several calls
     choosing.lacks = lambda *_: ""
     deepep_package.imported = deepep_double.imported

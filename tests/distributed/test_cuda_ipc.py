@@ -186,4 +186,4 @@ def test_a_handle_has_the_fields_that_torch_gives_and_takes() -> None:
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert "GPU" in cuda_memory.missing(CPU)
+    assert "GPU" in cuda_memory.why_not(CPU)

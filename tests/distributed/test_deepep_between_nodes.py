@@ -170,7 +170,7 @@ def trained(rank: int) -> dict[str, list[str]]:
     """What differs from the same job over torch.distributed."""
     nodes_of_two()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    deepep_package.missing = lambda device=None: ""
+    deepep_package.why_not = lambda device=None: ""
     choosing.lacks = lambda *_: ""
     copies._imported = lambda: deepep_double
     TRANSPORTS["deepep"] = partial(DeepEP, package=deepep_double)

@@ -14,8 +14,8 @@ from ranks import run_ranks
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients import averaging
 from eplb_runtime.config import config_from_settings
-from eplb_runtime.distributed.agreement import Agreement
 from eplb_runtime.distributed.ballot import Verdict
+from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.difference import apply, difference
 from eplb_runtime.migration.engine import Phase
@@ -107,7 +107,7 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
 
 def another_plan_and_nobody_compares(rank: int, balancer: eplb.Balancer) -> None:
     another_plan_for_the_second_group(rank, balancer)
-    Agreement.same_on_all = lambda self, digest, what, problem="": Verdict(True)
+    Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
 
 
 def differences(one: list[dict], other: list[dict]) -> list[str]:

@@ -229,8 +229,8 @@ def check_that_one_was_dropped(undisturbed: list[dict], results: list[dict], pha
 
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
 def test_so_it_is_over_other_transports(undisturbed: list[dict], transport: str) -> None:
-    if transport == "nixl" and nixl_agent.missing():
-        pytest.skip(nixl_agent.missing())
+    if transport == "nixl" and nixl_agent.why_not():
+        pytest.skip(nixl_agent.why_not())
     results = run_ranks(4, train, "incremental", corrupt_a_staged_byte, 20.0, 256 << 20, transport)
     check_that_one_was_dropped(undisturbed, results, "staged", "checksum")
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eplb_runtime.distributed.agreement import Agreement
 from eplb_runtime.distributed.ballot import Ballot
+from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.between_steps import BetweenSteps
 from eplb_runtime.migration.driver import MigrationProgress

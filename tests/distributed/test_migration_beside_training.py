@@ -97,7 +97,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["paused so far"] = len(balancer.events.of_type(BalancingPaused))
-    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up(balancer._runtime.groups.standing)):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer._runtime.groups.hang_up(balancer._runtime.groups.current)):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)
@@ -188,7 +188,7 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
 
 
 def test_so_it_is_with_other_carriers(tmp_path: Path) -> None:
-    transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.missing() else ["nixl"])]
+    transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
     results = run_ranks(RANKS, what_other_carriers_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]

@@ -80,7 +80,7 @@ def closed_before_it_was_looked_at(rank: int) -> list[str]:
             transport.close()
             tell(f"closed {messages}")
         else:
-            with transport._lock:
+            with transport._state:
                 pending = transport.post([], [Message(0, into) for into in arrived])
                 hear(f"closed {messages}")
             try:
@@ -121,7 +121,7 @@ def test_a_note_follows_its_piece_only_when_that_is_there(ranks: list) -> None:
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
-    assert "GPU" in nvshmem_heap.missing(torch.device("cpu"))
+    assert "GPU" in nvshmem_heap.why_not(torch.device("cpu"))
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,11 +159,11 @@ def test_a_segment_lives_as_long_as_its_tensors() -> None:
 
 
 def test_notes_are_whole_however_many_there_are() -> None:
-    inbox = neighbours.Inbox()
+    inbox = neighbours.Mailbox()
     peer = neighbours.Neighbour(0, 0, -1, inbox.writing, torch.zeros(4, dtype=torch.int64).numpy())
     written: list[int] = []
     for number in range(4000):  # more than a pipe holds
-        note = neighbours.Note(neighbours.Kind.OFFER, 3, number)
+        note = neighbours.Notification(neighbours.Kind.OFFER, 3, number)
         peer.outbox.append((note.encode(), lambda number=number: written.append(number)))
     peer.send()
     assert 0 < len(written) < 4000

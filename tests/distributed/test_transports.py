@@ -15,9 +15,9 @@ from ranks import run_ranks
 from transport_contract import CASES, RANKS, Case, hear, run_cases, soon, tell
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.distributed.transports import TRANSPORTS, cuda_memory, deepep_package, nvshmem_heap
+from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.distributed.transports.automatic import why_not
 from eplb_runtime.distributed.transports.base import Message, TransportError
-from eplb_runtime.distributed.transports.nixl_agent import missing
 
 
 def on_cpu(rank: int) -> torch.device:
@@ -41,11 +41,8 @@ def transport_name(request: pytest.FixtureRequest) -> str:
 
 
 def skip_without_its_package(name: str) -> str:
-    between_gpus = {"cuda_ipc": cuda_memory, "nvshmem": nvshmem_heap, "deepep": deepep_package}
-    lacks = between_gpus[name].missing(torch.device("cpu")) if name in between_gpus else ""
-    lacks = missing() if name == "nixl" else lacks
-    if lacks:
-        pytest.skip(lacks)
+    if why := why_not(name, torch.device("cpu")):
+        pytest.skip(why)
     return name
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from beside import INTERVAL, RANKS, Job, at, same
 from ranks import run_ranks
 
-from eplb_runtime.distributed.agreement import Agreement
+from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.store import JobStore, StoreError
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
@@ -143,7 +143,7 @@ def paused_while_under_way(job: Job) -> tuple[str, bool]:
     """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
     migration has ended with it."""
     job.until_sent()
-    job.balancer._runtime.groups.hang_up(job.balancer._runtime.groups.standing)
+    job.balancer._runtime.groups.hang_up(job.balancer._runtime.groups.current)
     said, rebalancer = "", job.balancer._rebalancer
     try:
         rebalancer.run(lambda: rebalancer._agreement.highest(torch.zeros(1, dtype=torch.int64)))

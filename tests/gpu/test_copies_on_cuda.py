@@ -69,7 +69,7 @@ def train(rank: int, way: str, shared: bool) -> dict:
 @pytest.mark.parametrize("shared", [False, True], ids=["kept", "shared"])
 @pytest.mark.parametrize("way", ["copy_engine", "deepep"])
 def test_training_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits(way: str, shared: bool) -> None:
-    lacks = node_memory.missing(DEVICE) if way == "copy_engine" else choosing.lacks(DEVICE, 2, 2)
+    lacks = node_memory.why_not(DEVICE) if way == "copy_engine" else choosing.lacks(DEVICE, 2, 2)
     if lacks:
         pytest.skip(lacks)
     by_torch, by_other = (

@@ -49,8 +49,8 @@ def send_registered_memory_and_free_it(rank: int, segments_grow: bool) -> dict:
 
 @pytest.mark.parametrize("segments_grow", [False, True], ids=["fixed segments", "expandable segments"])
 def test_registered_memory_is_read_in_place_and_is_its_owners_to_free(segments_grow: bool) -> None:
-    if cuda_memory.missing(DEVICE):
-        pytest.skip(cuda_memory.missing(DEVICE))
+    if cuda_memory.why_not(DEVICE):
+        pytest.skip(cuda_memory.why_not(DEVICE))
     for said in run_ranks(2, send_registered_memory_and_free_it, segments_grow, start_method="spawn"):
         assert said["packed"] <= 1, "the one of the first try"
         assert not said["moved"] and said["kept"] < NBYTES

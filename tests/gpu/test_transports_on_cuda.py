@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport_name(request: pytest.FixtureRequest) -> str:
     package = {"nvshmem": nvshmem_heap, "cuda_ipc": cuda_memory}.get(request.param)
-    if package is not None and package.missing(DEVICE):
-        pytest.skip(package.missing(DEVICE))
+    if package is not None and package.why_not(DEVICE):
+        pytest.skip(package.why_not(DEVICE))
     if request.param == "deepep":
         pytest.skip(f"it does not carry between {RANKS} ranks: test_deepep_on_cuda.py")
     return str(request.param)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.ranks import gather_rows
+from ...distributed.consensus import extremes, gather_rows, maxima
 from ..guard_samples import bit_sums
 
 BUCKET_BYTES = 32 << 20
@@ -103,8 +103,7 @@ class Averaging:
         if not parameters:
             return
         here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
-        everywhere = torch.tensor(here, dtype=torch.uint8).to(parameters[0].device)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self._group)
+        everywhere = maxima(torch.tensor(here, dtype=torch.uint8).to(parameters[0].device), self._group)
         kinds, gradients = self._kinds_by_rank(everywhere.tolist()), []
         for parameter, own_kind, highest in zip(parameters, here, kinds, strict=True):
             if highest == NEW:
@@ -160,10 +159,9 @@ class Averaging:
         gradients = [named[number][1].grad for number in replaced]
         device = named[0][1].device
         sums = bit_sums([torch.zeros(1, device=device) if one is None else one for one in gradients], device)
-        both = torch.stack([sums, -sums])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        for number, high, low in zip(replaced, *both.tolist(), strict=True):
-            if high == -low:
+        lowest, highest_sum = extremes(sums, self._group)
+        for number, low, high in zip(replaced, lowest.tolist(), highest_sum.tolist(), strict=True):
+            if low == high:
                 highest[number] = ALIKE
                 continue
             if not self._any_may_bring_it:

@@ -1,22 +1,21 @@
-"""Which carrier fits: what each rank finds, one choice for all, and the way back where the choice does not work."""
+"""The transport that fits: what each rank finds, one choice for all ranks, and torch where the choice does not work."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...utils.errors import one_line
 from . import cuda_memory, deepep_package, nixl_agent, nvshmem_heap, shm
-from .base import Message, Pending, Transport, TransportError
+from .base import Message, Pending, PendingGroup, Transport, TransportError, first_problem, gather_bytes
 from .cuda_ipc import CudaIpc
-from .meeting import tell_all
-from .mixed import Mixed
 from .neighbours import node_of_this_rank
 from .nixl import Nixl
 from .shm import SharedMemory
@@ -49,29 +48,44 @@ class TransportChoice:
     why: str
 
 
+_WHY_NOT: Mapping[str, Callable[[torch.device], str]] = {
+    "shm": shm.why_not,
+    "cuda_ipc": cuda_memory.why_not,
+    "nixl": lambda device: nixl_agent.why_not(),
+    "nvshmem": nvshmem_heap.why_not,
+    "deepep": deepep_package.why_not,
+}
+
+
+def why_not(name: str, device: torch.device) -> str:
+    """Return why this process cannot use a transport, in a line; empty if it can. Connects nothing.
+
+    Args:
+        device: the model's.
+    """
+    return _WHY_NOT[name](device) if name in _WHY_NOT else ""
+
+
 def probe(device: torch.device) -> tuple[Finding, ...]:
     """What each carrier finds in this process, by name; connects nothing.
 
     Args:
         device: the model's.
     """
-    missing = shm.missing(device)
-    no_cuda_ipc = cuda_memory.missing(device)
-    no_nixl = nixl_agent.missing()
-    no_nvshmem = nvshmem_heap.missing(device)
-    no_deepep = deepep_package.missing(device)
-    return (
-        Finding("torch", True, "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend"),
-        Finding("shm", not missing, missing or "between the ranks of one node"),
-        Finding("cuda_ipc", not no_cuda_ipc, no_cuda_ipc or "between the GPUs of one node, by their copy engines"),
-        Finding("nixl", not no_nixl, no_nixl or f"over {', '.join(nixl_agent.rdma_devices()) or 'TCP'}"),
-        Finding("nvshmem", not no_nvshmem, no_nvshmem or "between GPUs, where it is asked for"),
-        Finding("deepep", not no_deepep, no_deepep or "between GPUs, where it is asked for"),
-    )
+    purposes = {
+        "torch": "gloo carries between CPUs" if device.type == "cpu" else "the device's own backend",
+        "shm": "between the ranks of one node",
+        "cuda_ipc": "between the GPUs of one node, by their copy engines",
+        "nixl": f"over {', '.join(nixl_agent.rdma_devices()) or 'TCP'}",
+        "nvshmem": "between GPUs, where it is asked for",
+        "deepep": "between GPUs, where it is asked for",
+    }
+    whys = {name: why_not(name, device) for name in purposes}
+    return tuple(Finding(name, not whys[name], whys[name] or purpose) for name, purpose in purposes.items())
 
 
-def lacks(device: torch.device, backend: str) -> dict[str, str]:
-    """Why this rank would rather not use each carrier; empty: it would.
+def why_not_each(device: torch.device, backend: str) -> dict[str, str]:
+    """Return why this rank would rather not use each transport; empty if it would.
 
     Args:
         device: the model's.
@@ -81,9 +95,9 @@ def lacks(device: torch.device, backend: str) -> dict[str, str]:
     on_host = f"{backend} carries through host memory" if backend == "gloo" and device.type != "cpu" else ""
     across = "" if device.type == "cpu" and nixl_agent.rdma_devices() else "no RDMA between CPUs"
     return {
-        "shm": shm.missing(device),
-        "cuda_ipc": cuda_memory.missing(device) or on_host,
-        "nixl": across or nixl_agent.missing(),
+        "shm": why_not("shm", device),
+        "cuda_ipc": why_not("cuda_ipc", device) or on_host,
+        "nixl": across or why_not("nixl", device),
     }
 
 
@@ -92,7 +106,7 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Transp
 
     Args:
         nodes: of each rank, names of the nodes.
-        lacking: of each rank, what `lacks` said.
+        lacking: of each rank, what `why_not_each` said.
     """
     why = {
         name: next((f"rank {rank}: {said[name]}" for rank, said in enumerate(lacking) if said[name]), "")
@@ -127,8 +141,9 @@ class Automatic(Transport):
         self.choice: TransportChoice | None = None
 
     def warm_up(self, deadline: float) -> None:
-        mine = json.dumps([node_of_this_rank(), lacks(self._model_device, self._arguments[1])]).encode()
-        said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in self._tell_all(mine, deadline)]
+        mine = json.dumps([node_of_this_rank(), why_not_each(self._model_device, self._arguments[1])]).encode()
+        words = gather_bytes(mine, self._group, self.device, deadline)
+        said: list[tuple[str, dict[str, str]]] = [json.loads(word) for word in words]
         nodes = [node for node, _ in said]
         self.choice = choose(nodes, [lacking for _, lacking in said])
         if (self.choice.within, self.choice.across) != ("torch", "torch"):
@@ -189,13 +204,79 @@ class Automatic(Transport):
             # Half of the time: if it fails there has to be some left.
             carrier.warm_up((time.monotonic() + deadline) / 2)
         except (TransportError, OSError) as error:
-            problem = str(error) or type(error).__name__
-        problem = next((word.decode() for word in self._tell_all(problem.encode(), deadline) if word), "")
-        if carrier is not None and not problem:
+            problem = one_line(error)
+        failed = first_problem(problem, self._group, self.device, deadline)
+        if carrier is not None and failed is None:
             self._carrier = carrier
         elif carrier is not None:
             carrier.close()
-        return problem
+        return "" if failed is None else failed.text
 
-    def _tell_all(self, word: bytes, deadline: float) -> list[bytes]:
-        return tell_all(self._group, self.device, word, deadline)
+
+class Mixed(Transport):
+    """Sends each message by the carrier of its peer. Both work on the same device.
+
+    Args:
+        within, across: made on the same group.
+        near: ranks that ``within`` reaches, this one among them.
+    """
+
+    def __init__(self, within: Transport, across: Transport, near: Collection[int]) -> None:
+        self.device = within.device
+        self.hashes = within.hashes and across.hashes
+        self.one_by_one = within.one_by_one and across.one_by_one
+        self._within = within
+        self._across = across
+        self._near = frozenset(near)
+
+    def wait_at_most(self, seconds: float) -> None:
+        self._within.wait_at_most(seconds)
+        self._across.wait_at_most(seconds)
+
+    def register(self, regions: Sequence[Tensor]) -> None:
+        self._within.register(regions)
+        self._across.register(regions)
+
+    def warm_up(self, deadline: float) -> None:
+        self._within.warm_up(deadline)
+        self._across.warm_up(deadline)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return self._within.empty(nbytes)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        within = self._within.post(self._to(sends, True), self._to(receives, True))
+        try:
+            across = self._across.post(self._to(sends, False), self._to(receives, False))
+        except BaseException:
+            within.abort()
+            raise
+        seen, places = [0, 0], []
+        for message in receives:
+            part = int(message.peer not in self._near)
+            places.append((part, seen[part]))
+            seen[part] += 1
+        return _Both(within, across, places)
+
+    def close(self) -> None:
+        self._within.close()
+        self._across.close()
+
+    def _to(self, messages: Sequence[Message], near: bool) -> list[Message]:
+        return [message for message in messages if (message.peer in self._near) == near]
+
+
+class _Both(PendingGroup):
+    """Of both carriers.
+
+    Args:
+        places: of each message received, which carrier's it is and the how manyeth of those.
+    """
+
+    def __init__(self, within: Pending, across: Pending, places: Sequence[tuple[int, int]]) -> None:
+        super().__init__(within, across)
+        self._places = places
+
+    def has(self, index: int) -> bool:
+        part, place = self._places[index]
+        return self._parts[part].has(place)

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from .. import consensus
 
 
 class TransportError(RuntimeError):
@@ -68,7 +71,7 @@ class Pending(ABC):
         """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
 
 
-class Together(Pending):
+class PendingGroup(Pending):
     """Several as one. Where one has failed, the others are given up too: who has an error may use the memory again."""
 
     def __init__(self, *parts: Pending) -> None:
@@ -94,6 +97,32 @@ class Together(Pending):
         except BaseException:
             self.abort()
             raise
+
+
+def gather_bytes(mine: bytes, group: dist.ProcessGroup, device: torch.device, deadline: float) -> list[bytes]:
+    """`consensus.gather_bytes`, for transports.
+
+    Raises:
+        TransportError: a rank did not come in time.
+    """
+    try:
+        return consensus.gather_bytes(mine, group, device, deadline)
+    except consensus.ConsensusError as error:
+        raise TransportError(str(error)) from error
+
+
+def first_problem(
+    problem: str, group: dist.ProcessGroup, device: torch.device, deadline: float
+) -> consensus.RankProblem | None:
+    """`consensus.first_problem`, for transports.
+
+    Raises:
+        TransportError: a rank did not come in time.
+    """
+    try:
+        return consensus.first_problem(problem, group, device, deadline)
+    except consensus.ConsensusError as error:
+        raise TransportError(str(error)) from error
 
 
 class Transport(ABC):

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from .base import Message, TransportError
-from .counted import Counted
-from .cuda_memory import DeviceMemory, Export, missing, open_offered
-from .neighbours import Kind, Note
+from .cuda_memory import DeviceMemory, Export, open_offered, why_not
+from .neighbours import Kind, Notification
+from .progress import PendingMessages
 from .side_stream import wait_until
 from .within_node import Traffic, WithinNode
 
@@ -38,7 +38,7 @@ _LEFT_SECONDS = 5.0
 _PATTERN = 251
 
 
-class _Posted(Counted):
+class _Posted(PendingMessages):
     """Attributes:
     ready: asks whether what is sent is there and may be read.
     packed: memory for what is sent from elsewhere.
@@ -111,8 +111,8 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
         peers: Sequence[int] | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        if memory is None and missing(device):
-            raise TransportError(f"transport 'cuda_ipc': {missing(device)}")
+        if memory is None and why_not(device):
+            raise TransportError(f"transport 'cuda_ipc': {why_not(device)}")
         super().__init__(group, torch.device("cpu") if backend == "gloo" else device, timeout_seconds, peers)
         self.device = device
         self._memory = memory or DeviceMemory(device)
@@ -210,7 +210,7 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
     def _tell_what_is_gone(self) -> None:
         for export in [export for export in self._exports if export.gone]:
             self._exports.remove(export)
-            self._tell_all(Note(Kind.FREED, self._rank, export.page.identity))
+            self._notify_all(Notification(Kind.FREED, self._rank, export.page.identity))
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def _hear(self, note: Note, traffic: _IpcTraffic) -> None:
+    def _hear(self, note: Notification, traffic: _IpcTraffic) -> None:
         if note.kind == Kind.FREED:
             with self._closing_memory():
                 traffic.opened.pop(note.identity, None)
@@ -273,7 +273,7 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
                 self._give_up(self._traffic[peer].problem)
                 return
             receive.pending.here[receive.number] = 1
-            self._tell(peer, Note(Kind.WRITTEN, self._rank), receive.pending.one_done)
+            self._tell(peer, Notification(Kind.WRITTEN, self._rank), receive.pending.one_done)
 
     def _part(self, problem: str) -> str:
         if self._under_way:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .neighbours import Kind, Note
+from .neighbours import Kind, Notification
 from .segments import Segment, open_segment
 from .side_stream import SideStream
 
 _LENGTH = struct.Struct("<I")
 
 
-def missing(device: torch.device) -> str:
+def why_not(device: torch.device) -> str:
     """What this process lacks to open memory of other ranks' GPUs; empty: nothing that can be seen before meeting."""
     if device.type != "cuda":
         return f"it carries between GPUs, not on {device.type}"
@@ -133,13 +133,13 @@ class Export:
         begin = data.data_ptr()
         return not self.gone and self.address <= begin and begin + data.nbytes <= self.address + self.nbytes
 
-    def offer(self, rank: int, data: Tensor) -> Note:
+    def offer(self, rank: int, data: Tensor) -> Notification:
         """The note that lets another rank read ``data``, which is part of it."""
         page, offset = self.page, data.data_ptr() - self.address
-        return Note(Kind.OFFER, rank, page.identity, page.descriptor, page.nbytes, offset, data.nbytes)
+        return Notification(Kind.OFFER, rank, page.identity, page.descriptor, page.nbytes, offset, data.nbytes)
 
 
-def open_offered(process: int, note: Note, memory: DeviceMemory) -> Tensor:
+def open_offered(process: int, note: Notification, memory: DeviceMemory) -> Tensor:
     """The whole storage that an offer is part of.
 
     Raises:

@@ -23,8 +23,7 @@ from torch import Tensor
 from ...config import ConfigError
 from ...utils.errors import one_line
 from . import deepep_package
-from .base import Message, Pending, Transport, TransportError
-from .counted import to_others
+from .base import Message, Pending, Transport, TransportError, gather_bytes
 from .deepep_rows import (
     ROW_BYTES,
     RowStream,
@@ -37,8 +36,8 @@ from .deepep_rows import (
     rows_of,
     streams_of,
 )
-from .meeting import tell_all
 from .neighbours import node_of_this_rank
+from .progress import to_others
 from .side_stream import SideStream, wait_until
 
 CHUNK_BYTES = 64 << 20
@@ -102,7 +101,7 @@ class DeepEP(Transport):
         package: Any = None,
     ) -> None:
         if package is None and device.type != "cuda":
-            raise TransportError(f"transport 'deepep': {deepep_package.missing(device)}")
+            raise TransportError(f"transport 'deepep': {deepep_package.why_not(device)}")
         self.device = device
         self._group = group
         self._meeting_device = torch.device("cpu") if backend == "gloo" else device
@@ -117,17 +116,17 @@ class DeepEP(Transport):
     def warm_up(self, deadline: float) -> None:
         problem, package = "", self._package
         if package is None:
-            problem = deepep_package.missing(self.device)
+            problem = deepep_package.why_not(self.device)
             try:
                 package = package if problem else deepep_package.imported(asked="transport='deepep'")
             except ConfigError as error:
                 problem = str(error)
         word = json.dumps([node_of_this_rank(), problem]).encode()
-        said = [json.loads(one) for one in tell_all(self._group, self._meeting_device, word, deadline)]
+        said = [json.loads(one) for one in gather_bytes(word, self._group, self._meeting_device, deadline)]
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
-            problem = deepep_package.unfit(self._num_ranks, min(nodes.count(node) for node in nodes))
+            problem = deepep_package.why_not_between(self._num_ranks, min(nodes.count(node) for node in nodes))
         if problem:
             raise TransportError(f"transport 'deepep': {problem}")
         self._problem = ""
@@ -210,9 +209,9 @@ class DeepEP(Transport):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            said = tell_all(self._group, self._meeting_device, json.dumps(sizes).encode(), deadline)
+            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._meeting_device, deadline)
             # A rank that gave up before does not come to this one, so nobody waits on its GPU for it.
-            tell_all(self._group, self._meeting_device, b"", max(deadline, time.monotonic()) + _GRACE_SECONDS)
+            gather_bytes(b"", self._group, self._meeting_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
         of_ranks = [json.loads(word) for word in said]

@@ -6,6 +6,7 @@ experts go through the same one, experts between steps. Nothing is imported unle
 
 from __future__ import annotations
 
+import importlib
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import ConfigError
-from . import packages
+from ...utils.errors import one_line
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
 NUM_SMS = 20
@@ -28,13 +29,13 @@ _between_nodes: list[tuple[int, ...]] = []
 """Ranks of this process's buffer that goes beyond a node: NVSHMEM, which it needs, is started once in a process."""
 
 
-def missing(device: torch.device | None = None) -> str:
+def why_not(device: torch.device | None = None) -> str:
     """Why this process cannot use DeepEP, in a line; empty: it can. Imports nothing.
 
     Args:
         device: the model's; None: the one that torch sees.
     """
-    if why := packages.no_gpu(device):
+    if why := _no_gpu(device):
         return why
     return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
 
@@ -49,7 +50,22 @@ def no_infiniband() -> str:
     return f"low_latency_tokens needs InfiniBand, and {INFINIBAND} has no device: leave low_latency_tokens out"
 
 
-def unfit(num_ranks: int, ranks_per_node: int) -> str:
+def _no_gpu(device: torch.device | None) -> str:
+    """Return why kernels for Hopper GPUs and newer cannot carry here, in a line; empty if they can.
+
+    Args:
+        device: the model's; None: the one that torch sees.
+    """
+    if device is not None and device.type != "cuda":
+        return f"it carries between GPUs, and this model is on {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "it is for Hopper and newer"
+    return ""
+
+
+def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
     """Why DeepEP cannot carry between so many ranks, in a line; empty: it can.
 
     Args:
@@ -77,7 +93,12 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
     Raises:
         ConfigError: it cannot be imported, or has no `Buffer`.
     """
-    package = packages.imported("deep_ep", asked, INSTALL)
+    try:
+        package = importlib.import_module("deep_ep")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{asked} needs the package deep_ep (no module {error.name}): {INSTALL}") from None
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ConfigError(f"{asked}: the package deep_ep cannot be imported ({one_line(error)}): {INSTALL}") from None
     if not hasattr(package, "Buffer"):
         raise ConfigError(f"this version of the package deep_ep has no Buffer: {INSTALL}")
     return package

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ...config import launcher_environment
-from .base import TransportError
-from .meeting import tell_all
+from .base import TransportError, first_problem, gather_bytes
 from .segments import Segment, open_segment
 
 _NOTE = struct.Struct("<IIQQQQQ")
@@ -50,7 +49,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Note:
+class Notification:
     kind: Kind
     source: int
     identity: int = 0
@@ -64,7 +63,7 @@ class Note:
         return _NOTE.pack(self.kind, self.source, *numbers)
 
 
-class Card:
+class PeerFlags:
     """A page of a rank's own that its neighbours can see: that it is who it says, where it writes now, whether it has
     given up."""
 
@@ -153,14 +152,14 @@ def wait_for(readable: Sequence[int], writable: Sequence[int], seconds: float) -
     return bool(poll.poll(seconds * 1e3))
 
 
-class Inbox:
+class Mailbox:
     """The pipe in which this rank is told things."""
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
 
-    def read(self) -> list[Note]:
+    def read(self) -> list[Notification]:
         """What has come since."""
         data = self._rest
         with contextlib.suppress(BlockingIOError):
@@ -168,7 +167,7 @@ class Inbox:
                 data += piece
         whole = len(data) // _NOTE.size * _NOTE.size
         self._rest = data[whole:]
-        return [Note(Kind(kind), *numbers) for kind, *numbers in _NOTE.iter_unpack(data[:whole])]
+        return [Notification(Kind(kind), *numbers) for kind, *numbers in _NOTE.iter_unpack(data[:whole])]
 
     def close(self) -> None:
         for descriptor in (self.reading, self.writing):
@@ -187,7 +186,7 @@ def node_of_this_rank() -> str:
     return f"{os.uname().nodename}/{machine}/{node}"
 
 
-def introduce(inbox: Inbox, card: Card) -> bytes:
+def introduce(inbox: Mailbox, card: PeerFlags) -> bytes:
     """What the others need to find this rank."""
     said = {
         "node": node_of_this_rank(),
@@ -225,7 +224,12 @@ def meet(rank: int, introduction: bytes) -> Neighbour:
 
 
 def meet_all(
-    group: dist.ProcessGroup, device: torch.device, inbox: Inbox, card: Card, peers: Sequence[int], deadline: float
+    group: dist.ProcessGroup,
+    device: torch.device,
+    inbox: Mailbox,
+    card: PeerFlags,
+    peers: Sequence[int],
+    deadline: float,
 ) -> dict[int, Neighbour]:
     """These ranks of a group, by number. Collective over the group.
 
@@ -236,7 +240,7 @@ def meet_all(
     Raises:
         TransportError: some rank cannot open another's memory; on every rank.
     """
-    words = tell_all(group, device, introduce(inbox, card), deadline)
+    words = gather_bytes(introduce(inbox, card), group, device, deadline)
     found: dict[int, Neighbour] = {}
     problem = ""
     try:
@@ -245,9 +249,9 @@ def meet_all(
     except TransportError as error:
         problem = str(error)
     # Who cannot open another's memory says so to all, or they would wait for it.
-    for rank, text in enumerate(tell_all(group, device, problem.encode(), deadline)):
-        if text:
-            for neighbour in found.values():
-                neighbour.close()
-            raise TransportError(f"EP rank {rank}: {text.decode()}")
+    failed = first_problem(problem, group, device, deadline)
+    if failed is not None:
+        for neighbour in found.values():
+            neighbour.close()
+        raise TransportError(f"EP rank {failed.index}: {failed.text}")
     return found

@@ -13,7 +13,6 @@ import contextlib
 import json
 import secrets
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import Message, Pending, Transport, TransportError
-from .counted import Counted, to_others
-from .meeting import tell_all
+from .base import Message, Pending, TransportError, gather_bytes
 from .nixl_agent import new_agent
+from .progress import PendingMessages, ProgressTransport, to_others, try_out
 from .side_stream import SideStream
 
 SPARE_BYTES = 1 << 16
@@ -41,7 +39,7 @@ _PLACE = struct.Struct("<QQQ")
 _OFFER, _MEMORY, _WRITTEN, _PING, _GOODBYE = b"O", b"M", b"W", b"P", b"G"
 
 
-class _Notified(Counted):
+class _Notified(PendingMessages):
     """Attributes:
     spare: registered memory for what is not.
     """
@@ -119,7 +117,7 @@ class _NixlTraffic:
     problem: str = ""
 
 
-class Nixl(Transport):
+class Nixl(ProgressTransport[_Notified]):
     """Writes through NIXL's UCX agent.
 
     Args:
@@ -133,6 +131,8 @@ class Nixl(Transport):
         TransportError: the package is missing or cannot be used.
     """
 
+    by = "nixl"
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -144,10 +144,8 @@ class Nixl(Transport):
         self.device = device
         self.one_by_one = device.type == "cpu"
         self._group = group
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group.rank(), timeout_seconds)
         self._peers = [peer for peer in (range(group.size()) if peers is None else peers) if peer != self._rank]
-        self._lock = threading.RLock()
         self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
         try:
             self._agent: Any = new_agent(self._name)
@@ -159,16 +157,13 @@ class Nixl(Transport):
         self._spare: list[Tensor] = []
         self._traffic: dict[int, _NixlTraffic] = {}
         self._rank_of: dict[str, int] = {}
-        self._pending: list[_Notified] = []
         self._stream = SideStream(device)
         self._arriving: list[tuple[Callable[[], bool], _NixlReceive]] = []
-        self._thread: threading.Thread | None = None
         self._ping = 0.0
-        self._problem = ""
 
     def warm_up(self, deadline: float) -> None:
         said = {"name": self._name, "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode()}
-        words = tell_all(self._group, self.device, json.dumps(said).encode(), deadline)
+        words = gather_bytes(json.dumps(said).encode(), self._group, self.device, deadline)
         try:
             for peer in self._peers:
                 theirs = json.loads(words[peer])
@@ -177,15 +172,11 @@ class Nixl(Transport):
                 self._rank_of[theirs["name"]] = peer
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
-        tell_all(self._group, self.device, b"", deadline)  # nobody writes before all know all
-        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
-        self.post(
-            [Message(peer, out) for peer in self._peers],
-            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
-        ).wait(deadline)
+        gather_bytes(b"", self._group, self.device, deadline)  # nobody writes before all know all
+        try_out(self, self._peers, deadline)
 
     def register(self, regions: Sequence[Tensor]) -> None:
-        with self._lock:
+        with self._state:
             self._release()
             for region in regions:
                 self._register(region)
@@ -195,7 +186,7 @@ class Nixl(Transport):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
-        with self._lock:
+        with self._state:
             self._stream.after_current()
             pending = _Notified(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
@@ -216,36 +207,24 @@ class Nixl(Transport):
                 traffic = self._traffic[message.peer]
                 traffic.sends[traffic.posted] = _NixlSend(place, message.data, ready, pending)
                 traffic.posted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-                self._thread.start()
+            self._run()
         return pending
 
     def close(self) -> None:
-        with self._lock:
+        with self._state:
             self._give_up("the transport is closed")
             thread = self._thread
         if thread is not None:
             thread.join()
-
-    def give_up(self, pending: Counted, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        with self._lock:
-            if not pending.finished.is_set():
-                self._give_up(reason)
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
     def _refuse_if_lost(self, peer: int) -> None:
         if not self._problem:
             self._guarded(self._listen)
-        if self._problem:
-            raise TransportError(f"nixl is not used any more: {self._problem}")
+        self._require_in_use(self._problem)
         traffic = self._traffic.get(peer)
-        if traffic is None:
-            raise TransportError(f"EP rank {peer} is not connected by nixl")
-        if traffic.problem:
-            raise TransportError(traffic.problem)
+        self._require(peer, None if traffic is None else traffic.problem)
 
     def _register(self, region: Tensor) -> None:
         if not region.numel() or self._region_of(region) is not None:
@@ -328,7 +307,7 @@ class Nixl(Transport):
         pause = SHORTEST_POLL
         with torch.no_grad():
             while True:
-                with self._lock:
+                with self._state:
                     before = [pending.left for pending in self._pending]
                     self._guarded(self._step)
                     moved = before != [pending.left for pending in self._pending]
@@ -367,8 +346,8 @@ class Nixl(Transport):
             if pending.finished.is_set() and pending.spare is not None:
                 self._spare.append(pending.spare)
                 pending.spare = None
-        self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
-        if any(now > pending.end for pending in self._pending):
+        self._drop_finished()
+        if self._is_late():
             raise TransportError("messages were not through in time")
 
     def _listen(self) -> None:

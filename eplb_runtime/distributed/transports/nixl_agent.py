@@ -23,7 +23,7 @@ def rdma_devices() -> list[str]:
     return sorted(device.name for device in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
 
 
-def missing() -> str:
+def why_not() -> str:
     """What this process lacks to use NIXL; empty: nothing. Makes an agent and destroys it."""
     try:
         new_agent(f"probe {secrets.token_hex(8)}")

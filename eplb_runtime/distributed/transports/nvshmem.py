@@ -9,7 +9,6 @@ nothing to fear from a peer that comes late.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import Message, Pending, Transport, TransportError
-from .counted import Counted, to_others
-from .meeting import tell_all
-from .nvshmem_heap import HALVES, Library, Window, missing, window_of
+from .base import Message, Pending, TransportError, gather_bytes
+from .nvshmem_heap import HALVES, Library, Window, why_not, window_of
+from .progress import PendingMessages, ProgressTransport, to_others, try_out
 from .side_stream import SideStream, wait_until
 
 LOOK_SECONDS = 0.0002
@@ -36,7 +34,7 @@ _LEFT_SECONDS = 5.0
 @dataclass
 class _StagedPiece:
     data: Tensor
-    last_of: Counted | None
+    last_of: PendingMessages | None
 
 
 @dataclass
@@ -61,7 +59,7 @@ class _Peer:
     problem: str = ""
 
 
-class Nvshmem(Transport):
+class Nvshmem(ProgressTransport[PendingMessages]):
     """Writes into the windows of other ranks.
 
     Args:
@@ -75,6 +73,8 @@ class Nvshmem(Transport):
         TransportError: the model is not on a GPU.
     """
 
+    by = "NVSHMEM"
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -84,22 +84,17 @@ class Nvshmem(Transport):
         library: Library | None = None,
     ) -> None:
         if library is None and device.type != "cuda":
-            raise TransportError(f"transport 'nvshmem': {missing(device)}")
+            raise TransportError(f"transport 'nvshmem': {why_not(device)}")
         self.device = device
         self._group = group
         self._meeting_device = torch.device("cpu") if backend == "gloo" else device
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group.rank(), timeout_seconds)
         self._library = library
         self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
         self._stream, self._reading = SideStream(device), SideStream(device)
         self._window: Window | None = None
         self._notes_RKN = torch.zeros(0)
-        self._lock = threading.RLock()
-        self._pending: list[Counted] = []
-        self._under_way: deque[tuple[Callable[[], bool], Counted]] = deque()
-        self._thread: threading.Thread | None = None
-        self._problem = ""
+        self._under_way: deque[tuple[Callable[[], bool], PendingMessages]] = deque()
         self._closed = False
 
     def warm_up(self, deadline: float) -> None:
@@ -107,25 +102,21 @@ class Nvshmem(Transport):
         # What another transport has left on its way is over on every rank before notes begin anew.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        tell_all(self._group, self._meeting_device, b"", deadline)
+        gather_bytes(b"", self._group, self._meeting_device, deadline)
         with self._stream():
             window.notes_RKN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._notes_RKN = torch.empty_like(window.notes_RKN, device="cpu", pin_memory=self.device.type == "cuda")
-        tell_all(self._group, self._meeting_device, b"", deadline)
+        gather_bytes(b"", self._group, self._meeting_device, deadline)
         self._window = window
-        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
-        self.post(
-            [Message(peer, out) for peer in self._peers],
-            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
-        ).wait(deadline)
+        try_out(self, self._peers, deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = to_others(self._rank, sends, receives)
-        with self._lock:
+        with self._state:
             for peer in {message.peer for message in (*out, *into)}:
                 self._refuse_if_lost(peer)
-            pending = Counted(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
+            pending = PendingMessages(len(out) + len(into), time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
             self._stream.after_current()
@@ -134,9 +125,7 @@ class Nvshmem(Transport):
                 self._peers[message.peer].sends.extend(self._pieces(message, pending))
             for message in into:
                 self._peers[message.peer].receives.extend(self._pieces(message, pending))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-                self._thread.start()
+            self._run()
         return pending
 
     def empty(self, nbytes: int) -> Tensor:
@@ -144,7 +133,7 @@ class Nvshmem(Transport):
 
     def close(self) -> None:
         """The window stays: freeing it would wait for all ranks."""
-        with self._lock:
+        with self._state:
             self._closed = True
             if self._window is not None:
                 self._give_up("the transport is closed")
@@ -152,25 +141,19 @@ class Nvshmem(Transport):
         if thread is not None:
             thread.join()
 
-    def give_up(self, pending: Counted, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        with self._lock:
-            if not pending.finished.is_set():
-                self._give_up(reason)
-
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         while True:
-            with self._lock:
+            with self._state:
                 try:
                     went_on = not self._problem and self._go_on()
                 except RuntimeError as error:  # CUDA or NVSHMEM
                     self._give_up(one_line(error))
                     went_on = False
-                self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
+                self._drop_finished()
                 if not self._pending:
                     self._thread = None
                     return
@@ -180,7 +163,7 @@ class Nvshmem(Transport):
     def _go_on(self) -> bool:
         """Begin what can begin, end what is through; whether there was anything."""
         assert self._window is not None
-        if any(time.monotonic() > pending.end for pending in self._pending):
+        if self._is_late():
             self._give_up("messages were not through in time")
             return True
         went_on = False
@@ -234,7 +217,7 @@ class Nvshmem(Transport):
         if piece.last_of is not None:
             self._under_way.append((self._stream.mark(), piece.last_of))
 
-    def _pieces(self, message: Message, pending: Counted) -> list[_StagedPiece]:
+    def _pieces(self, message: Message, pending: PendingMessages) -> list[_StagedPiece]:
         assert self._window is not None
         parts = torch.split(message.data.detach(), self._window.outbox_B.numel())
         return [_StagedPiece(part, pending if part is parts[-1] else None) for part in parts]
@@ -242,12 +225,9 @@ class Nvshmem(Transport):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _refuse_if_lost(self, peer: int) -> None:
-        if self._problem or self._closed or self._window is None:
-            raise TransportError(f"NVSHMEM is not used any more: {self._problem or 'it is not warmed up, or closed'}")
-        if peer not in self._peers:
-            raise TransportError(f"EP rank {peer} is not connected by NVSHMEM")
-        if self._peers[peer].problem:
-            raise TransportError(self._peers[peer].problem)
+        unused = self._closed or self._window is None
+        self._require_in_use(self._problem or ("it is not warmed up, or closed" if unused else ""))
+        self._require(peer, self._peers[peer].problem if peer in self._peers else None)
 
     def _give_up(self, problem: str) -> None:
         """End all that is pending on this rank, and tell the others."""

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import TransportError
-from .meeting import tell_all
+from .base import TransportError, gather_bytes
 
 INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
 """All that other ranks write into, and what goes at once."""
@@ -59,7 +58,7 @@ def load() -> Library:
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
 
 
-def missing(device: torch.device) -> str:
+def why_not(device: torch.device) -> str:
     """What this process lacks to use NVSHMEM; empty: nothing that can be seen without starting it."""
     if device.type != "cuda":
         return f"it carries between GPUs, not on {device.type}"
@@ -158,7 +157,7 @@ def window_of(
     except TransportError as error:
         problem = str(error)
     word = json.dumps([problem, _process.free()]).encode()
-    said = [json.loads(word) for word in tell_all(group, device, word, deadline)]
+    said = [json.loads(word) for word in gather_bytes(word, group, device, deadline)]
     for rank, (text, _) in enumerate(said):
         if text:
             raise TransportError(f"EP rank {rank}: {text}")
@@ -183,7 +182,7 @@ def _start(group: dist.ProcessGroup, device: torch.device, library: Library, dea
     first = group.rank() == 0
     identity = library.core.get_unique_id(empty=not first)
     raw = identity._data.view(np.uint8)
-    raw[:] = np.frombuffer(tell_all(group, device, raw.tobytes() if first else b"", deadline)[0], dtype=np.uint8)
+    raw[:] = np.frombuffer(gather_bytes(raw.tobytes() if first else b"", group, device, deadline)[0], dtype=np.uint8)
     on = library.device_of(device.index or 0)
     on.set_current()
     library.core.init(device=on, uid=identity, rank=group.rank(), nranks=group.size(), initializer_method="uid")

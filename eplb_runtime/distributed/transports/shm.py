@@ -24,8 +24,8 @@ from torch import Tensor
 from ...utils.checksums import HASH_BLOCK_BYTES
 from ...utils.checksums_numba import copy, copy_and_hash
 from .base import Message, TransportError
-from .counted import Counted
-from .neighbours import Kind, Neighbour, Note
+from .neighbours import Kind, Neighbour, Notification
+from .progress import PendingMessages, try_out
 from .segments import Segment, open_segment
 from .within_node import Traffic, WithinNode
 
@@ -37,7 +37,7 @@ FENCE_SECONDS = 0.25
 """Who has given up waits so long for a neighbour in the middle of a piece."""
 
 
-def missing(device: torch.device) -> str:
+def why_not(device: torch.device) -> str:
     """What this process lacks to share memory; empty: nothing."""
     if device.type != "cpu":
         return f"it carries between CPUs, not on {device.type}"
@@ -50,7 +50,7 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-class _Shared(Counted):
+class _Shared(PendingMessages):
     """Attributes:
     spare: shared memory for what is received elsewhere.
     """
@@ -149,11 +149,7 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
         return _Shared(messages, end, self.give_up)
 
     def _try_out(self, deadline: float) -> None:
-        out, arrived = self.empty(1).zero_(), self.empty(len(self._peers))
-        self.post(
-            [Message(peer, out) for peer in self._peers],
-            [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(self._peers)],
-        ).wait(deadline)
+        try_out(self, self._peers, deadline)
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +176,9 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
                 segment, offset = spare, used
                 receive = _ShmReceive(spare, message.data, spare.tensor[used : used + nbytes], number, pending)
                 used += nbytes
-            note = Note(Kind.OFFER, self._rank, segment.identity, segment.descriptor, segment.nbytes, offset, nbytes)
+            note = Notification(
+                Kind.OFFER, self._rank, segment.identity, segment.descriptor, segment.nbytes, offset, nbytes
+            )
             self._traffic[message.peer].receives.append(receive)
             self._tell(message.peer, note)
 
@@ -205,11 +203,11 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
 
     def _tell_what_is_gone(self) -> None:
         while self._freed:
-            self._tell_all(Note(Kind.FREED, self._rank, self._freed.popleft()))
+            self._notify_all(Notification(Kind.FREED, self._rank, self._freed.popleft()))
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _hear(self, note: Note, traffic: _ShmTraffic) -> None:
+    def _hear(self, note: Notification, traffic: _ShmTraffic) -> None:
         if note.kind == Kind.FREED:
             traffic.mapped.pop(note.identity, None)
         elif traffic.receives:
@@ -232,7 +230,7 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
                 return partial(self._write_one_piece, peer, traffic.sends[0], traffic.offers[0])
         return None
 
-    def _write_one_piece(self, peer: int, send: _ShmSend, offer: Note) -> None:
+    def _write_one_piece(self, peer: int, send: _ShmSend, offer: Notification) -> None:
         try:
             self._write(peer, send, offer)
         finally:
@@ -240,7 +238,7 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
                 self._copying = False
                 self._state.notify_all()
 
-    def _write(self, peer: int, send: _ShmSend, offer: Note) -> None:
+    def _write(self, peer: int, send: _ShmSend, offer: Notification) -> None:
         """Write the next piece of a message, unless its receiver has given up.
 
         This rank says that it writes before it looks at the receiver's card, and the receiver closes its card before
@@ -276,11 +274,11 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
                 if end == total:
                     self._traffic[peer].sends.popleft()
                     self._traffic[peer].offers.popleft()
-                    self._tell(peer, Note(Kind.WRITTEN, self._rank), send.pending.one_done)
+                    self._tell(peer, Notification(Kind.WRITTEN, self._rank), send.pending.one_done)
                     # Another neighbour's turn.
                     self._traffic[peer] = self._traffic.pop(peer)
 
-    def _mapping(self, peer: int, offer: Note) -> Tensor:
+    def _mapping(self, peer: int, offer: Notification) -> Tensor:
         mapped = self._traffic[peer].mapped
         if offer.identity not in mapped:
             process = self._neighbours[peer].process

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from .base import Message, Pending, Transport, TransportError
+from .progress import PendingMessages, to_others, try_out
 
 _POLL_SECONDS = 0.0002
 _CLOSING = timedelta(milliseconds=1)
@@ -43,26 +44,21 @@ class TorchPointToPoint(Transport):
         self._tags: Counter[tuple[int, bool]] = Counter()
 
     def warm_up(self, deadline: float) -> None:
-        size = self._group.size()
-        peers = [peer for peer in range(size) if peer != self._rank]
-        out, arrived = self.empty(1).zero_(), self.empty(size)
         # One call that every rank of the group makes: NCCL builds the communicator of the whole group in it.
-        self.post(
-            [Message(peer, out) for peer in peers], [Message(peer, arrived[peer : peer + 1]) for peer in peers]
-        ).wait(deadline)
+        try_out(self, (peer for peer in range(self._group.size()) if peer != self._rank), deadline)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        self._copy_own(sends, receives)
+        out, into = to_others(self._rank, sends, receives)
         try:
-            operations = [*self._operations(dist.irecv, receives), *self._operations(dist.isend, sends)]
+            operations = [*self._operations(dist.irecv, into), *self._operations(dist.isend, out)]
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(error) from error
         if self._on_host:
-            return _OnHost(works, self._timeout, [bool(m.peer != self._rank and m.data.numel()) for m in receives])
+            return _OnHost(works, time.monotonic() + self._timeout, self._rank, receives)
         return _OnDevice(works, self._group)
 
     def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
@@ -89,81 +85,53 @@ class TorchPointToPoint(Transport):
         # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
         operations, sent = [], kind is dist.isend
         for message in messages:
-            if message.peer == self._rank or message.data.numel() == 0:
-                continue
             peer = dist.get_global_rank(self._group, message.peer)
             tag = self._tags[peer, sent] % _TAGS
             operations.append(dist.P2POp(kind, message.data, peer, self._group, tag=tag))
             self._tags[peer, sent] += 1
         return operations
 
-    def _copy_own(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """torch.distributed does not send to the own rank."""
-        own = ([message.data for message in messages if message.peer == self._rank] for messages in (receives, sends))
-        for arrived, sent in zip(*own, strict=True):
-            arrived.copy_(sent)
 
-
-class _OnHost(Pending):
+class _OnHost(PendingMessages):
     """Works of gloo, which tells of their end only to a thread that waits.
 
     Args:
         works: what is received first, in its order.
-        seconds: that it takes at most.
-        from_others: of each message received, whether there is a work for it.
+        end: a time of `time.monotonic`, the latest for all of them.
+        rank: this one's place in the group.
+        receives: all messages that were to be received.
     """
 
-    def __init__(self, works: Sequence[dist.Work], seconds: float, from_others: Sequence[bool]) -> None:
+    def __init__(self, works: Sequence[dist.Work], end: float, rank: int, receives: Sequence[Message]) -> None:
+        super().__init__(len(works), end, _OnHost._close_connections)
         self._works = works
-        self._needed = list(accumulate(from_others))
-        self._through = 0
-        self._seconds = seconds
-        self._done = threading.Event()
-        self._error: RuntimeError | None = None
+        self._numbers = self.expect(rank, receives)
         if works:
             threading.Thread(target=self._watch, daemon=True, name="eplb_runtime transport").start()
-        else:
-            self._done.set()
-
-    def poll(self) -> bool:
-        if not self._done.is_set():
-            return False
-        self._raise_if_failed()
-        return True
-
-    def has(self, index: int) -> bool:
-        return self.poll() or self._through >= self._needed[index]
-
-    def wait(self, deadline: float) -> None:
-        if not self._done.wait(max(0.0, deadline - time.monotonic())):
-            self.abort()
-            raise TransportError("point-to-point messages were not through in time")
-        self._raise_if_failed()
-
-    def abort(self) -> None:
-        # gloo cannot cancel one operation. A wait that expires closes all connections of its group, which ends the
-        # waiting thread too.
-        try:
-            for work in self._works if not self._done.is_set() else ():
-                work.wait(_CLOSING)
-        except RuntimeError:
-            pass
-        self._done.wait()
 
     def _watch(self) -> None:
-        end = time.monotonic() + self._seconds
         try:
-            for work in self._works:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), _CLOSING.total_seconds())))
-                self._through += 1
+            for number, work in enumerate(self._works):
+                work.wait(timedelta(seconds=max(self.end - time.monotonic(), _CLOSING.total_seconds())))
+                if number < len(self._numbers):
+                    self.here[self._numbers[number]] = 1
+                self.one_done()
         except RuntimeError as error:
-            self._error = error
-        finally:
-            self._done.set()
+            self.fail(str(_failed(error)))
 
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise _failed(self._error) from self._error
+    @staticmethod
+    def _close_connections(pending: PendingMessages, reason: str) -> None:
+        """Give up: gloo cannot cancel one operation. A wait that expires closes all connections of its group, which
+        ends the waiting thread too."""
+        assert isinstance(pending, _OnHost)
+        if pending.finished.is_set():
+            return
+        with contextlib.suppress(RuntimeError):
+            for work in pending._works:
+                work.wait(_CLOSING)
+        pending.finished.wait()
+        if pending.problem:
+            pending.problem = f"point-to-point {reason}"
 
 
 class _OnDevice(Pending):

@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...utils.errors import one_line
-from .base import Message, Pending, Transport, TransportError
-from .counted import Counted, to_others
-from .neighbours import Card, Inbox, Kind, Neighbour, Note, meet_all, wait_for
+from .base import Message, Pending
+from .neighbours import Kind, Mailbox, Neighbour, Notification, PeerFlags, meet_all, wait_for
+from .progress import PendingMessages, Posted, ProgressTransport, to_others
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -40,7 +39,7 @@ class Traffic:
         problem: why nothing goes this way any more.
     """
 
-    offers: deque[Note] = field(default_factory=deque)
+    offers: deque[Notification] = field(default_factory=deque)
     problem: str = ""
 
     @property
@@ -57,11 +56,10 @@ class Traffic:
         self.offers.clear()
 
 
-Posted = TypeVar("Posted", bound=Counted)
 Way = TypeVar("Way", bound=Traffic)
 
 
-class WithinNode(Transport, Generic[Posted, Way]):
+class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     """Between processes of one node.
 
     Args:
@@ -69,12 +67,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
         meeting_device: that its backend works on.
         timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
         peers: the ranks of this node that will be sent to; None: all of the group.
-
-    Attributes:
-        by: what carries, in words.
     """
-
-    by: ClassVar[str]
 
     def __init__(
         self,
@@ -85,19 +78,14 @@ class WithinNode(Transport, Generic[Posted, Way]):
     ) -> None:
         self._group = group
         self._meeting_device = meeting_device
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group.rank(), timeout_seconds)
         everybody = range(group.size()) if peers is None else peers
         self._peers = [peer for peer in everybody if peer != self._rank]
-        self._state = threading.Condition(threading.RLock())
-        self._inbox = Inbox()
+        self._inbox = Mailbox()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._card = Card(group.size())
+        self._card = PeerFlags(group.size())
         self._neighbours: dict[int, Neighbour] = {}
         self._traffic: dict[int, Way] = {}
-        self._pending: list[Posted] = []
-        self._thread: threading.Thread | None = None
-        self._problem = ""
         self._closed = False
 
     def warm_up(self, deadline: float) -> None:
@@ -123,9 +111,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
             self._pending.append(pending)
             self._tell_what_is_gone()
             self._take_on(out, into, numbers, pending)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-                self._thread.start()
+            self._run()
             os.eventfd_write(self._wake, 1)
         return pending
 
@@ -146,13 +132,11 @@ class WithinNode(Transport, Generic[Posted, Way]):
         self._inbox.close()
         os.close(self._wake)
 
-    def give_up(self, pending: Counted, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
+    def give_up(self, pending: PendingMessages, reason: str) -> None:
         with self._state:
-            if not pending.finished.is_set():
-                self._give_up(reason)
-                if not self._closed:
-                    os.eventfd_write(self._wake, 1)
+            super().give_up(pending, reason)
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
 
     # -- what they differ in; the lock is held, unless said otherwise --------------------------------------------------
 
@@ -173,7 +157,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
         """Put messages on their way. What is to come later is left to the thread, which may run already.
 
         Args:
-            numbers: of those received, for `Counted.here`.
+            numbers: of those received, for `PendingMessages.here`.
         """
 
     @abstractmethod
@@ -181,7 +165,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
         """Say which memory of this rank the others should close."""
 
     @abstractmethod
-    def _hear(self, note: Note, traffic: Way) -> None:
+    def _hear(self, note: Notification, traffic: Way) -> None:
         """A neighbour says a thing other than that it ends."""
 
     @abstractmethod
@@ -211,11 +195,11 @@ class WithinNode(Transport, Generic[Posted, Way]):
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, peer: int, note: Note, told: Callable[[], None] = lambda: None) -> None:
+    def _tell(self, peer: int, note: Notification, told: Callable[[], None] = lambda: None) -> None:
         """``told``: called when it is written."""
         self._neighbours[peer].outbox.append((note.encode(), told))
 
-    def _tell_all(self, note: Note) -> None:
+    def _notify_all(self, note: Notification) -> None:
         for peer, traffic in self._traffic.items():
             if not traffic.problem:
                 self._tell(peer, note)
@@ -243,12 +227,12 @@ class WithinNode(Transport, Generic[Posted, Way]):
             self._step_on()
             for neighbour in self._neighbours.values():
                 neighbour.send()
-            if any(time.monotonic() > pending.end for pending in self._pending):
+            if self._is_late():
                 self._give_up(f"messages by {self.by} were not through in time")
             for pending in self._pending:
                 if pending.finished.is_set() and not pending.problem:
                     self._keep(pending)
-            self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
+            self._drop_finished()
             if not self._pending:
                 self._thread = None
                 return False
@@ -289,13 +273,9 @@ class WithinNode(Transport, Generic[Posted, Way]):
         return "it has given up" if neighbour.closed else ""
 
     def _refuse_if_lost(self, peer: int) -> None:
-        if self._problem:
-            raise TransportError(f"{self.by} is not used any more: {self._problem}")
+        self._require_in_use(self._problem)
         traffic = self._traffic.get(peer)
-        if traffic is None:
-            raise TransportError(f"EP rank {peer} is not connected by {self.by}")
-        if traffic.problem:
-            raise TransportError(traffic.problem)
+        self._require(peer, None if traffic is None else traffic.problem)
 
     def _lose(self, peer: int, why: str) -> None:
         """Nothing comes from or goes to a neighbour any more."""
@@ -314,7 +294,7 @@ class WithinNode(Transport, Generic[Posted, Way]):
         if not self._problem:
             self._problem = problem
             self._card.close()
-            self._tell_all(Note(Kind.GOODBYE, self._rank))
+            self._notify_all(Notification(Kind.GOODBYE, self._rank))
             for neighbour in self._neighbours.values():
                 neighbour.send()
         problem = self._part(problem)

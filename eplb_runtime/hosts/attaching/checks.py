@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.division import foreign_hooks
 from ...config import BalancerConfig
+from ...distributed.consensus import all_equal, extremes, first_problem, gather_rows, maxima
 from ...distributed.process_groups import ProcessGroups
-from ...distributed.ranks import Job, gather_rows
+from ...distributed.ranks import Job
 from ...moe.experts.element_wise import check_element_wise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
@@ -148,8 +148,7 @@ def check_current(device: torch.device) -> None:
 def _are_spread(before: Spread | None, has_layers: bool, groups: ProcessGroups) -> bool:
     """Whether the experts of the job were cut before, also on ranks whose stages have none."""
     answers = torch.tensor([has_layers and before is not None, has_layers and before is None], dtype=torch.uint8)
-    dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=groups.control)
-    if bool(answers.all()):
+    if bool(maxima(answers, groups.control).all()):
         raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
     return bool(answers[0])
 
@@ -172,10 +171,8 @@ def _check_spread(before: Spread, placement: Placement, num_experts: int, config
 
 def _experts_of_job(here: int, groups: ProcessGroups) -> int:
     """E of the whole model, also on ranks whose stages have no MoE layer (``here``: 0)."""
-    bounds = torch.tensor([here, -here if here else torch.iinfo(torch.int64).min])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=groups.control)
-    most, least = int(bounds[0]), -int(bounds[1])
-    if not most:
+    least, most = map(int, extremes(torch.tensor(here), groups.control, has_values=bool(here)))
+    if least > most:
         raise AttachError("no stage has an MoE layer: nothing to balance")
     if most != least:
         raise AttachError(f"the MoE layers have different numbers of experts ([{least}, {most}]); they must be equal")
@@ -360,18 +357,11 @@ def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placem
     return placement.with_epoch(0)
 
 
-_PROBLEM_BYTES = 512
-
-
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
     """Whoever has a problem tells all; every rank raises the first one. Empty: none here."""
-    mine = torch.zeros(_PROBLEM_BYTES, dtype=torch.uint8)
-    text = problem.encode()[:_PROBLEM_BYTES]
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for rank, theirs in zip(groups.job.ranks, gather_rows(mine, groups.control), strict=True):
-        if theirs.any():
-            said = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
-            raise AttachError(problem or f"rank {rank}: {said}")
+    first = first_problem(problem, groups.control)
+    if first is not None:
+        raise AttachError(problem or str(first))
 
 
 def as_all_say(error: BaseException, groups: ProcessGroups) -> AttachError | None:
@@ -400,11 +390,6 @@ def _same_settings(config: BalancerConfig, groups: ProcessGroups) -> None:
 
 def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, over_stages: bool = False) -> None:
     """Compare among the ranks that hold the same stages, or over all; every rank of the job raises, or none."""
-    mine = torch.frombuffer(bytearray(xxhash.xxh3_128(text.encode()).digest()), dtype=torch.uint8)
-    job = groups.job
-    rows = gather_rows(mine, groups.control).tolist()
-    digest = {rank: bytes(row) for rank, row in zip(job.ranks, rows, strict=True)}
-    for together in [job.ranks] if over_stages else job.data_sets:
-        odd = [rank for rank in together if digest[rank] != digest[together[0]]]
-        if odd:
-            raise AttachError(f"rank {', '.join(map(str, odd))} has another {what} than rank {together[0]}: {hint}")
+    sets = None if over_stages else groups.job.data_sets
+    if differs := all_equal(xxhash.xxh3_128(text.encode()).digest(), what, groups.control, sets):
+        raise AttachError(f"{differs}: {hint}")

@@ -13,7 +13,7 @@ from ...distributed.process_groups import ProcessGroups
 from ...distributed.transports import deepep_package
 from ...replicas.copy_engine import CopyEngine
 from ...replicas.multicast import Multicast
-from ...replicas.node_memory import NodeMemory, missing
+from ...replicas.node_memory import NodeMemory, why_not
 from ...replicas.point_to_point import PointToPoint
 from ...replicas.row_transport import RowTransport
 from ...topology import Topology
@@ -53,7 +53,7 @@ def _refused(config: BalancerConfig, why: str) -> str:
 
 def _no_copy_engine(groups: ProcessGroups, topology: Topology, device: torch.device) -> str:
     """What can be seen before ranks meet, in a line; empty: nothing."""
-    return "each rank has a node of its own" if topology.ranks_per_node == 1 else missing(device)
+    return "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
 
 
 def _copy_engine(
@@ -82,7 +82,7 @@ def _imported() -> Any:
 def _no_deepep(groups: ProcessGroups, topology: Topology, device: torch.device) -> str:
     if tuple(groups.job.row_ranks) != tuple(groups.job.ep_ranks):
         return "homes that are divided over ranks of several EP groups are not carried"
-    why = deepep_package.unfit(topology.num_ranks, topology.ranks_per_node) or deepep_package.missing(device)
+    why = deepep_package.why_not_between(topology.num_ranks, topology.ranks_per_node) or deepep_package.why_not(device)
     if why:
         return why
     try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...config import BalancerConfig, ConfigError
 from ...distributed.transports import deepep_package
-from ...distributed.transports.meeting import tell_all
+from ...distributed.transports.base import gather_bytes
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
@@ -51,7 +51,7 @@ class DispatchChoice:
 
 def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
-    why = deepep_package.unfit(num_ranks, ranks_per_node) or deepep_package.missing(device)
+    why = deepep_package.why_not_between(num_ranks, ranks_per_node) or deepep_package.why_not(device)
     if not why:
         try:
             deepep_package.settings(deepep_package.imported(), num_ranks)
@@ -101,7 +101,7 @@ def choose_together(
     if config.dispatch.name in OVER_TORCH:
         return choose(config.dispatch.name, [])
     mine = unfit_settings(config, topology.num_ranks) or lacks(device, topology.num_ranks, topology.ranks_per_node)
-    said = tell_all(group, device, mine.encode(), time.monotonic() + seconds)
+    said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
     return choose(config.dispatch.name, [word.decode() for word in said])
 
 

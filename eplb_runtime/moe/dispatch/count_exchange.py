@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...distributed.consensus import all_gather_into
 from ...distributed.hang_watchdog import ForwardTag
 from .channels import MicroBatchChannels
 from .recompute import AsyncMismatchFlag
@@ -62,7 +62,7 @@ class CountExchange:
         all_ = mine.new_empty(group.size(), mine.shape[0])
         waiting = nullcontext() if self._forward_tag is None else self._forward_tag.watch.waiting()
         with waiting, self._channels.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
+            all_gather_into(all_.view(-1), mine, group=group)
         if self._forward_tag is None:
             return all_
         if mismatch is None:
@@ -77,7 +77,7 @@ class CountExchange:
         group = self._channels.current().counts
         all_, on_host = self._memory.buffers(mine, group.size())
         with self._channels.launching():
-            _all_gather_into(all_.view(-1), mine, group=group)
+            all_gather_into(all_.view(-1), mine, group=group)
         if on_host is not all_:
             on_host.copy_(all_, non_blocking=True)
             torch.accelerator.current_stream(mine.device).synchronize()
@@ -127,7 +127,3 @@ class _ThreadBuffers(threading.local):
                 if counts_E.device.type != "cpu":
                     self._on_host_RE = torch.empty_like(self._all_RE, device="cpu", pin_memory=True)
         return self._all_RE, self._on_host_RE
-
-
-# The old name warns in torch 2.13, the new one is not there in torch 2.11.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.agreement import Agreement
+from ...distributed.consensus import Agreement, gather_bytes
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
 from ...distributed.transports.automatic import probe
 from ...distributed.transports.base import Message, Pending, Transport
-from ...distributed.transports.meeting import tell_all
 from ...distributed.transports.neighbours import node_of_this_rank
 from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
@@ -103,7 +102,7 @@ def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]
     usable = {finding.name for finding in probe(device) if finding.usable}
     votes = torch.tensor([name in usable for name in CARRIERS], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
-    one_node = len(set(tell_all(groups.control, torch.device("cpu"), node_of_this_rank().encode(), soon()))) == 1
+    one_node = len(set(gather_bytes(node_of_this_rank().encode(), groups.control, deadline=soon()))) == 1
     return [
         name
         for name, vote in zip(CARRIERS, votes.tolist(), strict=True)

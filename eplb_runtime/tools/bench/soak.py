@@ -25,7 +25,7 @@ from torch import Tensor
 from ...balancer.balancer import Balancer
 from ...checkpoint.state import logical_state_dict
 from ...config import BalancerConfig, config_from_settings
-from ...distributed.agreement import is_one_value, two_sided
+from ...distributed.consensus import is_one_value, two_sided
 from ...distributed.points import Phase
 from ...events import BalancingPaused, BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from ...hosts import attach

@@ -136,7 +136,7 @@ class Faults:
 
     def cut(self) -> None:
         """End the connections that rebalancing talks over."""
-        self.groups.hang_up(self.groups.standing)
+        self.groups.hang_up(self.groups.current)
 
     def close(self) -> None:
         self._engine.probe = unobserved

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ...config import launcher_environment
 from ...distributed.bandwidth import measure
+from ...distributed.consensus import first_problem
 from ...distributed.process_groups import backend_for
 from ...distributed.transports import TRANSPORTS
 from ...distributed.transports.base import Transport, TransportError
@@ -66,19 +67,19 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Trans
     try:
         made, problem = _attempt(lambda: TRANSPORTS[name](group, backend, device, TIMEOUT_SECONDS))
         transport = made
-        problem = _anyones(problem, control)
-        if problem or transport is None:
-            return TransportTrial(name, device.type, False, problem, None, None)
+        failed = first_problem(problem, control)
+        if failed or transport is None:
+            return TransportTrial(name, device.type, False, str(failed), None, None)
         carrier = transport
         _, problem = _attempt(lambda: carrier.warm_up(time.monotonic() + TIMEOUT_SECONDS))
-        problem = _anyones(problem, control)
-        if problem:
-            return TransportTrial(name, device.type, False, problem, None, None)
+        failed = first_problem(problem, control)
+        if failed:
+            return TransportTrial(name, device.type, False, str(failed), None, None)
         topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
         measured, problem = _attempt(lambda: measure(topology, carrier, dist.get_rank(), control, TIMEOUT_SECONDS))
-        problem = _anyones(problem, control)
-        if problem or measured is None:
-            return TransportTrial(name, device.type, False, problem, None, None)
+        failed = first_problem(problem, control)
+        if failed or measured is None:
+            return TransportTrial(name, device.type, False, str(failed), None, None)
         return _carrier(name, device, measured)
     finally:
         if transport is not None:
@@ -100,19 +101,3 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
         return work(), ""
     except (TransportError, RuntimeError, ImportError, OSError, ValueError) as error:
         return None, one_line(error)
-
-
-def _anyones(problem: str, control: dist.ProcessGroup) -> str:
-    """The first problem that a rank has; all ranks go on, or none."""
-    said: list[str] = []
-    for rank in range(control.size()):
-        size = torch.tensor([len(problem.encode())])
-        source = dist.get_global_rank(control, rank)
-        dist.broadcast(size, src=source, group=control)
-        text = torch.zeros(int(size), dtype=torch.uint8)
-        if rank == control.rank() and problem:
-            text = torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8)
-        if int(size):
-            dist.broadcast(text, src=source, group=control)
-            said.append(f"rank {rank}: {bytes(text.tolist()).decode(errors='replace')}")
-    return said[0] if said else ""

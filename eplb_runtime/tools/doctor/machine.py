@@ -87,14 +87,14 @@ def _nccl() -> Backend:
 
 
 def _deepep() -> Backend:
-    missing = deepep_package.missing()
+    missing = deepep_package.why_not()
     return Backend(
         "deep_ep", not missing, missing or "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
     )
 
 
 def _symmetric_memory() -> Backend:
-    missing = node_memory.missing(torch.device("cuda"))
+    missing = node_memory.why_not(torch.device("cuda"))
     why = "it has not been run on GPUs yet"
     purpose = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
     return Backend("symmetric memory", not missing, f"{missing or purpose}: {why}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...checkpoint.state import LogicalView
+from ...distributed.consensus import gather_rows
 from ...moe.experts.slices import local
 from ...utils.checksums import as_bytes, checksum
 
@@ -80,9 +81,7 @@ class StateReader:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's, ``[W, ...]``, on the CPU."""
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine, group=self._group)
-        return torch.stack(every)
+        return gather_rows(mine.contiguous(), self._group)
 
     def fetch(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place, ep_set: list[int]) -> Tensor:
         """The values at a place, float64, on every rank; ``ep_set``: the EP group to read it from.

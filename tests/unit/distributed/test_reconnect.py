@@ -14,7 +14,7 @@ import torch
 from eplb_runtime.distributed import reconnect
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.process_groups import Connections
-from eplb_runtime.distributed.reconnect import Link, Reconnection, Standing
+from eplb_runtime.distributed.reconnect import Link, RankState, Reconnection
 from eplb_runtime.distributed.store import StoreError
 
 
@@ -47,7 +47,7 @@ class Groups:
         self.store = Store()
         self.job = SimpleNamespace(ranks=(0,), rank=0)
         self.timeout_seconds = self.setup_seconds = 5.0
-        self.standing = Connections("first", "first")  # type: ignore[arg-type]
+        self.current = Connections("first", "first")  # type: ignore[arg-type]
         self.attempts: list[int] = []
         self.hung_up: list[Any] = []
         self.given_back: list[Any] = []
@@ -72,52 +72,52 @@ class Agreeing:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, Standing]]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, RankState]]:
     monkeypatch.setattr(reconnect, "Agreement", Agreeing)
-    groups, standing = Groups(), Standing(step_seconds=1e-3)
-    made = Reconnection(groups, standing, lambda connections, seconds: Carrier(), lambda: None)  # type: ignore[arg-type, return-value]
-    yield made, groups, standing
+    groups, state = Groups(), RankState(step_seconds=1e-3)
+    made = Reconnection(groups, state, lambda connections, seconds: Carrier(), lambda: None)  # type: ignore[arg-type, return-value]
+    yield made, groups, state
     made.close(5.0)
 
 
-def train_until_connected(made: Reconnection, groups: Groups, standing: Standing) -> Link:
+def train_until_connected(made: Reconnection, groups: Groups, state: RankState) -> Link:
     while True:
         time.sleep(0)  # lets the other thread run
-        standing.steps += 1
+        state.steps += 1
         link = made.at_boundary()
         if link is not None:
-            groups.standing = link.connections
+            groups.current = link.connections
             return link
 
 
 def test_connections_that_break_as_soon_as_they_hold_are_made_anew_once(
-    job: tuple[Reconnection, Groups, Standing],
+    job: tuple[Reconnection, Groups, RankState],
 ) -> None:
     """Training loses them again before the thread that made them has seen that they hold: it must not try on for the
     pause that is over, nor hang up what stands when it comes to the next one."""
-    made, groups, standing = job
+    made, groups, state = job
     interval = sys.getswitchinterval()
-    stood = [groups.standing]
+    stood = [groups.current]
     made.begin()
     try:
         for _ in range(3):
             sys.setswitchinterval(100.0)  # this thread goes on until it waits: the other learns all of it later
-            stood.append(train_until_connected(made, groups, standing).connections)
+            stood.append(train_until_connected(made, groups, state).connections)
             made.begin()
             sys.setswitchinterval(interval)
-        train_until_connected(made, groups, standing)
+        train_until_connected(made, groups, state)
     finally:
         sys.setswitchinterval(interval)
     made.close(5.0)
     assert groups.hung_up == [connections.control for connections in stood]
-    assert groups.standing.control not in groups.hung_up + groups.given_back
+    assert groups.current.control not in groups.hung_up + groups.given_back
 
 
 def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
-    job: tuple[Reconnection, Groups, Standing],
+    job: tuple[Reconnection, Groups, RankState],
 ) -> None:
     """Addresses that ranks have left in the store at the first would be taken for those of the second."""
-    made, groups, standing = job
+    made, groups, state = job
 
     def at(phase: Phase, subject: Any) -> None:
         if phase is Phase.MET and len(groups.attempts) == 0:
@@ -125,7 +125,7 @@ def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
 
     made._probe = at
     made.begin()
-    train_until_connected(made, groups, standing)
+    train_until_connected(made, groups, state)
     assert groups.store.silences == 0
     assert groups.attempts == [1, 2]
 
@@ -141,10 +141,10 @@ class Carrier:
 
 
 def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_holds_is_not(
-    job: tuple[Reconnection, Groups, Standing],
+    job: tuple[Reconnection, Groups, RankState],
 ) -> None:
     """The first try fails after its transport was warmed up, the second holds."""
-    made, groups, standing = job
+    made, groups, state = job
     carriers: list[Carrier] = []
 
     def carrier(*_: Any) -> Carrier:
@@ -157,14 +157,14 @@ def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_hol
 
     made._carrier, made._probe = carrier, at  # type: ignore[assignment]
     made.begin()
-    link = train_until_connected(made, groups, standing)
+    link = train_until_connected(made, groups, state)
     assert groups.given_back == ["attempt 1"]
     assert [carrier.closed for carrier in carriers] == [True, False]
     assert link.transport is carriers[1]  # type: ignore[comparison-overlap]
 
 
 def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
-    job: tuple[Reconnection, Groups, Standing],
+    job: tuple[Reconnection, Groups, RankState],
 ) -> None:
     made, *_ = job
     carrier = Carrier()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from eplb_runtime.distributed import consensus
 from eplb_runtime.distributed.hang_watchdog import Watch
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
-from eplb_runtime.hosts.attaching import meeting
 from eplb_runtime.utils.worker import Worker
 
 
@@ -128,12 +128,12 @@ def test_a_meeting_over_a_silent_store_ends(monkeypatch: pytest.MonkeyPatch) -> 
     stuck.timeout = timedelta(seconds=10)  # type: ignore[attr-defined]
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(meeting, "SETUP_SECONDS", 0.05)
+    monkeypatch.setattr(consensus, "SETUP_SECONDS", 0.05)
     with pytest.raises(StoreError, match="does not answer"):
-        meeting.meet([0], "attach", 0.01, patient=True)
+        consensus.barrier([0], "attach", 0.01, patient=True)
     stuck.release.set()
-    monkeypatch.setattr(meeting, "SETUP_SECONDS", 10.0)
-    meeting.meet([0], "attach", 0.01)  # what timed out may have been counted: it meets all the same
+    monkeypatch.setattr(consensus, "SETUP_SECONDS", 10.0)
+    consensus.barrier([0], "attach", 0.01)  # what timed out may have been counted: it meets all the same
 
 
 def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:

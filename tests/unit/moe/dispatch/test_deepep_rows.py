@@ -22,7 +22,7 @@ from eplb_runtime.config import (
     MigrationConfig,
     config_from_settings,
 )
-from eplb_runtime.distributed.transports import deepep_package, packages
+from eplb_runtime.distributed.transports import deepep_package
 from eplb_runtime.moe.dispatch import choosing, float8, row_bytes
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
@@ -171,13 +171,13 @@ def test_control_bits_that_are_taken_for_bfloat16_do_not_survive_a_sum() -> None
 
 
 def test_a_machine_without_a_gpu_says_so() -> None:
-    assert "GPU" in deepep_package.missing(torch.device("cpu"))
+    assert "GPU" in deepep_package.why_not(torch.device("cpu"))
     if not torch.cuda.is_available():
-        assert deepep_package.missing() == "torch sees no CUDA device"
+        assert deepep_package.why_not() == "torch sees no CUDA device"
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
+    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(not_there()))
     with pytest.raises(ConfigError, match=r"no module deep_ep\): build it from github.com/deepseek-ai/DeepEP") as said:
         deepep_package.imported()
     assert "\n" not in str(said.value)
@@ -192,7 +192,7 @@ def not_there() -> ModuleNotFoundError:
     [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
 )
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
-    found = deepep_package.unfit(ranks, per_node)
+    found = deepep_package.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
 
 
@@ -350,14 +350,16 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 
 def test_a_package_that_cannot_be_loaded_is_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
-    monkeypatch.setattr(packages.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so")))
+    monkeypatch.setattr(deepep_package, "why_not", lambda device: "")
+    monkeypatch.setattr(
+        deepep_package.importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("libx.so"))
+    )
     assert "libx.so" in choosing.lacks(torch.device("cuda"), 8, 8)
 
 
 def test_ranks_that_deepep_has_no_settings_for_are_something_that_a_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "missing", lambda device: "")
-    monkeypatch.setattr(packages.importlib, "import_module", lambda name: deepep_double)
+    monkeypatch.setattr(deepep_package, "why_not", lambda device: "")
+    monkeypatch.setattr(deepep_package.importlib, "import_module", lambda name: deepep_double)
     assert choosing.lacks(torch.device("cuda"), 40, 8) == "dispatch='deepep' has no settings for 40 ranks"
     assert choosing.lacks(torch.device("cuda"), 16, 8) == ""
 

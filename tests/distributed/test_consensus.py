@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,8 +11,17 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from eplb_runtime.distributed.agreement import Agreement, is_one_value, two_sided
 from eplb_runtime.distributed.ballot import Ballot, Verdict
+from eplb_runtime.distributed.consensus import (
+    Agreement,
+    ConsensusError,
+    all_equal,
+    extremes,
+    first_problem,
+    gather_bytes,
+    is_one_value,
+    two_sided,
+)
 
 
 def digest_of(text: str) -> bytes:
@@ -24,7 +34,7 @@ def agreement_of(seconds: float = 30.0) -> Agreement:
 
 def find_the_highest(rank: int) -> tuple[list[int], int]:
     words = torch.tensor([rank, -rank, (rank * 7) % 5, -(2**62) if rank else 2**62])
-    return agreement_of().highest(words).tolist(), agreement_of().turn
+    return agreement_of().highest(words).tolist(), agreement_of().rank_priority
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6])
@@ -39,12 +49,12 @@ def compare(rank: int) -> list[Verdict]:
     agreement = agreement_of()
     same, other = digest_of("same"), digest_of("other")
     return [
-        agreement.same_on_all(same, "plan"),
-        agreement.same_on_all(other if rank in (2, 3) else same, "plan"),
-        agreement.same_on_all(bytes(16) if rank == 1 else same, "plan"),
-        agreement.same_on_all(same, "plan", "no memory" if rank == 4 else ""),
-        agreement.same_on_all(same, "plan", f"wrong on {rank}" if rank in (2, 3) else ""),
-        agreement.same_on_all(same, "plan"),
+        agreement.check_equal(same, "plan"),
+        agreement.check_equal(other if rank in (2, 3) else same, "plan"),
+        agreement.check_equal(bytes(16) if rank == 1 else same, "plan"),
+        agreement.check_equal(same, "plan", "no memory" if rank == 4 else ""),
+        agreement.check_equal(same, "plan", f"wrong on {rank}" if rank in (2, 3) else ""),
+        agreement.check_equal(same, "plan"),
     ]
 
 
@@ -66,9 +76,9 @@ LONGER_THAN_A_TEST = 3600.0
 def compare_alone(rank: int) -> Verdict | None:
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONGER_THAN_A_TEST))
     agreement = Agreement(control)
-    assert agreement.same_on_all(digest_of("same"), "plan") == Verdict(True)
+    assert agreement.check_equal(digest_of("same"), "plan") == Verdict(True)
     control._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
-    alone = agreement.same_on_all(digest_of("same"), "plan") if rank == 0 else None
+    alone = agreement.check_equal(digest_of("same"), "plan") if rank == 0 else None
     dist.barrier()
     return alone
 
@@ -82,10 +92,10 @@ def test_a_comparison_waits_no_longer_than_its_group_by_now() -> None:
 def vote(rank: int) -> list[Verdict]:
     agreement = agreement_of(LONGER_THAN_A_TEST)
     said = [
-        agreement.decide(Ballot("a"), "", False),
-        agreement.decide(Ballot("b"), "odd bytes" if rank == 1 else "", False),
+        agreement.vote_and_record(Ballot("a"), "", False),
+        agreement.vote_and_record(Ballot("b"), "odd bytes" if rank == 1 else "", False),
     ]
-    said.append(agreement.decide(Ballot("c"), "nothing came" if rank == 2 else "", rank == 2))
+    said.append(agreement.vote_and_record(Ballot("c"), "nothing came" if rank == 2 else "", rank == 2))
     return said
 
 
@@ -106,3 +116,47 @@ def test_two_sided_words_tell_one_value_from_several() -> None:
     assert is_one_value(nothing)
     assert not is_one_value(torch.maximum(one, other))
     assert is_one_value(torch.stack([one, torch.maximum(one, other)])).tolist() == [True, False]
+
+
+def gather_and_look(rank: int) -> tuple[list[bytes], list[bytes], list[str], list[int], list[str]]:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    problems = [first_problem(text, group) for text in ("", "no memory" * 100 if rank else "", f"wrong on {rank}")]
+    lowest, highest = extremes(torch.tensor([rank, -rank]), group)
+    some = extremes(torch.tensor(rank), group, has_values=rank == 1)
+    least, most = extremes(torch.tensor(rank), group, has_values=False)
+    assert least > most, "no rank has values"
+    return (
+        gather_bytes(b"x" * rank, group),
+        gather_bytes(b"", group),
+        [str(problem) for problem in problems],
+        [*lowest.tolist(), *highest.tolist(), *map(int, some)],
+        [
+            all_equal(b"same", "plan", group),
+            all_equal(b"odd!" if rank == 2 else b"same", "plan", group),
+            all_equal(b"odd!" if rank == 2 else b"same", "plan", group, [[0, 1], [2]]),
+        ],
+    )
+
+
+def test_what_ranks_gather_is_the_same_on_each() -> None:
+    for words, nothing, problems, numbers, equal in run_ranks(3, gather_and_look):
+        assert words == [b"", b"x", b"xx"] and nothing == [b""] * 3
+        assert problems == ["None", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"]
+        assert numbers == [0, -2, 2, 0, 1, 1]
+        assert equal == ["", "rank 2 has another plan than rank 0", ""]
+
+
+def gather_alone(rank: int) -> str:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONGER_THAN_A_TEST))
+    said = ""
+    if rank == 0:
+        with pytest.raises(ConsensusError) as late:
+            gather_bytes(b"here", group, deadline=time.monotonic() + 0.1)
+        said = str(late.value)
+    dist.barrier()
+    return said
+
+
+def test_gathering_ends_by_its_deadline() -> None:
+    said, _ = run_ranks(2, gather_alone)
+    assert said.startswith("the ranks could not meet: ")

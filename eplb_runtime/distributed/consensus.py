@@ -1,0 +1,530 @@
+"""All agreements of ranks: gather, barrier, the first problem, extremes, equality, and a vote with a record.
+
+Each waits no longer than its deadline, or than its group's timeout where it is given none. Each answer is the same on
+every rank, and names the ranks that differ or have failed.
+
+`Agreement` compares and votes on the control group. Its words are joined by messages between pairs, in a number of
+steps that grows with the logarithm of the number of ranks. A vote alone is not enough: a rank may time out in it while
+the others finish. So the outcome is a record in the launcher's store, written by compare-and-set: the first word
+stands, and a rank that timed out writes "abort". `ballot` says what a rank does when.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..utils.errors import one_line
+from .ballot import Act, Ballot, Heard, State, Verdict
+from .points import Phase, Probe, unobserved
+from .private_groups import hang_up
+from .setting_up import SETUP_SECONDS
+from .store import JobStore, StoreError
+
+logger = logging.getLogger("eplb_runtime")
+
+_CPU = torch.device("cpu")
+_POLL_SECONDS = 0.0002
+_STORE_SECONDS = 30.0
+_MOST_SECONDS = 1800.0
+_PAUSE_SECONDS = 0.05
+"""Between two questions to a store whose connection fails at once."""
+_CAUSE_BYTES = 240
+_LARGEST_WORD = 2**63 - 1
+_ALL, _GAVE_UP = "all", "gave up"
+
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 has a new name for it and warns of the old one, which 2.11 alone knows."""
+
+
+class ConsensusError(RuntimeError):
+    """A rank did not arrive in time, or its connection is gone."""
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
+    """Wait until all works are done; the host sees the end, not only the device's stream.
+
+    Args:
+        on_device: whether the group's backend works on a device's streams (NCCL), or on the host (gloo).
+
+    Raises:
+        RuntimeError: not done in time, or failed. The group is broken then; on a device backend it was aborted.
+    """
+    deadline = time.monotonic() + seconds
+    if not on_device:
+        for work in works:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        return
+    # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > deadline:
+            group.abort()
+            raise RuntimeError(f"not done in {seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+    for work in works:
+        work.wait()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long collectives of this gloo group wait by now. Messages between two ranks must be told: by
+    themselves they wait for what was given when the group was made."""
+    limit: timedelta = group._get_backend(_CPU).options._timeout
+    return limit
+
+
+# -- gathering ---------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer."""
+    rows = mine.new_empty(group.size() * mine.numel())
+    all_gather_into(rows, mine.reshape(-1), group=group)
+    return rows.view(group.size(), *mine.shape)
+
+
+def gather_bytes(
+    mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
+) -> list[bytes]:
+    """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if nobody has any.
+
+    Args:
+        device: that the group's backend works on.
+        deadline: a time of `time.monotonic`; None: the timeout of the group, which is gloo's.
+
+    Raises:
+        ConsensusError: a rank did not come in time.
+    """
+    if deadline is None:
+        deadline = time.monotonic() + timeout_of(group).total_seconds()
+    lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
+    longest = max(lengths)
+    if not longest:
+        return [b""] * group.size()
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    rows = _gather(padded.to(device), group, deadline).cpu().numpy()
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
+    rows = mine.new_empty(group.size() * mine.numel())
+    try:
+        work = all_gather_into(rows, mine, group=group, async_op=True)
+        seconds = max(0.001, deadline - time.monotonic())
+        wait_on_host([work], group, seconds, on_device=mine.device.type != "cpu")
+    except RuntimeError as error:
+        raise ConsensusError(f"the ranks could not meet: {one_line(error)}") from error
+    return rows.view(group.size(), -1)
+
+
+# -- problems, extremes, equality --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankProblem:
+    """The problem of one rank, in its own words.
+
+    Args:
+        rank: its global number.
+        index: its place in the group.
+    """
+
+    rank: int
+    index: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.text}"
+
+
+def first_problem(
+    problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
+) -> RankProblem | None:
+    """Return the problem of the first rank that has one, the same on every rank; None if no rank has.
+
+    Args:
+        problem: of this rank; empty: it has none.
+        device, deadline: as of `gather_bytes`.
+
+    Raises:
+        ConsensusError: a rank did not come in time.
+    """
+    for index, text in enumerate(gather_bytes(problem.encode(), group, device, deadline)):
+        if text:
+            rank = dist.get_process_group_ranks(group)[index]
+            return RankProblem(rank, index, text.decode(errors="replace"))
+    return None
+
+
+def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the element-wise maximum over ranks, in the memory of ``values``."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
+def extremes(values: Tensor, group: dist.ProcessGroup, *, has_values: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the element-wise minimum and maximum over ranks, in one all-reduce.
+
+    Args:
+        values: int64 or floats, of one shape on all ranks; no number is the smallest of its type.
+        has_values: whether this rank's values count. If no rank's do, each minimum is above its maximum.
+    """
+    both = torch.stack([values, -values])
+    if not has_values:
+        both.fill_(-_LARGEST_WORD if not values.is_floating_point() else -torch.inf)
+    highest, lowest = maxima(both, group)
+    return -lowest, highest
+
+
+def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]:
+    """Return which of these ranks have another value than the first of them."""
+    return [rank for rank in ranks if values[rank] != values[ranks[0]]]
+
+
+def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
+    """Compare digests of one length within each set of ranks. Collective over the group.
+
+    Args:
+        what: is compared, as the answer names it.
+        sets: of global ranks; None: all of the group.
+
+    Returns:
+        A line that names the ranks of the first set that differ; empty if no set's do.
+    """
+    rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
+    ranks = dist.get_process_group_ranks(group)
+    digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
+    for together in [ranks] if sets is None else sets:
+        if odd := deviating(digests, together):
+            return _has_another(odd, what, together[0])
+    return ""
+
+
+def _has_another(odd: Sequence[int], what: str, first: int) -> str:
+    return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
+
+
+# -- barrier -----------------------------------------------------------------------------------------------------------
+
+
+def barrier(
+    everyone: Sequence[int],
+    what: str,
+    timeout_seconds: float,
+    problem: BaseException | None = None,
+    *,
+    patient: bool = False,
+) -> str:
+    """Wait for these ranks, by way of the launcher's store; no group is needed.
+
+    All ranks come to a collective call before anything is done together. A rank that gave up alone would leave the
+    others in the making of groups, and its next call would meet their first.
+
+    Args:
+        what: the call, by name.
+        problem: why this rank cannot go on; None: it can. One that was interrupted waits for nobody.
+        patient: after the timeout only warn, and wait as long as the host's process group does: ranks may come at very
+            different times, when they load models.
+
+    Returns:
+        Why another rank cannot go on, in a line that names it; empty if all can.
+
+    Raises:
+        BaseException: this rank's own problem, as it is.
+        RuntimeError: a rank did not come within the timeout, or the store does not answer.
+    """
+    world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
+    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS))
+    try:
+        host_seconds = world.timeout.total_seconds() if patient else 0.0  # type: ignore[attr-defined]
+        return _Barrier(store, everyone, rank, what).arrive(timeout_seconds, problem, host_seconds)
+    finally:
+        store.close()
+
+
+class _Barrier:
+    """One rank's arrival at a `barrier`, in a store of its own."""
+
+    def __init__(self, store: JobStore, everyone: Sequence[int], rank: int, what: str) -> None:
+        self._store = store
+        self._everyone = everyone
+        self._rank = rank
+        self._what = what
+        self._call = 0
+
+    def arrive(self, seconds: float, problem: BaseException | None, host_seconds: float) -> str:
+        """As `barrier`; ``host_seconds``: how long the host's process group waits, if this waits as long."""
+        store, everyone, rank = self._store, self._everyone, self._rank
+        while True:
+            self._call = call = store.add(f"calls of {rank}", 1)
+            # Skip calls that the other ranks have already given up on; they are to come again.
+            if store.look(f"{call}/state") != _GAVE_UP:
+                break
+        if problem is not None:
+            said = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
+            store.compare_set(f"{call}/problem", f"rank {rank}: {said}")
+        store.compare_set(f"{call}/{rank}", "here")
+        if store.add(f"{call}/here", 1) == len(everyone):
+            store.compare_set(f"{call}/state", _ALL)
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        missing = self._missing_after(seconds)
+        if missing and host_seconds:
+            logger.warning("%s waits for rank %s, which has not come for %g s", self._what, missing, seconds)
+            missing = self._missing_after(max(0.001, host_seconds - seconds))
+            seconds = host_seconds
+        if missing:
+            store.compare_set(f"{call}/state", _GAVE_UP)
+        if problem is not None:
+            raise problem
+        if store.look(f"{call}/state") != _ALL:
+            absent = missing or self._absent()  # where another rank has given up first
+            raise RuntimeError(
+                f"rank {absent} did not come to {self._what} within {seconds:g} s: it is collective, every rank calls "
+                "it"
+            )
+        self._forget(call - 1)
+        return store.look(f"{call}/problem")
+
+    def _missing_after(self, seconds: float) -> str:
+        """Wait until all have come; return who has not."""
+        return "" if self._store.wait(f"{self._call}/state", seconds) else self._absent()
+
+    def _absent(self) -> str:
+        absent = [str(other) for other in self._everyone if not self._store.look(f"{self._call}/{other}")]
+        return ", ".join(absent[:8])
+
+    def _forget(self, call: int) -> None:
+        """Delete an earlier call, since all ranks have come to a later one. A call that was given up stays on record,
+        for ranks that never came to it."""
+        self._store.delete(f"{call}/{self._rank}")
+        if self._rank == self._everyone[0] and self._store.look(f"{call}/state") == _ALL:
+            for key in ("problem", "here", "state"):
+                self._store.delete(f"{call}/{key}")
+
+
+# -- comparing and voting on the control group -------------------------------------------------------------------------
+
+
+class InDoubt(RuntimeError):
+    """This rank has said yes to a decision, and cannot learn its outcome any more."""
+
+
+class Agreement:
+    """Comparisons and votes among the ranks of the control group. Each call is collective over it.
+
+    Args:
+        control: gloo, all ranks of the job.
+        store: where decisions are recorded; None: the group's own.
+        probe: told of each vote.
+        most_seconds: that a rank which has said yes asks for the outcome.
+    """
+
+    def __init__(
+        self,
+        control: dist.ProcessGroup,
+        store: JobStore | None = None,
+        probe: Probe = unobserved,
+        most_seconds: float = _MOST_SECONDS,
+    ) -> None:
+        self._most_seconds = most_seconds
+        self._control = control
+        self._rank = control.rank()
+        self._ranks = dist.get_process_group_ranks(control)
+        if store is None:
+            store = JobStore(control.get_group_store(), "agreement", _STORE_SECONDS)
+        self._store = store
+        self._probe = probe
+
+    def close(self) -> None:
+        """Let go of the group, whose threads and connections go with the last who holds it. Nobody compares or votes
+        any more."""
+        del self._control
+
+    @property
+    def rank_priority(self) -> int:
+        """A positive number, larger for a lower rank: the maximum over ranks names the lowest rank."""
+        return len(self._ranks) - self._rank
+
+    def highest(self, words: Tensor) -> Tensor:
+        """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps.
+
+        In step ``i`` each rank sends what it knows to the rank ``2^i`` places further on.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        known, arrived, distance = words.clone(), torch.empty_like(words), 1
+        limit = timeout_of(self._control)
+        while distance < len(self._ranks):
+            to = self._ranks[(self._rank + distance) % len(self._ranks)]
+            source = self._ranks[(self._rank - distance) % len(self._ranks)]
+            sent = known.clone()
+            works = [dist.isend(sent, to, group=self._control), dist.irecv(arrived, source, group=self._control)]
+            for work in works:
+                assert work is not None
+                work.wait(limit)  # by itself gloo waits as long as was said when the group was made
+            torch.maximum(known, arrived, out=known)
+            distance *= 2
+        return known
+
+    def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
+        """Compare 16 bytes of every rank.
+
+        Args:
+            digest: zeros: this rank has no ``what``.
+            problem: why this rank cannot go on, whatever the digests; empty: it can. Every rank learns it.
+        """
+        own = torch.tensor([not any(digest), self.rank_priority if problem else 0])
+        try:
+            highest = self.highest(torch.cat([two_sided(digest), own]))
+            if highest[-1]:
+                return Verdict(False, self.problem_of(int(highest[-1]), problem))
+            if is_one_value(highest[:4]) and not highest[4]:
+                return Verdict(True)
+            return self.who_differs(digest, what)
+        except RuntimeError as error:
+            return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
+
+    def who_differs(self, digest: bytes | None, what: str) -> Verdict:
+        """Return the verdict that names the ranks whose 16 bytes are zeros, or differ from the first rank's.
+
+        Args:
+            digest: None: this rank rightly has nothing to compare.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        mine = torch.zeros(17, dtype=torch.uint8)
+        if digest is not None:
+            mine[0] = 1
+            mine[1:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        rows = gather_rows(mine, self._control)
+        digests = {rank: bytes(row[1:].tolist()) for rank, row in zip(self._ranks, rows, strict=True) if row[0]}
+        ranks = list(digests)
+        if none := [rank for rank in ranks if not any(digests[rank])]:
+            return Verdict(False, f"no {what} on rank {', '.join(map(str, none))}")
+        return Verdict(False, _has_another(deviating(digests, ranks), what, next(iter(ranks), 0)))
+
+    def problem_of(self, priority: int, problem: str) -> str:
+        """Return the problem of the rank with this `rank_priority`, in its own words.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's timeout.
+        """
+        rank = self._ranks[len(self._ranks) - priority]
+        text = torch.zeros(_CAUSE_BYTES, dtype=torch.uint8)
+        if priority == self.rank_priority:
+            said = problem.encode()[:_CAUSE_BYTES]
+            text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        dist.broadcast(text, src=rank, group=self._control)
+        return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+
+    def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
+        """Vote, and come to the one decision. A rank that has said yes asks for it until the store answers.
+
+        Args:
+            ballot: new for each decision; its other thread may have refused already.
+            problem: why this rank cannot commit; empty: it can. Every rank learns it.
+            timed_out: whether the problem broke the groups' connections: then this rank says so to nobody, and hangs
+                up, so that nobody waits for it.
+
+        Raises:
+            InDoubt: the store has not answered for ``most_seconds``.
+        """
+        if timed_out:
+            return self.stay_away(ballot, Verdict(False, problem, True))
+        if not problem and self._store.silent:
+            problem = "the launcher's store does not answer"
+        ballot.hear(Heard.REFUSE if problem else Heard.VOTE, Verdict(False, problem))
+        return self._follow(ballot, *self._count(ballot.refusal))
+
+    def refuse(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """Say no. A rank that has said yes already can only propose that, and follows what all come to.
+
+        Raises:
+            InDoubt: as `vote_and_record`.
+        """
+        return self._follow(ballot, Heard.REFUSE, verdict)
+
+    def stay_away(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """`refuse`, and take no part in the vote: who waits for this rank's word there comes back at once."""
+        try:
+            return self.refuse(ballot, verdict)
+        finally:
+            hang_up(self._control, "gloo")
+
+    def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
+        """Do what the table says until it is known what all ranks do."""
+        began, act = time.monotonic(), ballot.hear(heard, verdict)
+        while ballot.verdict is None:
+            if act is not Act.RECORD:
+                self._wait_for_another(ballot, began)  # thread of this rank, which has refused, or is in a meeting
+                continue
+            try:
+                patient = ballot.state is State.DOUBT
+                said = self._store.compare_set(ballot.key, verdict.word, patient=patient, passing=True)
+                answer = Verdict.of_word(said)
+                act = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
+            except StoreError as error:
+                act = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
+                logger.warning("%s; it is asked for what became of a migration", one_line(error))
+                if act is Act.RECORD:
+                    self._wait_for_another(ballot, began)
+        return ballot.verdict
+
+    def _wait_for_another(self, ballot: Ballot, began: float) -> None:
+        """Thread of this rank, or an answer that may come.
+
+        Raises:
+            InDoubt: it never will.
+        """
+        if time.monotonic() - began > self._most_seconds:
+            raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
+        ballot.wait(_PAUSE_SECONDS)
+
+    def record(self, key: str, verdict: Verdict) -> Verdict:
+        """Write down the verdict on a decision, unless another stands already; what stands.
+
+        A rank that the store does not answer follows its own: so only for what moves nothing before another vote.
+        """
+        try:
+            return Verdict.of_word(self._store.compare_set(key, verdict.word, passing=True))
+        except StoreError as error:
+            logger.error("%s; this rank follows its own vote", one_line(error))
+            return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
+
+    def _count(self, problem: str) -> tuple[Heard, Verdict]:
+        """Say this rank's word and hear those of all."""
+        try:
+            worst = int(self.highest(torch.tensor([self.rank_priority if problem else 0])))
+            counted = Verdict(False, self.problem_of(worst, problem)) if worst else Verdict(True)
+            self._probe(Phase.VOTED, counted)
+            return (Heard.A_NO if worst else Heard.ALL_YES), counted
+        except Exception as error:
+            return Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+
+
+def two_sided(digest: bytes) -> Tensor:
+    """int64 ``[4]``: two words of 16 bytes, each followed by what it lacks to the largest word, so that the highest
+    over ranks tells the lowest too. None is negative: zeros, for a rank that has nothing to compare, never win."""
+    words = torch.from_numpy(np.frombuffer(digest, dtype="<i8").copy()) & _LARGEST_WORD
+    return torch.stack([words, _LARGEST_WORD - words], dim=1).flatten()
+
+
+def is_one_value(highest: Tensor) -> Tensor:
+    """bool ``[...]``: whether the highest of `two_sided` words ``[..., 4]`` over ranks came from one digest alone, or
+    from none."""
+    word, lacks = highest[..., 0::2], highest[..., 1::2]
+    return ((word + lacks == _LARGEST_WORD) | (word + lacks == 0)).all(dim=-1)
