@@ -69,7 +69,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class JobVerdict:
     """What the rules say of a job's settings.
 
     Args:
@@ -125,7 +125,7 @@ class Resolved:
         return value
 
 
-def judge(settings: Any, rules: Sequence[Rule]) -> Judgement:
+def judge(settings: Any, rules: Sequence[Rule]) -> JobVerdict:
     """Apply every rule."""
     refused: list[Refusal] = []
     without_replicas: list[Refusal] = []
@@ -139,7 +139,7 @@ def judge(settings: Any, rules: Sequence[Rule]) -> Judgement:
             continue
         found = Refusal(rule.setting, getattr(settings, rule.setting, ""), rule.why, rule.instead)
         (without_replicas if rule.replicas_only else refused).append(found)
-    return Judgement(tuple(refused), tuple(without_replicas), tuple(undecided))
+    return JobVerdict(tuple(refused), tuple(without_replicas), tuple(undecided))
 
 
 def problems(settings: Any, rules: Sequence[Rule]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...hosts.megatron import settings as megatron
-from ...hosts.settings import Exact, Judgement, Refusal, Resolved, Unresolved, UnresolvedError, judge
+from ...hosts.settings import Exact, JobVerdict, Refusal, Resolved, Unresolved, UnresolvedError, judge
 from ...hosts.torchtitan import settings as torchtitan
 from .base import Recipe
 
@@ -32,7 +32,7 @@ class RecipeAnswer:
 
     recipe: Recipe
     version: str
-    judgement: Judgement
+    judgement: JobVerdict
     exact: Exact | None
     assumed: Mapping[str, Any]
     unknown: Mapping[str, str]
@@ -105,7 +105,7 @@ def _without_host(recipe: Recipe) -> RecipeAnswer:
         "attach by hand, by attach(..., layers=[eplb.MoE(...)]), where each rank still has all experts",
     )
     ep, edp = recipe.options.get("expert_parallel_degree"), recipe.options.get("expert_data_parallel_size")
-    return RecipeAnswer(recipe, "", Judgement((refusal,), (), ()), None, {}, {}, (), ep, edp)
+    return RecipeAnswer(recipe, "", JobVerdict((refusal,), (), ()), None, {}, {}, (), ep, edp)
 
 
 def _known(value: Any) -> int | None:
