@@ -15,7 +15,7 @@ from ranks import run_ranks
 from transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package, packages
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, float8
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
@@ -27,7 +27,7 @@ from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(packages.no_gpu()), reason=packages.no_gpu()),
+    pytest.mark.skipif(bool(deepep_package.why_not()), reason=deepep_package.why_not()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = {"logical": DeepEPDispatcher, "by_rank": DeepEPByRank}
