@@ -50,13 +50,13 @@ def use_the_doubles() -> None:
     multicast.CALL_ROWS = 5  # a layer takes several calls
     choosing.lacks = lambda *_: ""
     deepep_package.imported = deepep_double.imported
-    carry = multicast._Call.carry
+    run = multicast._Call.run
 
     def counted_too(self: multicast._Call, by: multicast.Multicast) -> None:
         CARRIED["bytes"] += sum(row.nbytes for row, _ in self.arriving)
-        carry(self, by)
+        run(self, by)
 
-    multicast._Call.carry = counted_too
+    multicast._Call.run = counted_too
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def train_in_all_ways(rank: int, jobs: list[Job]) -> list[dict[str, dict]]:
 @contextmanager
 def damage() -> Iterator[None]:
     """One of the rows that a rank's copies get, or that come from them, is left out."""
-    carry, copy = multicast._Call.carry, copy_engine._Line._copy
+    carry, copy = multicast._Call.run, copy_engine._Line._copy
 
     def carry_less(self: multicast._Call, by: multicast.Multicast) -> None:
         carry(replace(self, arriving=self.arriving[1:]), by)
@@ -217,11 +217,11 @@ def damage() -> Iterator[None]:
         children = {child: copies[1:] for child, copies in exchange.stage.children.items()}
         copy(self, replace(exchange, stage=replace(exchange.stage, children=children)))
 
-    multicast._Call.carry, copy_engine._Line._copy = carry_less, copy_less
+    multicast._Call.run, copy_engine._Line._copy = carry_less, copy_less
     try:
         yield
     finally:
-        multicast._Call.carry, copy_engine._Line._copy = carry, copy
+        multicast._Call.run, copy_engine._Line._copy = carry, copy
 
 
 def differences(one: dict, other: dict) -> dict:

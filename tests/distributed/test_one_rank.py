@@ -219,7 +219,7 @@ def train(
         if step in (0, 2):
             move(balancer, 1 + step)
         evaluate(ids[:1, :5])
-    load = balancer._runtime.counter.look().sum(0)
+    load = balancer._runtime.counter.peek().sum(0)
     state = eplb.logical_state_dict(model, optimizer)
     balancer.close()
     return {"losses": losses, "outputs": outputs, "state": dict(state), "load": load}
