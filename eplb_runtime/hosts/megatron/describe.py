@@ -112,7 +112,7 @@ def _dense_is_equal(model: nn.Module) -> bool:
 def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
     """None: no model of Megatron's, or a whole one without an MoE layer."""
     pipeline_size = parallel_state.get_pipeline_model_parallel_world_size() if parallel_state.is_initialized() else 1
-    is_stage = pipeline_size > 1 and isinstance(model, MegatronModule)
+    is_stage = pipeline_size > 1 and (bool(found) or isinstance(model, MegatronModule))
     if not found and not is_stage:
         return None
     groups = {tuple(dist.get_process_group_ranks(module.ep_group)) for _, module in found}

@@ -118,7 +118,9 @@ def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unres
         product *= size
     if not isinstance(ranks, int):
         return Unresolved(str(ranks) if ranks is not None else "ranks of the job")
-    return max(ranks // product, 1)
+    if ranks % product:
+        return Unresolved(f"{ranks} ranks are no multiple of {product}")
+    return ranks // product
 
 
 def can_reorder(config: Any) -> bool:
@@ -145,6 +147,12 @@ RULES = (
         lambda job: job.expert_tensor_parallel_size > 1,
         "an expert that is cut over tensor-parallel ranks is not supported",
         "set expert_tensor_parallel_size=1",
+    ),
+    Rule(
+        "expert_model_parallel_size",
+        lambda job: job.expert_model_parallel_size == 1 and job.pipeline_model_parallel_size > 1,
+        "each rank holds all experts of its stage: none can move",
+        "spread the experts over ranks, or train without the balancer",
     ),
     Rule(
         "overlap_moe_expert_parallel_comm",

@@ -136,6 +136,7 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
             "overlap_param_gather_with_optimizer_step",
         ),
         ({"optimizer": "muon"}, "optimizer"),
+        ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
         ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
         ({"distributed_optimizer": True, "gpus": 16}, "distributed_optimizer"),
@@ -170,6 +171,11 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
 ) -> None:
     assert judged_fields(tmp_path, TORCHTITAN, compile="loss")["replicas"] is True
     assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
+
+
+def test_sizes_that_do_not_fit_the_ranks_leave_the_answer_open(tmp_path: Path) -> None:
+    found = judged_fields(tmp_path, MEGATRON, pp=2, distributed_optimizer=True)
+    assert found["attaches"] is None and found["edp"] is None
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
