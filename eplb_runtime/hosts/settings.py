@@ -155,3 +155,22 @@ def given_or_default(kind: type[Settings], options: Mapping[str, Any]) -> tuple[
     names = [field.name for field in fields(kind) if field.name != "assumed"]  # type: ignore[arg-type]
     given = {name: options[name] for name in names if options.get(name) is not None}
     return given, tuple(name for name in names if name not in given)
+
+
+def copies_of_experts(world_size: Any, *sizes: int | Unresolved) -> int | Unresolved:
+    """Number of ranks that hold the same experts (EDP).
+
+    Args:
+        world_size: ranks of the job; not an int: not known.
+        sizes: of the dimensions over which experts are spread.
+    """
+    product = 1
+    for size in sizes:
+        if isinstance(size, Unresolved):
+            return size
+        product *= size
+    if not isinstance(world_size, int):
+        return Unresolved(str(world_size) if world_size is not None else "ranks of the job")
+    if world_size % product:
+        return Unresolved(f"{world_size} ranks are no multiple of {product}")
+    return world_size // product

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..settings import Exact, HostRules, Rule, Unresolved, given_or_default
+from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "Megatron-Core 0.16.1"
 EXACT_BY_ITSELF = 2
@@ -106,32 +106,23 @@ def _expert_tensor_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unr
 
 
 def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unresolved:
-    sizes = (
+    return copies_of_experts(
+        ranks,
         settings.expert_tensor_parallel_size,
         settings.expert_model_parallel_size,
         settings.pipeline_model_parallel_size,
     )
-    product = 1
-    for size in sizes:
-        if isinstance(size, Unresolved):
-            return size
-        product *= size
-    if not isinstance(ranks, int):
-        return Unresolved(str(ranks) if ranks is not None else "ranks of the job")
-    if ranks % product:
-        return Unresolved(f"{ranks} ranks are no multiple of {product}")
-    return ranks // product
 
 
 def can_reorder(config: Any) -> bool:
-    """Whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
+    """Return whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
     return (
         config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
     )
 
 
 def sums_in_order(config: Any) -> bool:
-    """Whether a token's results are added in an order that no placement changes."""
+    """Return whether a token's results are added in an order that no placement changes."""
     return config.moe_router_topk <= EXACT_BY_ITSELF or can_reorder(config)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..settings import Exact, HostRules, Rule, Unresolved, given_or_default
+from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "torchtitan 0.3.0"
 EXACT_IN_ONE_SUM = 2
@@ -52,12 +52,10 @@ def settings_of(options: Mapping[str, Any]) -> TorchtitanJobSettings:
     if "expert_data_parallel_size" in given:
         return settings
     known = tuple(name for name in assumed if name != "expert_data_parallel_size")
-    sizes = (settings.pipeline_parallel_degree, settings.expert_parallel_degree)
-    ranks = options.get("world_size")
-    if isinstance(ranks, int) and not any(isinstance(size, Unresolved) for size in sizes):
-        stages, experts = (size for size in sizes if not isinstance(size, Unresolved))
-        return replace(settings, expert_data_parallel_size=max(ranks // (stages * experts), 1), assumed=known)
-    return replace(settings, assumed=known)
+    copies = copies_of_experts(
+        options.get("world_size"), settings.pipeline_parallel_degree, settings.expert_parallel_degree
+    )
+    return replace(settings, expert_data_parallel_size=copies, assumed=known)
 
 
 def _exact(settings: Any) -> Exact:
