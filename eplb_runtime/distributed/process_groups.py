@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,6 +102,7 @@ class ProcessGroups:
         self.backend = backend_for(device)
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
+        self._times_made: Counter[str] = Counter()
         self._background: dist.ProcessGroup | None = None
         self._second_lane: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._whole_world = len(self._members) == dist.get_world_size()
@@ -303,6 +305,8 @@ class ProcessGroups:
             place: where ranks meet; None: that of setting up.
         """
         rank = dist.get_rank()
+        # The store keeps the addresses of a group that is gone: one made again needs another name.
+        self._times_made[purpose] += 1
         ranks = next((tuple(together) for together in sets if rank in together), None)
         if ranks is None:
             raise GroupError(f"rank {rank} is in no group for {purpose}")
@@ -313,7 +317,7 @@ class ProcessGroups:
         if backend == "gloo" or (backend == "nccl" and kind == "migration"):
             group = private_groups.make(
                 place if place is not None else self._watched,
-                f"{self._name}/{purpose}/of {ranks[0]}",
+                f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}",
                 ranks,
                 rank,
                 backend,

@@ -21,6 +21,10 @@ from eplb_runtime.tools.formats.loads import layers_without_tokens, read_load, w
 LOAD = np.arange(24).reshape(2, 3, 4)
 
 
+class NotPlain:
+    """Nobody can have told torch that it is safe, as checkpoint libraries do of paths."""
+
+
 @pytest.mark.parametrize("ending", [".npz", ".safetensors", ".json"])
 def test_what_is_written_is_read_back(tmp_path: Path, ending: str) -> None:
     write_load(tmp_path / f"load{ending}", LOAD)
@@ -115,7 +119,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     with open(folder / "bare.npz", "wb") as file:
         np.save(file, LOAD)
     save_file({"counts": LOAD}, folder / "other_name.safetensors")
-    torch.save({"code": Path("/")}, folder / "code.pt")
+    torch.save({"code": NotPlain()}, folder / "code.pt")
     torch.save({"weights": torch.zeros(2)}, folder / "other.pt")
     one = torch.ones(1, 2, dtype=torch.int32)
     record = {"forward_pass_id": 0, "global_physical_count": one}
