@@ -6,7 +6,6 @@ be computed afterwards, however often experts have moved since.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,8 @@ PRIOR = 0.1
 """Of an average plan that kept its promise: what is believed before anything is known."""
 LEAST = 0.02
 FORGOTTEN = 0.05
+LARGEST = 1e15
+"""Of a saved number; NaN is not below it, and an integer that no float holds can be compared."""
 MOST_SAVED = 100
 """Plans of a saved record: more than are remembered."""
 
@@ -158,7 +159,7 @@ class TrackRecord:
 def _is_saved_plan(row: Any) -> bool:
     if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 4:
         return False
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in row):
+    if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in row):
         return False
     promised, _, judged, weight = row
     return bool(promised >= LEAST_PROMISE and judged >= 1 and judged == int(judged) and 0 < weight <= 1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from .base import Message, Pending, TransportError, gather_bytes
 from .nixl_agent import new_agent
 from .progress import PendingMessages, ProgressTransport, to_others, try_out
-from .side_stream import SideStream
+from .side_stream import SideStream, wait_until
 
 SPARE_BYTES = 1 << 16
 AT_ONCE = 128
@@ -34,6 +34,8 @@ AT_ONCE = 128
 PING_SECONDS = 0.2
 """So often a rank that waits for another looks whether it still answers; only a write or a note finds out."""
 SHORTEST_POLL, LONGEST_POLL = 0.0002, 0.002
+_LEFT_SECONDS = 5.0
+"""What is on the stream when a rank gives up may take so long."""
 _HEAD = struct.Struct("<cII")
 _PLACE = struct.Struct("<QQQ")
 _OFFER, _MEMORY, _WRITTEN, _PING, _GOODBYE = b"O", b"M", b"W", b"P", b"G"
@@ -159,6 +161,7 @@ class Nixl(ProgressTransport[_Notified]):
         self._rank_of: dict[str, int] = {}
         self._stream = SideStream(device)
         self._arriving: list[tuple[Callable[[], bool], _NixlReceive]] = []
+        self._offering: list[tuple[Callable[[], bool], _NixlTraffic, bytes]] = []
         self._ping = 0.0
 
     def warm_up(self, deadline: float) -> None:
@@ -196,7 +199,8 @@ class Nixl(ProgressTransport[_Notified]):
                 self._refuse_if_lost(peer)
             places = self._registered_places([message.data for message in (*into, *out)], pending)
             self._pending.append(pending)
-            self._guarded(lambda: self._offer(into, places[: len(into)], numbers, pending))
+            is_free = self._stream.mark()  # a peer writes past all streams: nothing older may still use that memory
+            self._guarded(lambda: self._offer(into, places[: len(into)], numbers, pending, is_free))
             from_places = list(zip(out, places[len(into) :], strict=True))
             with self._stream():
                 for message, place in from_places:
@@ -272,8 +276,14 @@ class Nixl(ProgressTransport[_Notified]):
         return next((region for region in self._regions if region.holds(data)), None)
 
     def _offer(
-        self, messages: Sequence[Message], places: Sequence[Tensor], numbers: Sequence[int], pending: _Notified
+        self,
+        messages: Sequence[Message],
+        places: Sequence[Tensor],
+        numbers: Sequence[int],
+        pending: _Notified,
+        is_free: Callable[[], bool],
     ) -> None:
+        """Let peers write to these places once they are free."""
         offers: dict[int, list[bytes]] = {}
         first: dict[int, int] = {}
         for message, place, number in zip(messages, places, numbers, strict=True):
@@ -289,7 +299,14 @@ class Nixl(ProgressTransport[_Notified]):
             traffic = self._traffic[peer]
             for at in range(0, len(packed), AT_ONCE):
                 head = _HEAD.pack(_OFFER, traffic.memories_sent, first[peer] + at)
-                self._agent.send_notif(traffic.name, head + b"".join(packed[at : at + AT_ONCE]))
+                self._offering.append((is_free, traffic, head + b"".join(packed[at : at + AT_ONCE])))
+        self._send_offers()
+
+    def _send_offers(self) -> None:
+        while self._offering and self._offering[0][0]():
+            _, traffic, note = self._offering.pop(0)
+            if not traffic.problem:
+                self._agent.send_notif(traffic.name, note)
 
     def _tell_of(self, place: Tensor, peer: int) -> None:
         """Let a peer write where this is."""
@@ -332,6 +349,7 @@ class Nixl(ProgressTransport[_Notified]):
 
     def _step(self) -> None:
         self._listen()
+        self._send_offers()
         self._end_copies()
         now = time.monotonic()
         for peer, traffic in self._traffic.items():
@@ -465,7 +483,10 @@ class Nixl(ProgressTransport[_Notified]):
             for region in self._regions:
                 with contextlib.suppress(Exception):
                     self._agent.deregister_memory(region.handle)
+            with contextlib.suppress(Exception):  # the device may still copy out of spare memory, or into theirs
+                wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "copies under way")
             self._agent = None
+            self._offering.clear()
             self._regions.clear()
             self._spare.clear()
             self._arriving.clear()

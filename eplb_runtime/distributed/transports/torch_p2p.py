@@ -116,7 +116,7 @@ class _OnHost(PendingMessages):
                 if number < len(self._numbers):
                     self.here[self._numbers[number]] = 1
                 self.one_done()
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is: who waits for this must not wait without end
             self.fail(str(_failed(error)))
 
     @staticmethod
@@ -126,7 +126,7 @@ class _OnHost(PendingMessages):
         assert isinstance(pending, _OnHost)
         if pending.finished.is_set():
             return
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             for work in pending._works:
                 work.wait(_CLOSING)
         pending.finished.wait()
@@ -173,5 +173,5 @@ class _OnDevice(Pending):
             work.synchronize()
 
 
-def _failed(error: RuntimeError) -> TransportError:
+def _failed(error: Exception) -> TransportError:
     return TransportError(f"point-to-point messages failed: {one_line(error)}")

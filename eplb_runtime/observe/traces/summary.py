@@ -108,8 +108,8 @@ class MarkedSteps:
     """Marked steps of a job.
 
     Args:
-        count: in the trace of a rank, on average.
-        median_us, spread_us: median, and first to third quartile, mean over ranks.
+        count: in the trace of a rank, on average over ranks that marked any.
+        median_us, spread_us: median, and first to third quartile, mean over these ranks; 0: there are none.
     """
 
     count: float
@@ -118,9 +118,12 @@ class MarkedSteps:
 
     @classmethod
     def of(cls, ranks: Sequence[Analysis]) -> MarkedSteps:
+        marked = [one for one in ranks if one.steps]
+        if not marked:
+            return cls(0.0, 0.0, 0.0)
         count, median, spread = (
             statistics.fmean(values)
-            for values in zip(*((one.steps, one.step_us, one.step_spread_us) for one in ranks), strict=True)
+            for values in zip(*((one.steps, one.step_us, one.step_spread_us) for one in marked), strict=True)
         )
         return cls(round(count, 1), round(median, 3), round(spread, 3))
 

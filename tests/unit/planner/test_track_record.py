@@ -127,7 +127,15 @@ def test_a_record_that_was_saved_is_trusted_as_before(turned: tuple[np.ndarray, 
 
 @pytest.mark.parametrize(
     "broken",
-    ["text", {"a": 1}, [[1, 2, 3]], [[0.5, float("nan"), 1, 1.0]], [[0.5, 0.1, 0, 1.0]], [[0.5, 0.1, 1, 0.5]] * 101],
+    [
+        "text",
+        {"a": 1},
+        [[1, 2, 3]],
+        [[0.5, float("nan"), 1, 1.0]],
+        [[0.5, 0.1, 0, 1.0]],
+        [[0.5, 0.1, 10**400, 1.0]],
+        [[0.5, 0.1, 1, 0.5]] * 101,
+    ],
 )
 def test_a_saved_record_that_is_broken_changes_nothing(
     turned: tuple[np.ndarray, Placement, Placement], broken: object

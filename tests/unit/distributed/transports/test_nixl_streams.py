@@ -44,6 +44,7 @@ class Agent:
     def __init__(self) -> None:
         self.notes: list[bytes] = []
         self.writes: list[Any] = []
+        self.sent: list[bytes] = []
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         notes, self.notes = self.notes, []
@@ -69,7 +70,7 @@ class Agent:
         return b""
 
     def send_notif(self, name: str, note: bytes) -> None:
-        pass
+        self.sent.append(note)
 
 
 @pytest.fixture
@@ -93,6 +94,31 @@ def test_what_came_has_not_arrived_before_the_device_has_copied_it(joined: Any) 
     stream.done = True
     transport._step()
     assert pending.finished.is_set() and all(pending.here)
+
+
+def test_memory_is_not_offered_before_the_device_has_left_it(joined: Any) -> None:
+    transport, agent, stream = joined
+    transport.post([], [Message(1, torch.empty(8, dtype=torch.uint8))])
+    transport._step()
+    assert nixl._OFFER not in {nixl._HEAD.unpack_from(note)[0] for note in agent.sent}
+    stream.done = True
+    transport._step()
+    assert [nixl._HEAD.unpack_from(note)[0] for note in agent.sent].count(nixl._OFFER) == 1
+
+
+def test_giving_up_waits_for_copies_under_way(joined: Any) -> None:
+    transport, _, stream = joined
+    pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
+    held = []
+
+    def mark() -> Callable[[], bool]:
+        held.append(bool(transport._regions))
+        return lambda: True
+
+    stream.mark = mark
+    with transport._state:
+        transport._give_up("closed")
+    assert held == [True] and pending.problem == "closed"
 
 
 def test_nothing_is_sent_before_the_device_has_packed_it(joined: Any) -> None:
