@@ -3,8 +3,9 @@
     python launch/gpu_check.py 1 --out shared_folder
 
 Each stage is a process with a limit of its own. After each, a line is appended to ``result.md``, so a call that is cut
-leaves what it found. A call that is repeated goes on with the stages that have no line yet. ``--dry-run`` runs on a CPU
-the stages that can run there, and lists the others with their limits. Ranks share the GPU where there is only one.
+leaves what it found. A call that is repeated goes on with the stages that have no line yet, or were cut by the end of
+a call. ``--dry-run`` runs on a CPU the stages that can run there, into ``dry_run.md``, and lists the others with their
+limits. Ranks share the GPU where there is only one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CALL_SECONDS = 570.0
 LEAST_SECONDS = 10.0
 """A stage that would have less is left to the next call."""
 FAILED_LINES, BENCH_LINES = 12, 40
+UNFINISHED = "unfinished"
+"""Cut by the end of a call and not by its own limit: the next call runs it again."""
 PACKAGES = ("torch", "triton", "deep_ep", "nvshmem.core", "nixl", "transformers", "eplb_runtime")
 
 
@@ -56,7 +59,7 @@ def _check(call: int, name: str, seconds: float) -> Stage:
 
 def _tests(call: int, name: str, seconds: float, *arguments: str) -> Stage:
     files = tuple(f"tests/gpu/{one}" if one.endswith(".py") else one for one in arguments)
-    return Stage(call, name, seconds, ("-m", "pytest", "-q", f"--timeout={seconds:g}", *files))
+    return Stage(call, name, seconds, ("-m", "pytest", "-q", "-rs", f"--timeout={seconds:g}", *files))
 
 
 def _bench(name: str, seconds: float, *arguments: str) -> Stage:
@@ -152,7 +155,10 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run(stage: Stage, seconds: float) -> tuple[str, list[str]]:
-    """``"passed"``, ``"failed"`` or ``"cut"``, and its last lines. A stage that is cut ends with all its processes."""
+    """``"passed"``, ``"skipped"`` (all its tests), ``"failed"``, ``"cut"`` or ``UNFINISHED``, and its last lines.
+
+    A stage that is cut ends with all its processes.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, *stage.command],
@@ -169,15 +175,20 @@ def run(stage: Stage, seconds: float) -> tuple[str, list[str]]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-        return "cut", said.splitlines()[-FAILED_LINES:]
+        return "cut" if seconds >= stage.seconds else UNFINISHED, said.splitlines()[-FAILED_LINES:]
     lines = [line for line in said.splitlines() if line.strip()]
-    return ("passed", lines[-stage.lines :]) if process.returncode == 0 else ("failed", lines[-FAILED_LINES:])
+    if process.returncode:
+        return "failed", lines[-FAILED_LINES:]
+    if "pytest" in stage.command and " passed" not in lines[-1]:
+        return "skipped", lines[-FAILED_LINES:]
+    return "passed", lines[-stage.lines :]
 
 
 def have_run(result: Path) -> set[str]:
-    """Names of the stages that have a line."""
+    """Names of the stages that have a line, and were not cut by the end of a call."""
     lines = result.read_text().splitlines() if result.exists() else []
-    return {line.split("|")[2].strip() for line in lines if line.startswith("| ") and line.count("|") >= 5}
+    rows = [line.split("|") for line in lines if line.startswith("| ") and line.count("|") >= 5]
+    return {row[2].strip() for row in rows if row[3].strip() != UNFINISHED}
 
 
 def append(result: Path, stage: Stage, how: str, seconds: float, lines: Iterable[str]) -> None:
@@ -202,13 +213,14 @@ def run_call(stages: Iterable[Stage], result: Path, seconds: float = CALL_SECOND
         how, lines = run(stage, min(stage.seconds, left))
         append(result, stage, how, time.monotonic() - begin, lines)
         print(f"{stage.name}: {how}", *lines, sep="\n  ")
-        good = good and how == "passed"
+        good = good and how in ("passed", "skipped")
     return good
 
 
 def dry_run(stages: Iterable[Stage], result: Path) -> bool:
-    """Run on a CPU what can run there, and list the others with their limits."""
+    """Run on a CPU what can run there, each time anew, and list the others with their limits."""
     stages = list(stages)
+    result.unlink(missing_ok=True)
     good = run_call([stage for stage in stages if stage.on_cpu], result)
     for stage in stages:
         if not stage.on_cpu:
@@ -231,7 +243,9 @@ def main() -> int:
         parser.error("which call: 1, 2 or 3")
     given.out.mkdir(parents=True, exist_ok=True)
     stages = [stage for stage in STAGES if given.call in (None, stage.call)]
-    return 0 if (dry_run if given.dry_run else run_call)(stages, given.out / "result.md") else 1
+    if given.dry_run:
+        return 0 if dry_run(stages, given.out / "dry_run.md") else 1
+    return 0 if run_call(stages, given.out / "result.md") else 1
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def test_a_dry_run_runs_what_a_cpu_can_and_lists_the_rest(check: ModuleType, tmp
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     on_cpu = {one.name for one in check.STAGES if one.on_cpu}
-    assert check.have_run(tmp_path / "result.md") == on_cpu
+    assert check.have_run(tmp_path / "dry_run.md") == on_cpu
+    assert not (tmp_path / "result.md").exists(), "a call would take these stages for done"
     listed = [line for line in ran.stdout.splitlines() if line.startswith("needs a GPU: ")]
     assert len(listed) == len(check.STAGES) - len(on_cpu) > 0
 
@@ -59,6 +60,30 @@ def test_a_stage_that_fails_or_is_cut_leaves_its_last_lines_and_the_next_runs(
     said = result.read_text()
     assert [name in said for name in ("| fails | failed |", "| hangs | cut |", "| passes | passed |")] == [True] * 3
     assert all(line in said for line in ("the reason", "so far", "all well"))
+
+
+def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "LEAST_SECONDS", 1.0)
+    result, begun = tmp_path / "result.md", tmp_path / "begun"
+    code = (
+        f"import os, time; seen = os.path.exists({str(begun)!r}); "
+        f"open({str(begun)!r}, 'w'); time.sleep(0 if seen else 600)"
+    )
+    assert not check.run_call([stage(check, "long", code)], result, seconds=3.0)
+    assert f"| long | {check.UNFINISHED} |" in result.read_text()
+    assert check.run_call([stage(check, "long", code)], result)
+    assert check.have_run(result) == {"long"}
+
+
+def test_tests_that_are_all_skipped_have_not_passed(check: ModuleType, tmp_path: Path) -> None:
+    for name, marked in (("skips", "@pytest.mark.skip(reason='no such device')\n"), ("runs", "")):
+        (tmp_path / f"test_{name}.py").write_text(f"import pytest\n{marked}def test_it(): pass\n")
+        arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path / f"test_{name}.py"))
+        how, lines = check.run(check.Stage(1, name, 60.0, arguments), 60.0)
+        assert how == {"skips": "skipped", "runs": "passed"}[name], lines
+        assert ("no such device" in " ".join(lines)) == (name == "skips")
 
 
 def test_a_call_without_time_runs_nothing_more(check: ModuleType, tmp_path: Path) -> None:
