@@ -200,7 +200,7 @@ def append(result: Path, stage: Stage, how: str, seconds: float, lines: Iterable
 
 
 def run_call(stages: Iterable[Stage], result: Path, seconds: float = CALL_SECONDS) -> bool:
-    """Run what has no line yet, as far as the time goes. Whether nothing failed in this call."""
+    """Run what has no line yet, as far as the time goes. Whether nothing failed or was cut in this call."""
     end, ran, good = time.monotonic() + seconds, have_run(result), True
     for stage in stages:
         if stage.name in ran:
@@ -229,7 +229,7 @@ def dry_run(stages: Iterable[Stage], result: Path) -> bool:
 
 
 def main() -> int:
-    """Exit status 0: nothing failed."""
+    """Exit status 0: nothing failed or was cut."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("call", nargs="?", type=int, choices=(1, 2, 3), help="which; all three with --dry-run")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu_check", help="folder of result.md")

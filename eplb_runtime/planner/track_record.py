@@ -28,7 +28,7 @@ PRIOR = 0.1
 LEAST = 0.02
 FORGOTTEN = 0.05
 LARGEST = 1e15
-"""Of a saved number; NaN is not below it, and an integer that no float holds can be compared."""
+"""Largest magnitude of a saved number. Comparing with it refuses NaN, and integers that no float holds."""
 MOST_SAVED = 100
 """Plans of a saved record: more than are remembered."""
 

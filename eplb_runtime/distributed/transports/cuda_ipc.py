@@ -25,7 +25,7 @@ from .base import Message, TransportError
 from .cuda_memory import DeviceMemory, Export, open_offered, why_not
 from .neighbours import Kind, Notification
 from .progress import PendingMessages
-from .side_stream import wait_until
+from .side_stream import LEFT_SECONDS, wait_until
 from .within_node import Traffic, WithinNode
 
 logger = logging.getLogger("eplb_runtime")
@@ -33,8 +33,6 @@ logger = logging.getLogger("eplb_runtime")
 LOOK_SECONDS = 0.0002
 """So often a rank looks whether its stream has come to an end of something."""
 LEAST_PACKED_BYTES = 1 << 16
-_LEFT_SECONDS = 5.0
-"""Copies that run when a rank gives up may take so long."""
 _PATTERN = 251
 
 
@@ -278,7 +276,7 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
     def _part(self, problem: str) -> str:
         if self._under_way:
             try:
-                wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "what was being copied")
+                wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "what was being copied")
             except (RuntimeError, TransportError) as error:
                 problem = f"{problem}; {one_line(error)}"
         self._under_way.clear()

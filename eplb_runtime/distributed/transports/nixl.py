@@ -26,7 +26,7 @@ from torch import Tensor
 from .base import Message, Pending, TransportError, gather_bytes
 from .nixl_agent import new_agent
 from .progress import PendingMessages, ProgressTransport, to_others, try_out
-from .side_stream import SideStream, wait_until
+from .side_stream import LEFT_SECONDS, SideStream, wait_until
 
 SPARE_BYTES = 1 << 16
 AT_ONCE = 128
@@ -34,8 +34,6 @@ AT_ONCE = 128
 PING_SECONDS = 0.2
 """So often a rank that waits for another looks whether it still answers; only a write or a note finds out."""
 SHORTEST_POLL, LONGEST_POLL = 0.0002, 0.002
-_LEFT_SECONDS = 5.0
-"""What is on the stream when a rank gives up may take so long."""
 _HEAD = struct.Struct("<cII")
 _PLACE = struct.Struct("<QQQ")
 _OFFER, _MEMORY, _WRITTEN, _PING, _GOODBYE = b"O", b"M", b"W", b"P", b"G"
@@ -484,7 +482,7 @@ class Nixl(ProgressTransport[_Notified]):
                 with contextlib.suppress(Exception):
                     self._agent.deregister_memory(region.handle)
             with contextlib.suppress(Exception):  # the device may still copy out of spare memory, or into theirs
-                wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "copies under way")
+                wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "copies under way")
             self._agent = None
             self._offering.clear()
             self._regions.clear()

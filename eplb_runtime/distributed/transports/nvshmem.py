@@ -22,13 +22,11 @@ from ...utils.errors import one_line
 from .base import Message, Pending, TransportError, gather_bytes
 from .nvshmem_heap import HALVES, Library, Window, why_not, window_of
 from .progress import PendingMessages, ProgressTransport, to_others, try_out
-from .side_stream import SideStream, wait_until
+from .side_stream import LEFT_SECONDS, SideStream, wait_until
 
 LOOK_SECONDS = 0.0002
 ARRIVED, TAKEN, GOODBYE = range(3)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
-_LEFT_SECONDS = 5.0
-"""What is on the stream when a rank gives up may take so long."""
 
 
 @dataclass
@@ -186,7 +184,7 @@ class Nvshmem(ProgressTransport[PendingMessages]):
     def _read_notes(self, window: Window) -> None:
         with self._reading():
             self._notes_RKN.copy_(window.notes_RKN, non_blocking=True)
-        wait_until(self._reading.mark(), time.monotonic() + _LEFT_SECONDS, "reading notes")
+        wait_until(self._reading.mark(), time.monotonic() + LEFT_SECONDS, "reading notes")
         notes = self._notes_RKN.tolist()
         for peer, traffic in self._peers.items():
             if traffic.leaving and not traffic.problem:
@@ -240,7 +238,7 @@ class Nvshmem(ProgressTransport[PendingMessages]):
                 self._window.settle(stream)
                 for peer in self._peers:
                     self._window.tell(peer, GOODBYE, 1, stream)
-            wait_until(self._stream.mark(), time.monotonic() + _LEFT_SECONDS, "what was under way")
+            wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "what was under way")
             self._window.released = True
         except (RuntimeError, TransportError) as error:
             self._problem = f"{problem}; {error}"

@@ -10,6 +10,9 @@ import torch
 
 from .base import TransportError
 
+LEFT_SECONDS = 5.0
+"""Longest wait for work that is still on a stream, as when a rank gives up."""
+
 
 class SideStream:
     """Where writes and copies run in order; on a CPU they are done at once."""
