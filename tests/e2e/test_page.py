@@ -66,8 +66,14 @@ def job() -> Iterator[Job]:
 def page(browser: Any) -> Iterator[Any]:
     made = browser.new_page(viewport={"width": 1200, "height": 900})
     troubles: list[str] = []
+
+    def note(message: Any) -> None:
+        """A request that the network lost is asked again by the page; a bad status or a refused script is ours."""
+        if message.type == "error" and not message.text.startswith("Failed to load resource: net::"):
+            troubles.append(message.text)
+
     made.on("pageerror", lambda error: troubles.append(str(error)))
-    made.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    made.on("console", note)
     yield made
     made.close()
     assert troubles == []
