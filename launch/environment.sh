@@ -66,8 +66,8 @@ newer_megatron() { # version
     local folder=.venv/megatron-core-$1
     [ -d "$folder" ] && return 0
     rm -rf "$folder.partial"
-    .venv/bin/python -m pip install --quiet --no-deps --python-version 3.12 --only-binary=:all: \
-        --target "$folder.partial" "megatron-core==$1" && mv "$folder.partial" "$folder"
+    .venv/bin/python -m pip install --quiet --no-deps --python-version 3.12 --ignore-requires-python \
+        --only-binary=:all: --target "$folder.partial" "megatron-core==$1" && mv "$folder.partial" "$folder"
 }
 
 planner_compiled() {

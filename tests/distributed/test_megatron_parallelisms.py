@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import test_megatron_stages as stages
 import torch
-import torch.distributed as dist
 from examples import FOLDER, load_example
 from ranks import run_ranks
 from test_megatron_stages import EXPERTS, LENGTH, MICRO_BATCHES, STEPS, Job, attached, differing, forget_state, whole

@@ -76,7 +76,9 @@ def test_a_script_is_read_with_its_variables_arrays_conditions_and_sourced_files
     found = judged(tmp_path, SLIME)
     assert (found["ep"], found["edp"], found["exact"]) == (8, 1, "bit")
     assert refused(found) == ["--num-distributed-optimizer-instances"] and found["refused"][0]["value"] == 2
-    assert {"setting": "use_distributed_optimizer", "value": True, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found["assumed"]
+    assert {"setting": "use_distributed_optimizer", "value": True, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
+        "assumed"
+    ]
     assert found["unknown"] == []
 
 
@@ -189,7 +191,9 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
     megatron = "actor_rollout_ref.actor.megatron."
     assert refused(found)[0].endswith("optimizer_cpu_offload") and refused(found)[1] == f"{megatron}param_offload"
     assert (found["ep"], found["edp"]) == (8, 1)
-    assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found["assumed"]
+    assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
+        "assumed"
+    ]
     assert "moe_permute_fusion" not in str(found["unknown"]) and found["exact"] is None, "top-k is the model's"
 
 
