@@ -6,7 +6,6 @@ Python is run from there.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -24,7 +23,7 @@ from ranks import run_ranks
 
 VERSION = "0.19.2"
 NEWER = Path(sys.prefix) / f"megatron-core-{VERSION}"
-newer_is_there = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not NEWER.is_dir(),
     reason=f"no Megatron-Core {VERSION} in {NEWER}: newer_megatron of launch/environment.sh fetches it",
 )
@@ -98,7 +97,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, on_newer, str(NEWER), on_two_ranks, str(tmp_path_factory.mktemp("newer")))
 
 
-@newer_is_there
 @pytest.mark.parametrize("way", WAYS)
 def test_moving_experts_changes_no_bit(pairs: list[dict[str, Any]], way: str) -> None:
     for of_rank in pairs:
@@ -109,12 +107,10 @@ def test_moving_experts_changes_no_bit(pairs: list[dict[str, Any]], way: str) ->
     assert [key for key in static if not torch.equal(static[key], moving[key])] == []
 
 
-@newer_is_there
 def test_control_state_that_stays_shows(pairs: list[dict[str, Any]]) -> None:
     assert pairs[0]["control: state"][0] != pairs[0][f"{WAYS[0]}, static"][0]
 
 
-@newer_is_there
 def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
     for of_rank in pairs:
         static, saved = of_rank["saved, static"][0], of_rank["saved"]
@@ -122,13 +118,11 @@ def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
         assert saved["there"] != [sorted(row) for row in saved["there"]]
 
 
-@newer_is_there
 def test_experts_move_under_tensor_and_sequence_parallelism(pairs: list[dict[str, Any]]) -> None:
     parallelisms.assert_moved_without_a_change(pairs, PARALLELISM)
     parallelisms.assert_counted(pairs, PARALLELISM)
 
 
-@newer_is_there
 def test_experts_of_stages_move_and_no_bit_changes() -> None:
     results = run_ranks(4, on_newer, str(NEWER), on_four_ranks)
     static, moving, control = (
@@ -141,21 +135,11 @@ def test_experts_of_stages_move_and_no_bit_changes() -> None:
     assert stages.differing(static, control) != []
 
 
-@newer_is_there
 def test_a_live_job_and_its_command_line_have_the_same_settings(pairs: list[dict[str, Any]]) -> None:
     for of_rank in pairs:
         assert of_rank["job"]["live"] == of_rank["job"]["written"] != of_rank["job"]["other"]
         assert "fp8=e4m3" in of_rank["job"]["said"]
 
 
-@newer_is_there
 def test_defaults_are_megatrons(pairs: list[dict[str, Any]]) -> None:
     assert pairs[0]["defaults"] == {}
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
-)
-def test_defaults_are_those_of_the_installed_version_but_for_newer_settings() -> None:
-    (found,) = run_ranks(1, defaults)
-    assert all(theirs == "missing" and not ours for theirs, ours in found.values()), found
