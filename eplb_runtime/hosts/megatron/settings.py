@@ -43,9 +43,9 @@ class MegatronJobSettings:
     moe_expert_rank_capacity_factor: float | Unresolved | None = None
     moe_single_grouped_weight: bool | Unresolved = False
     overlap_dispatch_backward_with_experts_wgrad: bool | Unresolved = False
+    optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
-    optimizer_cuda_graph: bool | Unresolved = False
     fp8: str | Unresolved | None = None
     fp4: str | Unresolved | None = None
     optimizer: str | Unresolved = "adam"
