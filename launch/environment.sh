@@ -44,7 +44,10 @@ install_project() { # extra
     local constraints=launch/constraints-cpu.txt
     if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         constraints=.venv/constraints-cuda.txt
-        .venv/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
+        {
+            .venv/bin/python -c 'import torch; print(f"torch=={torch.__version__}")'
+            grep -v '^torch==' launch/constraints-cpu.txt
+        } >"$constraints"
     fi
     stamp="$1 $(cat pyproject.toml "$constraints" | sha256sum)"
     if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
@@ -56,6 +59,15 @@ install_project() { # extra
     fi
     .venv/bin/python -m eplb_runtime.balancer.compile_ahead incremental &
     compiling=$!
+}
+
+# Megatron-Core's newest supported version, for Python 3.12 and up: its Python runs from a folder under 3.11, too.
+newer_megatron() { # version
+    local folder=.venv/megatron-core-$1
+    [ -d "$folder" ] && return 0
+    rm -rf "$folder.partial"
+    .venv/bin/python -m pip install --quiet --no-deps --python-version 3.12 --ignore-requires-python \
+        --only-binary=:all: --target "$folder.partial" "megatron-core==$1" && mv "$folder.partial" "$folder"
 }
 
 planner_compiled() {

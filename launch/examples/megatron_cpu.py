@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16 asks of a machine without a GPU: nothing here is needed, or done, where there is one.
+"""What Megatron-Core 0.16 to 0.19 asks of a machine without a GPU: nothing here is needed, or done, where there is one.
 
 Not a copy of its code: the calls that it makes of CUDA, answered so that its own code runs on a CPU with gloo.
 """
@@ -53,6 +53,8 @@ def prepare() -> None:
     import megatron.core.tensor_parallel.random as random
 
     random.CudaRNGStatesTracker.fork = _no_fork  # dropout has CUDA generators of its own; set dropout to 0 here
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)  # which recompute keeps and sets again
+    random._set_cuda_rng_state = lambda *_, **__: None
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -84,7 +84,11 @@ def grouped_spec() -> Any:
 
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False, normalization="LayerNorm")
     linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-    spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+    layer = spec.submodules.mlp
+    if isinstance(layer, partial):  # since 0.18 makers of modules are partial functions
+        layer.keywords["submodules"].experts = partial(TEGroupedMLP, submodules=linears)
+    else:
+        layer.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
     return spec
 
 

@@ -186,6 +186,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
         "expert_parallel_degree=1: every rank has all experts",
         lambda config: setattr(config.parallelism, "expert_parallel_degree", 1),
     ),
+    "torchtitan's default backend": (
+        "set parallelism.spmd_backend='partial_dtensor'",
+        lambda config: setattr(config.parallelism, "spmd_backend", "spmd_types"),
+    ),
     "compiled blocks": ("leave 'model' out of compile.components", lambda config: compiled(config)),
     "another dispatcher": ("moe_comm_backend", lambda config: set_dispatcher(config)),
     "imports of the command line": ("override did not replace", lambda config: config.override.imports.clear()),

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
-VERSION = "Megatron-Core 0.16.1"
+VERSION = "Megatron-Core 0.16.1 to 0.19.2"
+"""Versions whose defaults these are; settings that an older one lacks are off there."""
 EXACT_BY_ITSELF = 2
 """Experts a token: the sum of two does not depend on their order."""
 EXACT_IN_ONE_SUM = 2
@@ -39,6 +40,10 @@ class MegatronJobSettings:
     moe_permute_fusion: bool | Unresolved = False
     moe_latent_size: int | Unresolved | None = None
     moe_pad_expert_input_to_capacity: bool | Unresolved = False
+    moe_expert_rank_capacity_factor: float | Unresolved | None = None
+    moe_single_grouped_weight: bool | Unresolved = False
+    overlap_dispatch_backward_with_experts_wgrad: bool | Unresolved = False
+    optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
     fp8: str | Unresolved | None = None
@@ -157,6 +162,12 @@ RULES = (
         "CUDA graphs are not supported yet",
         "set cuda_graph_impl='none'",
     ),
+    Rule(
+        "optimizer_cuda_graph",
+        lambda job: job.optimizer_cuda_graph,
+        "CUDA graphs are not supported yet",
+        "set optimizer_cuda_graph=False",
+    ),
     Rule("fp8", lambda job: job.fp8 is not None, "FP8 is not supported yet", "leave fp8 out"),
     Rule("fp4", lambda job: job.fp4 is not None, "FP4 is not supported yet", "leave fp4 out"),
     Rule(
@@ -164,6 +175,24 @@ RULES = (
         lambda job: job.moe_pad_expert_input_to_capacity,
         "every expert gets equally many rows: nothing to balance",
         "set moe_pad_expert_input_to_capacity=False",
+    ),
+    Rule(
+        "moe_expert_rank_capacity_factor",
+        lambda job: job.moe_expert_rank_capacity_factor is not None,
+        "a rank drops the tokens that are too many for it: which ones would depend on where experts are",
+        "leave moe_expert_rank_capacity_factor out",
+    ),
+    Rule(
+        "moe_single_grouped_weight",
+        lambda job: job.moe_single_grouped_weight,
+        "experts must be one tensor of each kind for each expert",
+        "set moe_single_grouped_weight=False",
+    ),
+    Rule(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
+        "gradients of experts that are computed beside the dispatch have not been run",
+        "set overlap_dispatch_backward_with_experts_wgrad=False",
     ),
     Rule(
         "optimizer",

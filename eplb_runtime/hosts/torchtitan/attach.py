@@ -27,7 +27,7 @@ from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_
 from ..settings import judge
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
-from .settings import RULES, TorchtitanJobSettings, settings_of
+from .settings import RULES, SPMD_RULES, TorchtitanJobSettings, settings_of
 from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, come_together, keep_order
 
 logger = logging.getLogger("eplb_runtime")
@@ -42,7 +42,7 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """Let a training that torchtitan makes of this config balance its routed experts.
 
     It adds two overrides to ``config.override.imports``, one more call after the model's own
-    ``post_optimizer_build_fn``, and one after its ``pipelining_fn``. The balancer is
+    ``post_optimizer_build_fn``, one after its ``pipelining_fn``, and one before its ``parallelize_fn``. The balancer is
     ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
     Args:
@@ -61,12 +61,24 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     config.override.imports = [*config.override.imports, *imports]
     spec = config.model_spec
     spec.post_optimizer_build_fn = partial(_build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig())
+    spec.parallelize_fn = partial(_parallelize, spec.parallelize_fn)
     if spec.pipelining_fn is not None:
         spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
 
 
 def _path(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__name__}"
+
+
+def _parallelize(
+    own: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: ParallelDims, **options: Any
+) -> nn.Module:
+    """Raises AttachError where torchtitan would fail itself, long before `_attach`: its default `spmd_backend` does not
+    run with torch 2.13."""
+    judged = judge(TorchtitanJobSettings(spmd_backend=parallel_dims.spmd_backend), SPMD_RULES)
+    if judged.refused:
+        raise AttachError(str(judged.refused[0]))
+    return own(model, parallel_dims=parallel_dims, **options)
 
 
 def _build(

@@ -64,6 +64,16 @@ def _exact(settings: Any) -> Exact:
     return "bit" if max(sharded, replicated) <= EXACT_IN_ONE_SUM else "rounding"
 
 
+SPMD_RULES = (
+    Rule(
+        "spmd_backend",
+        lambda job: job.spmd_backend != "partial_dtensor",
+        "tried with 'partial_dtensor' alone, which is the one that runs with torch 2.13",
+        "set parallelism.spmd_backend='partial_dtensor'",
+    ),
+)
+"""Applied before torchtitan parallelizes a model, too."""
+
 RULES = (
     Rule(
         "context_parallel_degree",
@@ -77,12 +87,7 @@ RULES = (
         "every rank has all experts, nothing to balance",
         "set parallelism.expert_parallel_degree",
     ),
-    Rule(
-        "spmd_backend",
-        lambda job: job.spmd_backend != "partial_dtensor",
-        "tried with 'partial_dtensor' alone, which is the one that runs with torch 2.13",
-        "set parallelism.spmd_backend='partial_dtensor'",
-    ),
+    *SPMD_RULES,
     Rule(
         "compiled",
         lambda job: any(part != "loss" for part in job.compiled),

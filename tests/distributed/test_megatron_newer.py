@@ -1,0 +1,145 @@
+"""Megatron-Core's newest supported version does what the installed one does in the tests beside this one.
+
+Its wheel is for Python 3.12 and up. ``launch/test.sh`` unpacks it into a folder of the virtual environment, and its
+Python is run from there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_megatron as bare
+import test_megatron_parallelisms as parallelisms
+import test_megatron_settings as settings
+import test_megatron_stages as stages
+import torch
+from examples import FOLDER, load_example
+from ranks import run_ranks
+
+VERSION = "0.19.2"
+NEWER = Path(sys.prefix) / f"megatron-core-{VERSION}"
+pytestmark = pytest.mark.skipif(
+    not NEWER.is_dir(),
+    reason=f"no Megatron-Core {VERSION} in {NEWER}: newer_megatron of launch/environment.sh fetches it",
+)
+WAYS = ("distributed optimizer, all-gather", "grouped experts")
+STAGES = "interleaved"
+PARALLELISM = "tensor and sequence parallelism"
+NOT_OF_MEGATRON = {"expert_data_parallel_size", "phase_offload", "lora", "assumed"}
+
+
+def on_newer(rank: int, folder: str, function: Callable[..., Any], *args: Any) -> Any:
+    sys.path.insert(0, folder)
+    import megatron.core
+
+    assert Path(megatron.core.__file__).is_relative_to(folder) and megatron.core.__version__.startswith(VERSION)
+    return function(rank, *args)
+
+
+def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {"job": settings.live_job(rank, folder), "defaults": defaults(rank)}
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for way in WAYS:
+        results[f"{way}, static"] = bare.trained(way, move=False)
+        results[f"{way}, moving"] = bare.trained(way, move=True)
+    results["control: state"] = bare.trained(WAYS[0], True, bare.forget_state)
+    results["saved"] = bare.saved_and_loaded(Path(folder))
+    results["saved, static"] = bare.trained("optimizer of float16, shared experts", move=False)
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = (
+        None  # Megatron's schedules set it in another shape than training by hand
+    )
+    return {**results, **parallelisms.everything(rank, [PARALLELISM])}
+
+
+def on_four_ranks(rank: int) -> dict[str, Any]:
+    stages.prepare()
+    return {
+        "static": stages.trained(STAGES, move=False),
+        "moving": stages.trained(STAGES, move=True),
+        "control": stages.trained(STAGES, move=True, spoil=stages.forget_state),
+    }
+
+
+def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
+    """Settings with other defaults in Megatron than here (Megatron's first), and those that it does not have."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    load_example("megatron_gpt")
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from eplb_runtime.hosts.megatron.settings import MegatronJobSettings
+
+    kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
+    theirs = {field.name: field.default for kind in kinds for field in fields(kind)}
+    theirs["expert_tensor_parallel_size"] = 1  # None is the tensor-parallel size
+    ours = {field.name: field.default for field in fields(MegatronJobSettings) if field.name not in NOT_OF_MEGATRON}
+    assert MISSING not in ours.values()
+    return {
+        name: (theirs.get(name, "missing"), default)
+        for name, default in ours.items()
+        if theirs.get(name, "missing") != default
+    }
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, on_newer, str(NEWER), on_two_ranks, str(tmp_path_factory.mktemp("newer")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_moving_experts_changes_no_bit(pairs: list[dict[str, Any]], way: str) -> None:
+    for of_rank in pairs:
+        static, moving = of_rank[f"{way}, static"], of_rank[f"{way}, moving"]
+        assert static[2] == 0 < moving[2] and moving[0] == static[0] and moving[3] == static[3]
+    static, moving = bare.whole(pairs, f"{way}, static"), bare.whole(pairs, f"{way}, moving")
+    assert static.keys() == moving.keys() and any("exp_avg_sq" in str(key) for key in static)
+    assert [key for key in static if not torch.equal(static[key], moving[key])] == []
+
+
+def test_control_state_that_stays_shows(pairs: list[dict[str, Any]]) -> None:
+    assert pairs[0]["control: state"][0] != pairs[0][f"{WAYS[0]}, static"][0]
+
+
+def test_checkpoints_are_in_logical_order(pairs: list[dict[str, Any]]) -> None:
+    for of_rank in pairs:
+        static, saved = of_rank["saved, static"][0], of_rank["saved"]
+        assert saved["alone"][0][0] == static[2][0] and saved["elsewhere"] == static[2:]
+        assert saved["there"] != [sorted(row) for row in saved["there"]]
+
+
+def test_experts_move_under_tensor_and_sequence_parallelism(pairs: list[dict[str, Any]]) -> None:
+    parallelisms.assert_moved_without_a_change(pairs, PARALLELISM)
+    parallelisms.assert_counted(pairs, PARALLELISM)
+
+
+def test_experts_of_stages_move_and_no_bit_changes() -> None:
+    results = run_ranks(4, on_newer, str(NEWER), on_four_ranks)
+    static, moving, control = (
+        stages.whole([of_rank[which] for of_rank in results]) for which in ("static", "moving", "control")
+    )
+    for of_rank in results:
+        assert of_rank["moving"]["seen"] == of_rank["static"]["seen"]
+        assert of_rank["static"]["moved"] == 0 < of_rank["moving"]["moved"]
+    assert stages.differing(static, moving) == []
+    assert stages.differing(static, control) != []
+
+
+def test_a_live_job_and_its_command_line_have_the_same_settings(pairs: list[dict[str, Any]]) -> None:
+    for of_rank in pairs:
+        assert of_rank["job"]["live"] == of_rank["job"]["written"] != of_rank["job"]["other"]
+        assert "fp8=e4m3" in of_rank["job"]["said"]
+
+
+def test_defaults_are_megatrons(pairs: list[dict[str, Any]]) -> None:
+    assert pairs[0]["defaults"] == {}
