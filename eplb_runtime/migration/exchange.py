@@ -283,7 +283,7 @@ class RoundExecutor:
             if ring:
                 spare.copy_(part.live_row(end))
             for source, to in chain:
-                part.live_row(to).copy_(spare if ring and source == end else part.live_row(source))
+                part.write(to, spare if ring and source == end else part.live_row(source))
 
     def _rank_of(self, slot: int) -> int:
         rank: int = self._home_rows.rank_of(slot)
