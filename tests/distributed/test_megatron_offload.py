@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "precision-aware, all on the device": {"fraction": 0.0, **AWARE},
     "precision-aware, half in host memory": {"fraction": 0.5, "overlap": True, **AWARE},
     "precision-aware, all in host memory": {"fraction": 1.0, "overlap": True, **AWARE},
-    "float32, half in host memory": {"fraction": 0.5, "bf16": False},
     "float32, not distributed, all on the device": {"fraction": 0.0, "bf16": False, "distributed": False},
     "float32, not distributed, half in host memory": {
         "fraction": 0.5,
@@ -92,8 +91,10 @@ def prepare() -> None:
         sys.path.insert(0, str(FOLDER))
     load_example("megatron_gpt")
     from megatron.core import parallel_state
+    from megatron.core.optimizer import optimizer_config
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    optimizer_config.is_te_min_version = lambda *_: True  # it compares the version of a TransformerEngine that is none
     FakeDevice().install()
 
 
