@@ -11,6 +11,7 @@ import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, not distributed, all in host memory": {"fraction": 1.0, "bf16": False, "distributed": False},
 }
 """Settings of OptimizerConfig; `overlap` is overlap_cpu_optimizer_d2h_h2d, `distributed` use_distributed_optimizer."""
-MASTERS, IN_HALF = "masters, half in host memory", "precision-aware, half in host memory"
+MASTERS, AWARE_HALF = "masters, half in host memory", "precision-aware, half in host memory"
+FLOAT32 = "float32, not distributed, half in host memory"
+SAVED = (AWARE_HALF, "precision-aware, all in host memory")
+"""Without the precision-aware optimizer 0.16.1 saves that state and cannot load it (KeyError), also without us."""
 
 
 class FakeDevice:
@@ -79,7 +83,8 @@ class FakeDevice:
     def _staying(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result = own(tensor, *args, **kwargs)
-            if getattr(tensor, "on_device", False) and sys._getframe(1).f_globals["__name__"].endswith("hybrid_optimizer"):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if getattr(tensor, "on_device", False) and caller.endswith("hybrid_optimizer"):
                 result.on_device = True
             return result
 
@@ -256,11 +261,118 @@ def trained(case: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lamb
     return result
 
 
+def only_main_moves(found: Any) -> Any:
+    """What stands on the device in the place of what the next step reads."""
+    main = found.copies.get("param")
+    return replace(found, state={**found.state, "param": main[0]} if main else found.state, copies={})
+
+
+def only_inner_moves(found: Any) -> Any:
+    return replace(found, copies={})
+
+
+def finding(change: Callable[[Any], Any]) -> Callable[[eplb.Balancer], None]:
+    def spoil(balancer: eplb.Balancer) -> None:
+        from eplb_runtime.hosts.megatron import optimizers
+
+        own = optimizers._offloaded
+        optimizers._offloaded = lambda leaf, parameter: change(own(leaf, parameter))
+        balancer._end_with(Undo(lambda: setattr(optimizers, "_offloaded", own)))
+
+    return spoil
+
+
+class Undo:
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+
+def leave_out_of_norm(balancer: eplb.Balancer) -> None:
+    """Gradients are looked for where torch's optimizers have them."""
+    (optimizer,) = balancer._runtime.registry._optimizers
+    optimizer._gradient_of = lambda parameter: None
+
+
+def forget_state(balancer: eplb.Balancer) -> None:
+    """Weights move, and what their optimizer keeps stays."""
+    balancer._runtime.registry._optimizers.clear()
+
+
+CONTROLS: dict[str, tuple[str, Callable[[eplb.Balancer], None]]] = {
+    "only the main moved": (MASTERS, finding(only_main_moves)),
+    "only the copy moved": (MASTERS, finding(only_inner_moves)),
+    "only weights moved, their copies not": (FLOAT32, finding(only_inner_moves)),
+    "state stays": (AWARE_HALF, forget_state),
+}
+
+
+def refused() -> str:
+    job = Job(fraction=1.0, distributed=False)
+    with pytest.raises(AttachError) as error:
+        attached(job, move=False)
+    return str(error.value)
+
+
+def saved_and_read_back(folder: Path, case: str) -> dict[str, Any]:
+    """Saved by Megatron after moves, and read by Megatron alone into a job that has trained something else."""
+    from megatron.core import dist_checkpointing
+
+    def state_of(job: Job, loading: bool) -> dict[str, Any]:
+        metadata = {"singleton_local_shards": False, "distrib_optim_sharding_type": "fully_reshardable"}
+        of_model = job.model.module.sharded_state_dict(metadata=metadata)
+        return {
+            "model": of_model,
+            "optimizer": job.optimizer.sharded_state_dict(of_model, is_loading=loading, metadata=metadata),
+        }
+
+    job = Job(**CASES[case])
+    balancer = attached(job, move=True)
+    job.train(range(STEPS))
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    save(state_of(job, loading=False), folder)
+    saved = job.tensors(balancer.placement)
+    moved = balancer.placement.physical_to_logical.tolist()
+    balancer.close()
+    job = Job(**CASES[case])
+    job.train(range(STEPS, STEPS + 1))  # Megatron loads what has stepped; all of it is overwritten
+    before = job.tensors(None)
+    with torch.serialization.safe_globals([torch.optim.AdamW]):  # its groups name the classes of the optimizers inside
+        state = dist_checkpointing.load(state_of(job, loading=True), str(folder))
+    job.model.load_state_dict(state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    return {
+        "saved": {"tensors": saved},
+        "before": {"tensors": before},
+        "read": {"tensors": job.tensors(None)},
+        "placement": moved,
+    }
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    """Megatron writes by processes of its own, which ranks of these tests may not start otherwise."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist_checkpointing.save(state, str(folder))
+    if filesystem_async._results_queue is not None:
+        filesystem_async._results_queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
 def everything(rank: int, folder: str) -> dict[str, Any]:
     prepare()
     results: dict[str, Any] = {}
     for case in CASES:
         results[case] = {"static": trained(case, move=False), "moving": trained(case, move=True)}
+    for name, (case, spoil) in CONTROLS.items():
+        results[name] = trained(case, move=True, spoil=spoil)
+    results["alone"] = Job(**CASES[AWARE_HALF]).train(range(STEPS))
+    results["left out of the norm"] = trained(AWARE_HALF, move=False, spoil=leave_out_of_norm)["seen"]
+    results["refused"] = refused()
+    for case in SAVED:
+        results[f"{case}, saved"] = saved_and_read_back(Path(folder) / case[-20:], case)
     return results
 
 
@@ -296,3 +408,43 @@ def test_experts_with_state_in_host_memory_move_and_no_bit_changes(results: list
     assert {key[:2] for key in experts} == {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
     assert len(experts) == LAYERS * EXPERTS * 2 * 6
     assert differing(static, moving) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_share_in_host_memory_is_the_one_asked_for(results: list[dict[str, Any]], case: str) -> None:
+    for of_rank in results:
+        there, of_all = of_rank[case]["moving"]["in host memory"]
+        fraction = CASES[case]["fraction"]
+        assert there == of_all * fraction if fraction in (0.0, 1.0) else 0 < there < of_all
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_control_what_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
+    static = whole([of_rank[CONTROLS[control][0]]["static"] for of_rank in results])
+    assert differing(static, whole([of_rank[control] for of_rank in results])) != []
+
+
+def test_gradients_of_a_dtype_of_their_own_are_in_the_norm(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        alone, ours, without = (
+            [seen[-1] for seen in of_steps]
+            for of_steps in (of_rank["alone"], of_rank[AWARE_HALF]["moving"]["seen"], of_rank["left out of the norm"])
+        )
+        assert ours == pytest.approx(alone, rel=1e-2)  # Megatron without TransformerEngine adds squares in bf16
+        assert abs(without[0] - alone[0]) > 5 * abs(ours[0] - alone[0])
+
+
+def test_without_the_distributed_optimizer_bf16_is_refused(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        assert "set use_distributed_optimizer=True" in of_rank["refused"]
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_megatron_alone_reads_what_it_saved_after_moves(results: list[dict[str, Any]], case: str) -> None:
+    saved, before, read = (
+        whole([of_rank[f"{case}, saved"][when] for of_rank in results]) for when in ("saved", "before", "read")
+    )
+    placement = results[0][f"{case}, saved"]["placement"]
+    assert all(row != sorted(row) for row in placement)
+    assert differing(before, saved) != []
+    assert differing(read, saved) == []
