@@ -213,13 +213,6 @@ RULES = (
         "set use_megatron_fsdp=False",
     ),
     Rule(
-        "phase_offload",
-        lambda job: job.phase_offload,
-        "weights and optimizer state that are freed between phases are not supported yet",
-        "keep parameters, gradients and optimizer on the device (verl: param_offload, grad_offload and "
-        "optimizer_offload=False)",
-    ),
-    Rule(
         "lora",
         lambda job: job.lora,
         "adapters of experts are not one tensor for each expert",

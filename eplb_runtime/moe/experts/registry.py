@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .optimizer_state import PARAMETER, StateOwner, copies_of_each, expert_state, state_of_each
-from .slices import is_sliced, local
+from .slices import has_memory, is_sliced, local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 
@@ -28,6 +28,8 @@ def why_not_written(tensor: Tensor) -> str:
     """Why an expert that arrives could not be written into this tensor; empty: it can."""
     if tensor.is_inference():
         return "it was made inside torch.inference_mode() and cannot be written outside: clone() it"
+    if not has_memory(tensor):
+        return "its memory is freed, as jobs do between phases: load it before a decision"
     if any(size > 1 and stride == 0 for size, stride in zip(local(tensor).shape, local(tensor).stride(), strict=True)):
         return "its elements share memory, as expand() leaves them: clone() it"
     return ""
