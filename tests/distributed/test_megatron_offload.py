@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "precision-aware, all on the device": {"fraction": 0.0, **AWARE},
     "precision-aware, half in host memory": {"fraction": 0.5, "overlap": True, **AWARE},
     "precision-aware, all in host memory": {"fraction": 1.0, "overlap": True, **AWARE},
+    "precision-aware, all in host memory, weights freed between steps": {"fraction": 1.0, "frees": True, **AWARE},
     "float32, not distributed, all on the device": {"fraction": 0.0, "bf16": False, "distributed": False},
     "float32, not distributed, half in host memory": {
         "fraction": 0.5,
@@ -113,7 +114,7 @@ class Job:
         overlap: bool = False,
         bf16: bool = True,
         distributed: bool = True,
-        offload: bool = True,
+        frees: bool = False,
         **options: Any,
     ) -> None:
         from megatron.core.distributed import (
@@ -127,6 +128,7 @@ class Job:
         config = bare.config
         config.finalize_model_grads_func = finalize_model_grads
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        self._frees = frees
         self.model = DistributedDataParallel(config, ddp, bare)
         settings = OptimizerConfig(
             optimizer="adam",
@@ -135,7 +137,7 @@ class Job:
             bf16=bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
-            optimizer_cpu_offload=offload,
+            optimizer_cpu_offload=True,
             optimizer_offload_fraction=fraction,
             overlap_cpu_optimizer_d2h_h2d=overlap,
             pin_cpu_grads=False,
@@ -162,7 +164,22 @@ class Job:
             )
             _, norm, _ = self.optimizer.step()
             seen.append((*(loss.item() for loss in losses), norm))
+            if self._frees:
+                self._free_and_load()
         return seen
+
+    def _free_and_load(self) -> None:
+        """Do what verl does to weights and gradients around a rollout, and to this optimizer's state after it."""
+        for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]:
+            weights = buffer.param_data.clone()
+            for data in (buffer.param_data, buffer.grad_data):
+                size = data.untyped_storage().size()
+                data.untyped_storage().resize_(0)
+                data.untyped_storage().resize_(size)
+            buffer.param_data.copy_(weights)
+            buffer.grad_data.zero_()
+        for leaf in self.optimizer.chained_optimizers:
+            leaf.optimizer._move_new_state_to_right_device()
 
     def leaf_of(self, parameter: Tensor) -> Any:
         for leaf in self.optimizer.chained_optimizers:

@@ -98,11 +98,14 @@ class Phases:
             old.fill_(float("nan"))  # who keeps the old memory trains with it
 
 
-def attached(case: str, move: bool) -> tuple[Any, Any, eplb.Balancer]:
+def attached(case: str, move: bool, interval: int = 1) -> tuple[Any, Any, eplb.Balancer]:
     ours = load_example("megatron_gpt")
     model, optimizer = ours.wrapped(ours.model_of(moe_router_topk=3), **CASES[case])
     config = eplb.BalancerConfig(
-        interval=1, gate="always", policy="incremental" if move else "static", migration=eplb.MigrationConfig(lag=0)
+        interval=interval,
+        gate="always",
+        policy="incremental" if move else "static",
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach([model], optimizer, config=config)
     if move:
@@ -190,7 +193,7 @@ def decided_without_memory(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]
     """What a decision says while weights have no memory on some ranks, and whether training goes on."""
     import torch.distributed as dist
 
-    model, optimizer, balancer = attached("distributed optimizer", move=True)
+    model, optimizer, balancer = attached("distributed optimizer", move=True, interval=2)
     if guard == "off":
         balancer._guard._mode = "off"
     phases = Phases(model, optimizer)
@@ -204,7 +207,7 @@ def decided_without_memory(guard: str, ranks: tuple[int, ...]) -> dict[str, Any]
         phases.load()
     said = [repr(event) for event in list(balancer.events)[events:]]
     same = balancer.placement.epoch == epoch and moved_by(balancer) == before
-    ours.train(model, optimizer, range(1, 2))
+    ours.train(model, optimizer, range(1, 4))
     later = moved_by(balancer)
     balancer.close()
     return {"moved": ours_moved, "same": same, "said": said, "later": later - before}
