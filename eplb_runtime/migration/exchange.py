@@ -306,7 +306,7 @@ def checksum_of(
     for row, known in zip(rows, hashes, strict=True):
         whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
         hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
-        hasher.update(host_array(row[whole:].cpu()))
+        hasher.update(host_array(row[whole:].cpu()).data)
     return hasher.digest()
 
 

@@ -62,7 +62,7 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
                 hashes = block_hashes(row[first : min(first + HASH_CHUNK_BYTES, whole)])
                 hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
             rest = row[whole:].cpu()
-        hasher.update(host_array(rest))
+        hasher.update(host_array(rest).data)
     return hasher.digest()
 
 

@@ -25,7 +25,7 @@ _STEPS = "step"
 
 
 @dataclass(frozen=True)
-class Kept:
+class OffloadedState:
     """What is kept for one parameter, in the same form wherever it is.
 
     Args:
@@ -46,7 +46,7 @@ def is_mixed(optimizer: Any) -> bool:
     return isinstance(optimizer, HybridDeviceOptimizer) and 0 < optimizer.offload_fraction < 1
 
 
-def kept_for(optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor) -> Kept:
+def offloaded_state(optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor) -> OffloadedState:
     """What is kept for a parameter of the model.
 
     Args:
@@ -65,7 +65,7 @@ def kept_for(optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor)
         state[MAIN] = inner
         others = tuple(tensor for place, tensor in by_place.items() if place != inner.data_ptr())
         copies = {MAIN: others} if others else {}
-    return Kept({key: state[key] for key in sorted(state)}, copies)
+    return OffloadedState({key: state[key] for key in sorted(state)}, copies)
 
 
 def stepping_inside(optimizer: HybridDeviceOptimizer) -> list[torch.optim.Optimizer]:

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
-from .offloaded import Kept, is_mixed, is_offloaded, kept_for, stepping_inside
+from .offloaded import OffloadedState, is_mixed, is_offloaded, offloaded_state, stepping_inside
 from .plain_state import refuse_places, say_experts
 
 logger = logging.getLogger("eplb_runtime")
@@ -258,8 +258,8 @@ def _given(leaf: Any, parameter: Tensor) -> Tensor:
     return main if isinstance(leaf, Float16OptimizerWithFloat16Params) else parameter
 
 
-def _offloaded(leaf: Any, parameter: Tensor) -> Kept:
-    return kept_for(leaf.optimizer, _given(leaf, parameter), parameter)
+def _offloaded(leaf: Any, parameter: Tensor) -> OffloadedState:
+    return offloaded_state(leaf.optimizer, _given(leaf, parameter), parameter)
 
 
 def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
