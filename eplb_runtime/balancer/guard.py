@@ -27,6 +27,7 @@ from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
+from ..moe.experts.slices import has_memory
 from .gradients.division import foreign_hooks
 from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, GradientSampler
 from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
@@ -37,6 +38,7 @@ FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 _SAMPLE_ELEMENTS = 1024
 """Elements sampled of a tensor, at a place that moves on with each sample."""
+_FREED = "weights have no memory now"
 _POLL_SECONDS = 0.02
 
 
@@ -253,23 +255,33 @@ class Guard:
     def _take_sample(self, what: str, *, dense: bool = True, problem: str = "", decides: bool = False) -> Sample:
         """Sample pieces of gradients and experts, and all bits of weights that other ranks share."""
         self._sample_number += 1
+        freed = self._freed() if what == "weights" else ""
         names, pieces = [], []
         for kind in (self._watched.dense if what == "gradients" else {}, self._watched.experts):
             chosen = self._chosen(list(kind))
             names.append(chosen)
-            pieces += [self._piece(kind[name] if what == "weights" else kind[name].grad) for name in chosen]
+            found = [kind[name] if what == "weights" else kind[name].grad for name in chosen]
+            pieces += [self._piece(None if freed else tensor) for tensor in found]
         together = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
         sizes = tuple(piece.numel() for piece in pieces)
         problem, names_of_kinds = problem or self._misplaced(), (tuple(names[0]), tuple(names[1]))
-        sums, summed = self._summed() if dense and what == "weights" else (None, ((), ()))
+        sums, summed = self._summed() if dense and what == "weights" and not freed else (None, ((), ()))
         gradients = None
-        if dense and self._gradient_sampler is not None:
+        if dense and self._gradient_sampler is not None and not freed:
             gradients = self._gradient_sampler.take() if decides else self._gradient_sampler.now(self._number() + 1)
-        stays, lone = (self._row_hooks() or self._left_behind(), self._lone()) if decides else ("", None)
+        stays, lone = freed, None
+        if decides and not freed:
+            stays, lone = self._row_hooks() or self._left_behind(), self._lone()
         options = options_of(self._watched.optimizers) if dense else ("", "")
         return Sample(
             what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, gradients, stays, lone, options
         )
+
+    def _freed(self) -> str:
+        """Name weights that have no memory now."""
+        watched = self._watched
+        name = next((name for name, one in {**watched.experts, **watched.dense}.items() if not has_memory(one)), "")
+        return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
 
     def _left_behind(self) -> str:
         """Name expert state that an optimizer has and that would not move."""
@@ -422,6 +434,9 @@ class Guard:
         for rank, one in seen.items():
             if one.problem:
                 return SampleComparison(f"rank {rank}: {one.problem}", stays)
+        freed = next((f"rank {rank}: {one.stays}" for rank, one in seen.items() if one.stays.startswith(_FREED)), "")
+        if freed:  # nothing of such a rank can be compared
+            return SampleComparison("", freed)
         hashes = {rank: one.hashes for rank, one in seen.items()}
         finding = (
             self._rescaled(sample, seen, group)

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
+from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum, host_array
 from ..utils.files import replacing
 
 DTYPE_NAMES = {
@@ -99,7 +99,7 @@ class TensorFile:
         data = as_bytes(value.detach().contiguous()).cpu()
         if self._checksums:
             self._checksums[name] = checksum([data]).hex()
-        self._write_at(offset, data.numpy().data)
+        self._write_at(offset, host_array(data).data)
         self._missing -= value.numel() * spec.dtype.itemsize
 
     def finish(self) -> bytes:

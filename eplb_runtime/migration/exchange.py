@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
 from ..moe.experts.record import RecordFormat
 from ..placement import HomeRows
-from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes
+from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes, host_array
 from ..utils.checksums_numba import fast_host_hashes
 from .records import Records
 from .schedule import Round, Transfer, TransferSchedule
@@ -283,7 +283,7 @@ class RoundExecutor:
             if ring:
                 spare.copy_(part.live_row(end))
             for source, to in chain:
-                part.live_row(to).copy_(spare if ring and source == end else part.live_row(source))
+                part.write(to, spare if ring and source == end else part.live_row(source))
 
     def _rank_of(self, slot: int) -> int:
         rank: int = self._home_rows.rank_of(slot)
@@ -306,7 +306,7 @@ def checksum_of(
     for row, known in zip(rows, hashes, strict=True):
         whole = row.numel() // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
         hasher.update((_hashes(row[:whole], hash_blocks) if known is None else known).numpy().data)
-        hasher.update(row[whole:].cpu().numpy().data)
+        hasher.update(host_array(row[whole:].cpu()).data)
     return hasher.digest()
 
 

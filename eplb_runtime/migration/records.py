@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -45,7 +46,8 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
         tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
         for layer, of_layer in tensors.items():
             for tensor in of_layer:  # a commit may not fail
-                problem = next(filter(None, map(why_not_written, tensor.memory)), "")
+                written = chain(tensor.memory, *tensor.copies)
+                problem = next(filter(None, map(why_not_written, written)), "")
                 if problem:
                     raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
         return {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}, ""

@@ -68,7 +68,9 @@ def runs_of(record_format: RecordFormat, device: torch.device) -> list[Run]:
 
 
 def _can_send_rows(field: RowField, device: torch.device) -> bool:
-    """Return whether each of its rows is contiguous and on the device of the messages."""
+    """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
+    if field.source.varies_in_device:  # ranks must agree on the messages of a record
+        return False
     rows = field.source.memory if isinstance(field.source.tensor, tuple) else (field.source.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 

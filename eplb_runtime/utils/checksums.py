@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 CHECKSUM_BYTES = 16
@@ -22,6 +25,28 @@ HASH_CHUNK_BYTES = 16 << 20
 def as_bytes(row: Tensor) -> Tensor:
     """A contiguous tensor's memory as flat uint8."""
     return row.detach().reshape(-1).view(torch.uint8)
+
+
+class _HostMemory:
+    """A tensor's memory in NumPy's array interface; keeps the tensor, and so the memory, as long as the array."""
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (data.numel(),),
+            "data": (data.data_ptr(), False),
+        }
+
+
+def host_array(data: Tensor) -> NDArray[np.uint8]:
+    """A flat contiguous uint8 tensor in host memory as an array over the same memory.
+
+    For live memory, in the place of ``numpy()``: torch lets no storage of which that was taken be resized any more, for
+    good, and jobs free weights between phases by ``resize_(0)``. Let go of the array before that.
+    """
+    return np.asarray(_HostMemory(data)) if data.numel() else np.empty(0, np.uint8)
 
 
 def checksum(rows: Sequence[Tensor]) -> bytes:
@@ -38,7 +63,7 @@ def checksum(rows: Sequence[Tensor]) -> bytes:
                 hashes = block_hashes(row[first : min(first + HASH_CHUNK_BYTES, whole)])
                 hasher.update(hashes.view(torch.uint8).cpu().numpy().data)
             rest = row[whole:].cpu()
-        hasher.update(rest.numpy().data)
+        hasher.update(host_array(rest).data)
     return hasher.digest()
 
 

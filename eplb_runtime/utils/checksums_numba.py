@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .checksums import HASH_BLOCK_BYTES, block_hashes, hash_factors
+from .checksums import HASH_BLOCK_BYTES, block_hashes, hash_factors, host_array
 from .jit import is_ready, jit
 
 _LINE_BYTES = 64
@@ -37,10 +37,10 @@ def copy(into: Tensor, source: Tensor) -> None:
     nbytes = source.numel()
     first = -into.data_ptr() % _LINE_BYTES
     if nbytes < _PAST_CACHES_BYTES or not _fits(source[first:]):
-        np.copyto(into.numpy(), source.numpy())
+        np.copyto(host_array(into), host_array(source))
         return
     end = first + (nbytes - first) // _LINE_BYTES * _LINE_BYTES
-    to, from_ = into.numpy(), source.numpy()
+    to, from_ = host_array(into), host_array(source)
     _copy_lines(from_[first:end].view(np.uint64), to[first:end].view(np.uint64))
     to[:first], to[end:] = from_[:first], from_[end:]
 
@@ -50,7 +50,7 @@ def fast_host_hashes(data: Tensor) -> Tensor:
     if not _fits(data):
         return block_hashes(data)
     hashes = torch.empty(data.numel() // HASH_BLOCK_BYTES, dtype=torch.int64)
-    _hash_blocks(data.numpy().view(np.uint64), _factors(), hashes.numpy().view(np.uint64))
+    _hash_blocks(host_array(data).view(np.uint64), _factors(), hashes.numpy().view(np.uint64))
     return hashes
 
 
@@ -63,7 +63,7 @@ def copy_and_hash(into: Tensor, source: Tensor, hashes: Tensor) -> None:
     """
     end = hashes.numel() * HASH_BLOCK_BYTES
     if _fits(source[:end]) and into.data_ptr() % _LINE_BYTES == 0:
-        from_, to = source[:end].numpy().view(np.uint64), into[:end].numpy().view(np.uint64)
+        from_, to = host_array(source[:end]).view(np.uint64), host_array(into[:end]).view(np.uint64)
         _copy_and_hash_blocks(from_, to, _factors(), hashes.numpy().view(np.uint64))
     else:
         for first in range(0, end, _PIECE_BYTES):

@@ -75,8 +75,15 @@ class HostOptimizer(Protocol):
     def inside(self) -> Sequence[torch.optim.Optimizer]:
         """Those that step experts."""
 
-    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+    @property
+    def varies_in_device(self) -> bool:
         """As of `moe.experts.optimizer_state.StateOwner`."""
+
+    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """Likewise."""
+
+    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
+        """Likewise."""
 
     def join(
         self,

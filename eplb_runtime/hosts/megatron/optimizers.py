@@ -6,12 +6,14 @@ range has each expert whole, and its own accessor gives it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -22,7 +24,10 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
+from .offloaded import OffloadedState, is_mixed, is_offloaded, offloaded_state, stepping_inside
 from .plain_state import refuse_places, say_experts
+
+logger = logging.getLogger("eplb_runtime")
 
 Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
 
@@ -87,6 +92,12 @@ class StepByMegatron:
             if mine:
                 _check_leaf(leaf, mine)
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
+        if self.varies_in_device and dist.get_rank() == 0:
+            logger.warning(
+                "optimizer_offload_fraction between 0 and 1: an expert is stepped on the device in one slot and in "
+                "host memory in another, and the two round differently: with experts moved, training is equal to "
+                "rounding, not to the bit"
+            )
         for name, parameter in self._experts.items():
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
@@ -97,21 +108,34 @@ class StepByMegatron:
 
     @property
     def inside(self) -> list[torch.optim.Optimizer]:
-        return [leaf.optimizer for leaf in self._leaves_of_experts()]
+        found: list[torch.optim.Optimizer] = []
+        for leaf in self._leaves_of_experts():
+            found += stepping_inside(leaf.optimizer) if is_offloaded(leaf.optimizer) else [leaf.optimizer]
+        return found
+
+    @property
+    def varies_in_device(self) -> bool:
+        return any(is_mixed(leaf.optimizer) for leaf in self._leaves_of_experts())
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
         leaf = self._leaf_of.get(id(parameter))
         if leaf is None:
             return {}
+        if is_offloaded(leaf.optimizer):
+            return _offloaded(leaf, parameter).state
         if isinstance(leaf, DistributedOptimizer):
             kept = dict(leaf._get_main_param_and_optimizer_states(parameter))
         else:
-            main = _main_of(leaf, parameter)
+            main = _given(leaf, parameter)
             kept = {"param": main, **leaf.optimizer.state.get(main, {})}
         if kept["param"].data_ptr() == parameter.data_ptr():
             del kept["param"]
         return kept
+
+    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
+        leaf = self._leaf_of.get(id(parameter))
+        return _offloaded(leaf, parameter).copies if leaf is not None and is_offloaded(leaf.optimizer) else {}
 
     def join(
         self,
@@ -152,11 +176,9 @@ class StepByMegatron:
         leaf = self._leaf_of.get(id(parameter))
         if leaf is None:
             return None
-        if isinstance(leaf, DistributedOptimizer):
-            main = leaf._get_main_param_and_optimizer_states(parameter)["param"]
-        else:
-            main = _main_of(leaf, parameter)
-        gradient: Tensor | None = main.grad
+        given = _given(leaf, parameter)
+        # With a precision-aware optimizer it has a dtype of its own, which torch lets no `grad` have.
+        gradient: Tensor | None = getattr(given, "decoupled_grad", given.grad)
         return gradient
 
     def _experts_in(self, leaf: Any, experts_here: Callable[[Tensor], list[int]]) -> dict[str, list[int]]:
@@ -226,20 +248,31 @@ def _held(leaf: Any) -> set[int]:
     )
 
 
-def _main_of(leaf: Any, parameter: Tensor) -> Tensor:
-    """What a not distributed optimizer steps in the place of a parameter."""
+def _given(leaf: Any, parameter: Tensor) -> Tensor:
+    """What a leaf's optimizer was given in the place of a parameter."""
+    if isinstance(leaf, DistributedOptimizer):
+        group, place = leaf.model_param_group_index_map[parameter]
+        given: Tensor = leaf.optimizer.param_groups[group]["params"][place]
+        return given
     main: Tensor = getattr(parameter, "main_param", parameter)
     return main if isinstance(leaf, Float16OptimizerWithFloat16Params) else parameter
 
 
+def _offloaded(leaf: Any, parameter: Tensor) -> OffloadedState:
+    return offloaded_state(leaf.optimizer, _given(leaf, parameter), parameter)
+
+
 def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
     for name, parameter in experts.items():
-        if isinstance(leaf, DistributedOptimizer):
-            main = leaf._get_main_param_and_optimizer_states(parameter)["param"]
-        else:
-            main = _main_of(leaf, parameter)
-        if main.numel() != parameter.numel():
-            raise AttachError(_elsewhere(name, main.numel(), parameter))
+        given = _given(leaf, parameter)
+        if given.numel() != parameter.numel():
+            raise AttachError(_elsewhere(name, given.numel(), parameter))
+        if is_offloaded(leaf.optimizer) and given not in leaf.optimizer.param_to_inner_param:
+            raise AttachError(
+                f"the optimizer would not find the master of {name} in host memory: optimizer_cpu_offload of "
+                "Megatron-Core 0.16.1 cannot step bf16 or fp16 without the distributed optimizer; set "
+                "use_distributed_optimizer=True"
+            )
 
 
 def _elsewhere(name: str, here: int, parameter: Tensor) -> str:

@@ -46,10 +46,13 @@ class MegatronJobSettings:
     optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
+    bf16: bool | Unresolved = False
+    fp16: bool | Unresolved = False
     fp8: str | Unresolved | None = None
     fp4: str | Unresolved | None = None
     optimizer: str | Unresolved = "adam"
     optimizer_cpu_offload: bool | Unresolved = False
+    optimizer_offload_fraction: float | Unresolved = 0.0
     use_precision_aware_optimizer: bool | Unresolved = False
     use_distributed_optimizer: bool | Unresolved = False
     num_distributed_optimizer_instances: int | Unresolved = 1
@@ -134,6 +137,8 @@ def sums_in_order(config: Any) -> bool:
 def _exact(settings: Any) -> Exact:
     if not sums_in_order(settings):
         return "rounding"
+    if settings.optimizer_cpu_offload and 0 < settings.optimizer_offload_fraction < 1:
+        return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
     return "bit" if settings.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
@@ -202,15 +207,15 @@ RULES = (
     ),
     Rule(
         "optimizer_cpu_offload",
-        lambda job: job.optimizer_cpu_offload,
-        "it keeps expert state where it cannot be moved in place",
-        "set optimizer_cpu_offload=False",
+        lambda job: job.optimizer_cpu_offload and not job.use_distributed_optimizer and (job.bf16 or job.fp16),
+        "Megatron itself cannot step bf16 or fp16 so without the distributed optimizer",
+        "set use_distributed_optimizer=True, or optimizer_cpu_offload=False",
     ),
     Rule(
         "use_precision_aware_optimizer",
-        lambda job: job.use_precision_aware_optimizer,
-        "it keeps expert state where it cannot be moved in place",
-        "set use_precision_aware_optimizer=False",
+        lambda job: job.use_precision_aware_optimizer and not job.optimizer_cpu_offload,
+        "TransformerEngine's optimizer keeps masters and moments in dtypes of its own, which cannot be moved yet",
+        "set use_precision_aware_optimizer=False, or optimizer_cpu_offload=True",
     ),
     Rule(
         "use_distributed_optimizer",
@@ -235,13 +240,6 @@ RULES = (
         lambda job: job.use_megatron_fsdp,
         "experts that Megatron's FSDP cuts are not supported",
         "set use_megatron_fsdp=False",
-    ),
-    Rule(
-        "phase_offload",
-        lambda job: job.phase_offload,
-        "weights and optimizer state that are freed between phases are not supported yet",
-        "keep parameters, gradients and optimizer on the device (verl: param_offload, grad_offload and "
-        "optimizer_offload=False)",
     ),
     Rule(
         "lora",

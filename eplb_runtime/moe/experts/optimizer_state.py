@@ -22,8 +22,20 @@ class OptimizerStateError(ValueError):
 class StateOwner(Protocol):
     """An optimizer of a framework's own, which may step other tensors than the model's."""
 
+    @property
+    def varies_in_device(self) -> bool:
+        """Whether the same state may be in host memory on one rank and on the device on another."""
+
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """What is kept for a parameter of the model, by key: the live memory, none of it the parameter's own."""
+
+    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
+        """Other live memory that holds the same numbers as a part of that state, by its key, or as the parameter itself
+        (`PARAMETER`)."""
+
+
+PARAMETER = ""
+"""Key under which `StateOwner.copies_of` has copies of the parameter itself."""
 
 
 def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
@@ -56,6 +68,17 @@ def state_of_each(
             )
     keys = [key for key in sorted(of_each[0], key=str) if isinstance(of_each[0][key], Tensor)]
     return [(str(key), tuple(state[key] for state in of_each)) for key in keys]
+
+
+def copies_of_each(
+    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
+) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
+    """By key, for each expert that is a parameter of its own, the memory that holds the same numbers: none or more
+    tensors, on other devices for some experts than for others."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    of_each = [optimizer.copies_of(parameter) for parameter in parameters]
+    return {key: tuple(copies.get(key, ()) for copies in of_each) for key in {key for one in of_each for key in one}}
 
 
 def expert_state(

@@ -33,6 +33,21 @@ class RowField:
         """The row itself, in the live tensor."""
         return self.source.row(local_slot)
 
+    @torch.no_grad()
+    def write(self, local_slot: int, values: Tensor) -> None:
+        """Copy a row's values into the live row of a slot, and into all other memory that holds it.
+
+        Args:
+            values: of the row's dtype and shape, on any device.
+        """
+        self.source.row(local_slot).copy_(values)
+        self.write_copies(local_slot, values)
+
+    def write_copies(self, local_slot: int, values: Tensor) -> None:
+        """Copy a row's values into the other memory that holds it alone."""
+        for copied in self.source.copies_of_row(local_slot):
+            copied.copy_(values.reshape(copied.shape))
+
     def in_bytes(self, raw: Tensor) -> Tensor:
         """``nbytes`` of uint8, in the row's dtype and shape."""
         return raw.view(self.source.dtype).view(self.source.row_shape)
@@ -71,5 +86,6 @@ class RecordFormat:
             if row.device.type == record.device.type == "cpu" and row.is_contiguous() and not row.is_inference():
                 copy(as_bytes(row), raw)
                 increment_version(row)  # as torch's own copy does
+                field.write_copies(local_slot, field.in_bytes(raw))
             else:
-                row.copy_(field.in_bytes(raw))
+                field.write(local_slot, field.in_bytes(raw))

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .optimizer_state import StateOwner, expert_state, state_of_each
-from .slices import is_sliced, local
+from .optimizer_state import PARAMETER, StateOwner, copies_of_each, expert_state, state_of_each
+from .slices import has_memory, is_sliced, local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 
@@ -28,6 +28,8 @@ def why_not_written(tensor: Tensor) -> str:
     """Why an expert that arrives could not be written into this tensor; empty: it can."""
     if tensor.is_inference():
         return "it was made inside torch.inference_mode() and cannot be written outside: clone() it"
+    if not has_memory(tensor):
+        return "its memory is freed, as jobs do between phases: load it before a decision"
     if any(size > 1 and stride == 0 for size, stride in zip(local(tensor).shape, local(tensor).stride(), strict=True)):
         return "its elements share memory, as expand() leaves them: clone() it"
     return ""
@@ -48,11 +50,19 @@ class ExpertTensor:
         tensor: the live tensor, or one for each home slot where they are tensors of their own; written in place and
             never replaced.
         kind: what it is to the training step.
+        copies: for each home slot, other memory with the same numbers, which is written along; empty: there is none.
+        varies_in_device: whether rows may be on other devices on other ranks.
     """
 
     name: str
     tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
+    copies: tuple[tuple[Tensor, ...], ...] = ()
+    varies_in_device: bool = False
+
+    def copies_of_row(self, local_slot: int) -> tuple[Tensor, ...]:
+        """Other memory that holds what is in a slot."""
+        return self.copies[local_slot] if self.copies else ()
 
     def row(self, local_slot: int) -> Tensor:
         """What stands in a slot, the live memory."""
@@ -243,15 +253,20 @@ class ExpertTensors:
 
     def _of_separate(self, name: str, rows: tuple[Tensor, ...], kind: Kind) -> list[ExpertTensor]:
         """All that moves with experts that are tensors of their own."""
-        tensors = [ExpertTensor(name, rows, kind)]
         if kind != "parameter":
-            return tensors
+            return [ExpertTensor(name, rows, kind)]
+        copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
+        own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
+        tensors = [ExpertTensor(name, rows, kind, own)]
         gradients = tuple(row.grad for row in rows if row.grad is not None)
         if self._move_gradients and gradients:
             if len(gradients) != len(rows):
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
             tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
-        for optimizer in self._optimizers:
-            states = state_of_each(optimizer, rows)
-            tensors += [ExpertTensor(f"{name}/{key}", state, "optimizer_state") for key, state in states]
+        for optimizer, of_each in zip(self._optimizers, copies, strict=True):
+            varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
+            tensors += [
+                ExpertTensor(f"{name}/{key}", state, "optimizer_state", of_each.get(key, ()), varies)
+                for key, state in state_of_each(optimizer, rows)
+            ]
         return tensors

@@ -23,6 +23,12 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is there: jobs free weights between phases by ``resize_(0)`` of their storage."""
+    held = local(tensor)
+    return not held.numel() or held.untyped_storage().nbytes() > 0
+
+
 def is_sliced(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 

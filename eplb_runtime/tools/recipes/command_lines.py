@@ -31,6 +31,8 @@ OPTIONS_ELSEWHERE = ("yaml_cfg",)
 """Megatron's flags that name a file with options."""
 SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall"}
 """What slime sets for all of its jobs."""
+BY_FLAGS = {"optimizer_offload_fraction": 1.0}
+"""Defaults of Megatron's flags where its configs have others."""
 VERL = {
     "use_distributed_optimizer": True,
     "moe_token_dispatcher_type": "alltoall",
@@ -116,6 +118,8 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     if missing:
         derived = {"expert_data_parallel_size", "phase_offload", "lora"}
         defaults = {name: Unresolved(f"may be in {missing[0]}") for name in FIELDS - derived} | defaults
+    elif "optimizer_cpu_offload" in options:
+        defaults |= BY_FLAGS
     return Recipe(path.stem, "slime" if is_slime else "Megatron-LM", "megatron", options, defaults, written)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...hosts.settings import Unresolved
 from .base import Recipe, RecipeError, value_of
-from .command_lines import SLIME, VERL
+from .command_lines import BY_FLAGS, SLIME, VERL
 
 MEGATRON = {
     "num_experts": "num_moe_experts",
@@ -26,6 +26,7 @@ MEGATRON = {
     "fp8": "fp8",
     "optimizer": "optimizer",
     "optimizer_cpu_offload": "optimizer_cpu_offload",
+    "offload_fraction": "optimizer_offload_fraction",
     "precision_aware_optimizer": "use_precision_aware_optimizer",
     "distributed_optimizer": "use_distributed_optimizer",
     "fsdp": "use_megatron_fsdp",
@@ -54,7 +55,8 @@ TORCHTITAN_AS_WRITTEN = ("spmd_backend", "data_parallel_replicate_degree")
 UNKNOWN_SIZES = ("num_experts", "num_moe_experts", "moe_router_topk")
 """Belong to the model; a framework's default says nothing of them."""
 BY_PROJECT: Mapping[str, Mapping[str, Any]] = {
-    "slime": SLIME,
+    "slime": {**BY_FLAGS, **SLIME},
+    "Megatron-LM": BY_FLAGS,
     "verl": VERL,
     "Megatron-Bridge": {"moe_permute_fusion": Unresolved("set by the model's provider")},
 }
@@ -89,6 +91,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
         options = _named(entry, MEGATRON, MEGATRON_AS_WRITTEN)
         if entry.get("cuda_graph"):
             options["cuda_graph_impl"] = str(entry["cuda_graph"])
+        if entry.get("params_dtype") in ("bf16", "fp16"):
+            options[entry["params_dtype"]] = True
         if entry.get("nvfp4"):
             options["fp4"] = "nvfp4"
     elif host == "torchtitan":

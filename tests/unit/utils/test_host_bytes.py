@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
+from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes, checksum, host_array
 from eplb_runtime.utils.checksums_numba import copy, copy_and_hash, fast_host_hashes
 
 PLACES = (0, 1, 8, 64, 72)
@@ -58,3 +58,16 @@ def test_one_bit_more_changes_the_hash_of_its_block_only() -> None:
     before = fast_host_hashes(source)
     source[3 * HASH_BLOCK_BYTES + 77] ^= 4
     assert (fast_host_hashes(source) != before).nonzero().flatten().tolist() == [3]
+
+
+def test_memory_that_was_copied_and_hashed_stays_resizable() -> None:
+    source, into = (torch.zeros(1 << 21, dtype=torch.uint8) for _ in range(2))
+    copy(into, source)
+    fast_host_hashes(source)
+    checksum([source])
+    assert source.untyped_storage().resizable() and into.untyped_storage().resizable()
+    assert host_array(source[3:5]).tolist() == [0, 0] and host_array(source[:0]).size == 0
+    host_array(source)[3] = 7
+    assert source[3] == 7, "it is the same memory"
+    source.numpy()
+    assert not source.untyped_storage().resizable(), "control: torch marks what NumPy was given"

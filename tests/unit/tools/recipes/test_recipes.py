@@ -43,7 +43,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
     actor_rollout_ref.actor.megatron.param_offload=${offload} \\
     +actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True \\
-    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True \\
+    +actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1
 """
 MEGATRON = {"host": "megatron", "project": "x", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
@@ -152,11 +152,12 @@ def test_an_adapter_of_verls_critic_is_none_of_the_actor(tmp_path: Path) -> None
     assert refused(judged(tmp_path, f"{options}{actor}8 {critic}0")) == [actor.rstrip("=")]
 
 
-def test_the_phase_that_is_offloaded_is_named(tmp_path: Path) -> None:
+def test_phases_that_are_offloaded_attach(tmp_path: Path) -> None:
     megatron = "actor_rollout_ref.actor.megatron."
     options = f"{megatron}expert_model_parallel_size=8 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
     phases = f"{megatron}param_offload=False {megatron}grad_offload=$G {megatron}optimizer_offload=True"
-    assert refused(judged(tmp_path, options + phases)) == [f"{megatron}optimizer_offload"]
+    assert judged(tmp_path, options + phases)["attaches"] is True
+    assert judged_fields(tmp_path, MEGATRON, phase_offload=True)["attaches"] is True
 
 
 @pytest.mark.parametrize("size", ["0", "abc", "-8", "2.5"])
@@ -188,8 +189,7 @@ def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
 
 def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
     found = judged(tmp_path, VERL)
-    megatron = "actor_rollout_ref.actor.megatron."
-    assert refused(found)[0].endswith("optimizer_cpu_offload") and refused(found)[1] == f"{megatron}param_offload"
+    assert [name.rpartition(".")[2] for name in refused(found)] == ["use_precision_aware_optimizer"]
     assert (found["ep"], found["edp"]) == (8, 1)
     assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
         "assumed"
@@ -213,11 +213,10 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ),
         ({"optimizer": "muon"}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
+        ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
         ({"distributed_optimizer": True, "gpus": 16}, "distributed_optimizer"),
         ({"fsdp": True}, "fsdp"),
-        ({"phase_offload": True}, "phase_offload"),
         ({"lora": True}, "lora"),
     ],
 )
@@ -271,6 +270,22 @@ def test_ranks_that_are_not_stated_leave_a_distributed_optimizer_open(tmp_path: 
     assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
 
 
+def test_a_precision_aware_optimizer_in_host_memory_is_megatrons_own_and_attaches(tmp_path: Path) -> None:
+    both = {"optimizer_cpu_offload": True, "precision_aware_optimizer": True, "distributed_optimizer": True}
+    assert judged_fields(tmp_path, MEGATRON, **both)["attaches"] is True
+    assert judged_fields(tmp_path, MEGATRON, **both, params_dtype="bf16")["attaches"] is True
+
+
+def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
+    script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
+    flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
+    found = judged(tmp_path, script.replace("${ARGS[@]}", flags))
+    assert found["attaches"] is True and found["exact"] == "bit"
+    assert any(one["setting"] == "optimizer_offload_fraction" and one["value"] == 1.0 for one in found["assumed"])
+    half = judged(tmp_path, script.replace("${ARGS[@]}", f"{flags} --optimizer-offload-fraction 0.5"))
+    assert half["exact"] == "rounding"
+
+
 @pytest.mark.parametrize(
     ("fields", "exact"),
     [
@@ -280,9 +295,11 @@ def test_ranks_that_are_not_stated_leave_a_distributed_optimizer_open(tmp_path: 
         ({"top_k": 8, "dispatcher": "flex"}, "rounding"),
         ({"gpus": 24}, "rounding"),
         ({"top_k": None}, None),
+        ({"optimizer_cpu_offload": True, "offload_fraction": 1.0}, "bit"),
+        ({"optimizer_cpu_offload": True, "offload_fraction": 0.5}, "rounding"),
     ],
 )
-def test_exactness_follows_dispatcher_top_k_and_the_ranks_that_add_up(
+def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
     tmp_path: Path, fields: Mapping[str, Any], exact: str | None
 ) -> None:
     assert judged_fields(tmp_path, MEGATRON, **fields)["exact"] == exact
@@ -392,10 +409,10 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         "Megatron-Bridge": (85, 25, 56, 4),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
-        "slime": (12, 1, 11, 0),
+        "slime": (12, 11, 1, 0),
         "torchtitan": (8, 0, 8, 0),
-        "verl": (16, 1, 15, 0),
-        "all": (130, 28, 98, 4),
+        "verl": (16, 13, 3, 0),
+        "all": (130, 50, 76, 4),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == {"expert_data_parallel_size"}
