@@ -157,6 +157,8 @@ class ExpertParallelLayer:
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
         self._experts.ahead_of_forward()
+        clock = self._dispatcher.expert_clock
+        begin = clock.mark() if clock.on else None
         with phase("dispatch", "F", self.index, epoch):
             if metadata is None:
                 assert slots_TK is not None
@@ -166,6 +168,8 @@ class ExpertParallelLayer:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, grad_inputs)
         with phase("combine", "F", self.index, epoch):
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
+        if begin is not None:
+            clock.forward_ends(begin)
         combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
             return self._in_flight.track_recompute(combined_TD)
