@@ -222,8 +222,8 @@ class MigrationConfig(_Settings):
         horizon_steps: steps over which the gate, and what is reported of a plan, count what a rebalance saves; None:
             ``10 * interval``.
         moe_share: share of a step, as the job is, in expert work (dispatch to combine), in (0, 1]; for the same
-            prediction. None: measured in a few steps before decisions; 0.5 is assumed until then, and where the
-            framework dispatches tokens itself (Megatron-Core).
+            prediction. None: measured in a few steps before decisions; 0.5 is assumed until then, and where CUDA graphs
+            replay the layers.
         max_moves: at most so many experts move in one decision, over all layers; None: no limit.
         max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared

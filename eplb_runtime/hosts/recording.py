@@ -39,7 +39,7 @@ def record(
 
     For a job without a balancer: ``eplb-runtime assess`` says from it whether balancing would pay, and ``eplb-runtime
     simulate`` plays it through policies. The sizes of an expert and of its optimizer state are written, too, and the
-    seconds of a step and of rank 0's expert work in it (not with Megatron-Core). Counting enqueues one small kernel a
+    seconds of a step and of rank 0's expert work in it. Counting enqueues one small kernel a
     layer; sums over ranks and writing happen beside training. Padding, activation recompute and, of a model that is
     trained, evaluation do not count. Collective: with torch.distributed, every rank of the world calls it for the same
     model; counts are summed over all of them::

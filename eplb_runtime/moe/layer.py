@@ -20,6 +20,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from ..distributed.hang_watchdog import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
+from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
 from .custom_ops import in_graphs
 from .dispatch.base import Dispatcher
@@ -236,19 +237,29 @@ class HostDispatchedLayer:
 
     Args:
         index, module, counter, table, forward_tag: as of `ExpertParallelLayer`.
+        expert_clock: measures expert work in some steps; the host marks it.
 
     Attributes:
+        expert_clock: as given.
         before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, forward_tag: ForwardTag
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        counter: LoadCounter,
+        table: SlotTable,
+        forward_tag: ForwardTag,
+        expert_clock: ExpertClock,
     ) -> None:
         self.index = index
         self._module = module
         self._counter = counter
         self._table = table
         self._forward_tag = forward_tag
+        self.expert_clock = expert_clock
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None

@@ -434,7 +434,12 @@ class _Attaching:
             if layer.compute is None:
                 made.append(
                     HostDispatchedLayer(
-                        index, layer.experts, counter=counter, table=maps.table, forward_tag=forward_tag
+                        index,
+                        layer.experts,
+                        counter=counter,
+                        table=maps.table,
+                        forward_tag=forward_tag,
+                        expert_clock=self.expert_clock,
                     )
                 )
                 layer.install(made[-1])
