@@ -71,17 +71,18 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
     """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
     end it."""
     own_preprocess, own_postprocess = module.preprocess, module.postprocess
-    running: list[tuple[ExpertCall | None, Tensor | None]] = [(None, None)]
+    running: list[tuple[ExpertCall | None, Tensor]] = []
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        hidden_states, call = call_begins(clock, hidden_states)
-        running[0] = (call, hidden_states)
+        running.clear()
+        if clock.on:
+            hidden_states, call = call_begins(clock, hidden_states)
+            running.append((call, hidden_states))
         return own_preprocess(hidden_states, probs, routing_map)
 
     def postprocess(output: Tensor, shared_expert_output: Tensor | None) -> Any:
         result = own_postprocess(output, shared_expert_output)
-        (call, hidden), running[0] = running[0], (None, None)
-        return call_ends(call, hidden, result)
+        return call_ends(*running.pop(), result) if running else result
 
     def undo() -> None:
         del module.preprocess, module.postprocess
