@@ -59,9 +59,10 @@ def test_nothing_is_recorded_while_it_is_off() -> None:
 
 
 def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
-    clock = FakeClock()
+    clock, metadata = FakeClock(), object()
     for ends in (False, True):
         clock.begin_step()
+        clock.backward_ends(metadata)  # of the step before: too late
         run_layer(clock, 2.0)
         metadata = object()
         clock.backward_begins(metadata)
@@ -69,7 +70,6 @@ def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
         if ends:
             clock.backward_ends(metadata)
         clock.end_step()
-        clock.backward_ends(metadata)  # after the step: too late
     assert [step.time().expert_seconds for step in clock.take()] == [2.0, 6.0]  # type: ignore[union-attr]
 
 
