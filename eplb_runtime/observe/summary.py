@@ -16,7 +16,7 @@ SAVED_TOLD = (
     "the estimate compares with experts as they stood at the start, in the steps that were measured",
     "the prediction compares with the placement before each plan, and is discounted by the record of earlier plans",
 )
-CAME_TRUE_TOLD = "both compare with the placement before each plan, over its whole horizon, and count gains in full"
+CAME_TRUE_TOLD = "both compare with the placement before each plan, over its horizon, in full"
 MOSTLY_TRUE = 0.5
 """Share of predicted seconds below which a change of settings is advised."""
 

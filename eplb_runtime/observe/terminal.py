@@ -122,7 +122,7 @@ def _head(view: View, now: float) -> RenderableType:
         )
     )
     if view.get("expert_work"):
-        lines.append(Text(f"{view['expert_work']}; saved: compared with the start, in measured steps"))
+        lines.append(Text(f"{view['expert_work']}; saved: compared with the start"))
     if view.get("predictions"):
         lines.append(Text(str(view["predictions"])))
         lines.append(Text(CAME_TRUE_TOLD, style="dim"))
