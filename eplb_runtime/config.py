@@ -221,7 +221,9 @@ class MigrationConfig(_Settings):
             run in the background. Fixed, so that a rerun commits at the same steps.
         horizon_steps: steps over which the gate, and what is reported of a plan, count what a rebalance saves; None:
             ``10 * interval``.
-        moe_share: share of a step that expert compute and dispatch take, in (0, 1]; for the same prediction.
+        moe_share: share of a step, as the job is, in expert work (dispatch to combine), in (0, 1]; for the same
+            prediction. None: measured in a few steps before decisions; 0.5 is assumed until then, and where CUDA graphs
+            replay the layers.
         max_moves: at most so many experts move in one decision, over all layers; None: no limit.
         max_pause_seconds: a plan whose predicted pause is longer is trimmed to fit; None: no limit.
         transport: what carries experts: ``"torch"`` (torch.distributed point to point: gloo or NCCL), ``"shm"`` (shared
@@ -246,7 +248,7 @@ class MigrationConfig(_Settings):
 
     lag: int = 1
     horizon_steps: int | None = None
-    moe_share: float = 0.5
+    moe_share: float | None = None
     max_moves: int | None = None
     max_pause_seconds: float | None = None
     transport: str = "torch"
@@ -257,9 +259,10 @@ class MigrationConfig(_Settings):
     def __post_init__(self) -> None:
         self._whole("lag", 0)
         self._whole("horizon_steps", 1)
-        if not _is_number(self.moe_share) or not 0 < self.moe_share <= 1:
-            raise ConfigError(f"moe_share={_shown(self.moe_share)}: give a share of the step in (0, 1]")
-        self._set("moe_share", float(self.moe_share))
+        if self.moe_share is not None:
+            if not _is_number(self.moe_share) or not 0 < self.moe_share <= 1:
+                raise ConfigError(f"moe_share={_shown(self.moe_share)}: give a share of the step in (0, 1], or None")
+            self._set("moe_share", float(self.moe_share))
         self._whole("max_moves", 0)
         self._seconds("max_pause_seconds")
         self._one_of("transport", TRANSPORTS)

@@ -53,7 +53,8 @@ class LoadMeasured(Event):
 
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
     load under the placement that stood then, ``[T][L]``; in the log an old event has one row, the mean of them.
-    ``step_seconds``: of a training step, measured and smoothed.
+    ``step_seconds``: of a training step, measured and smoothed. ``moe_share``: share of a step in expert work;
+    ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown.
 
     For listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows
     stood under, each with the row that it ends before.
@@ -62,6 +63,8 @@ class LoadMeasured(Event):
     steps: int
     imbalance: tuple[tuple[float, ...], ...]
     step_seconds: float = 0.0
+    moe_share: float | None = None
+    moe_share_source: str = ""
     load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
     placements: tuple[tuple[int, Placement], ...] | None = field(
         default=None, compare=False, repr=False, metadata=_SEEN

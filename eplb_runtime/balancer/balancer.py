@@ -665,7 +665,7 @@ class Balancer:
         """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
         self._rebalancer.decisions.planner = planner
 
-    def _record(self, write: Callable[[NDArray[np.int64], int, int], None]) -> None:
+    def _record(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
         """Call a function with the load of each decision, as `DecisionMaker.on_load`."""
         self._rebalancer.decisions.on_load = write
 

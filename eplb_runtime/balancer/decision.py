@@ -23,8 +23,9 @@ from ..distributed.consensus import Agreement, maxima
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
 from ..events import LoadMeasured, RebalancePlanned
-from ..load.aggregate import HostCopy, aggregate
+from ..load.aggregate import HostCopy, aggregate_with
 from ..load.declared import DeclaredLoadError, summed
+from ..load.expert_clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..migration.difference import apply, difference
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
@@ -59,6 +60,7 @@ class Decision:
         load: int64 ``[T, L, E]``, measured over all ranks.
         placements: placements of its rows, each with the row that it ends before.
         step_seconds: of a training step.
+        share: of a step in expert work.
         finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
@@ -74,6 +76,7 @@ class Decision:
     load: NDArray[np.int64] | None = None
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
+    share: ExpertShare | None = None
 
     def measured(self, step: int, steps_per_bucket: int) -> LoadMeasured | None:
         """The event of the load that this decision started from; None: it failed before.
@@ -89,6 +92,8 @@ class Decision:
             len(buckets) * steps_per_bucket,
             buckets,
             self.step_seconds,
+            None if self.share is None else self.share.value,
+            "" if self.share is None else self.share.source,
             load=self.load,
             placements=self.placements,
         )
@@ -132,6 +137,8 @@ class Measurement:
         declared: float64 ``[T, L, E]``, the load that this rank declares; None: none.
         home_bytes: of the largest expert here with its state.
         token_bytes: that a (token, choice) pair sends in a step.
+        sampled_steps: in which expert work was measured.
+        even_share: of a step, expert work with even load.
         keys_of_earlier: number of `JobStore.passing` keys from before this decision.
     """
 
@@ -145,6 +152,8 @@ class Measurement:
     sample: Sample | None = None
     computed: bool = True
     declared: NDArray[np.float64] | None = None
+    sampled_steps: tuple[SampledStep, ...] = ()
+    even_share: float = ASSUMED_SHARE
     keys_of_earlier: int = 0
 
     @property
@@ -161,7 +170,9 @@ class DecisionMaker:
             save it, though only the planner plans from it.
         saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
         on_load: called with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a row,
-            and the bytes of this rank's largest expert with its state.
+            the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
+            measured.
+        share: of a step in expert work, equal on every rank.
     """
 
     def __init__(self, runtime: Runtime, guard: Guard, probe: Probe = unobserved) -> None:
@@ -173,6 +184,7 @@ class DecisionMaker:
         self.history: deque[NDArray[np.int64]] = deque(
             maxlen=max(1, self._config.window_steps // self._steps_per_bucket)
         )
+        self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
         self._compiled = False
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
@@ -187,7 +199,9 @@ class DecisionMaker:
         self._planning = Worker("eplb_runtime plan")
         self._overdue: Future[bytes] | None = None
         self.planner: Callable[..., Plan] = plan
-        self.on_load: Callable[[NDArray[np.int64], int, int], None] = lambda load_TLE, steps, home_bytes: None
+        self.on_load: Callable[[NDArray[np.int64], int, int, float], None] = lambda load_TLE, steps, nbytes, seconds: (
+            None
+        )
 
     def resume_track_record(self, rows: Any) -> None:
         """Judge further predictions beside saved ones.
@@ -236,7 +250,7 @@ class DecisionMaker:
         self._probe(Phase.DECIDING, key)
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
-            total = aggregate(measurement.buckets, control).numpy()
+            total, share = self._add_up(measurement, control)
         comparison = (
             SampleComparison() if measurement.sample is None else self._guard.compare(measurement.sample, control)
         )
@@ -251,7 +265,8 @@ class DecisionMaker:
             return self._nothing_counted(finding, measurement)
         if total.any():
             self.history.extend(total)
-            self.on_load(total, self._steps_per_bucket, measurement.home_bytes)
+            seconds = share.value * measurement.step_seconds if share.source == "measured" else 0.0
+            self.on_load(total, self._steps_per_bucket, measurement.home_bytes, seconds)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
@@ -267,29 +282,35 @@ class DecisionMaker:
                 load=total,
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
+                share=share,
             )
         self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
+        imbalance, problem = None, ""
+        try:
+            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
+            even_share = share.even(1.0 if imbalance is None else float(imbalance.mean()))
+            measurement = replace(measurement, even_share=even_share)
+        except Exception as error:
+            problem = self._failed_here(error)
         with phase("decision: plan", epoch=epoch):
             made_here = self._plan(measurement, total, compiling > 0) if self._is_planner else b""
             message = self._broadcast(made_here, control)
-        imbalance, target, digest, problem = None, None, bytes(16), ""
+        target, digest = None, bytes(16)
         summary: dict[str, Any] = {}
         try:
-            imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
             self._probe(Phase.PLANNED, message)
             target, summary, digest = self._read(message, measurement.placement)
             self.saved_track_record = summary.get("track_record", self.saved_track_record)
         except Exception as error:
-            # The others wait for this rank, which reports its problem in the comparison below.
-            logger.warning("the decision failed on this rank", exc_info=True)
-            problem = f"{type(error).__name__}: {error}"
+            problem = self._failed_here(error)
         made = Decision(
             imbalance=imbalance,
             finding=finding,
             load=total,
             placements=measurement.placements,
             step_seconds=measurement.step_seconds,
+            share=share,
         )
         with phase("decision: agree", epoch=epoch):
             verdict = agreement.check_equal(digest, "plan", problem)
@@ -303,6 +324,21 @@ class DecisionMaker:
         if comparison.stays and target is not None:
             return replace(made, summary=staying(measurement.placement, comparison.stays), stays=comparison.stays)
         return replace(made, target=target, summary=summary)
+
+    def _failed_here(self, error: Exception) -> str:
+        """Log a problem of this rank, for which the others wait: it is reported when digests are compared."""
+        logger.warning("the decision failed on this rank", exc_info=error)
+        return f"{type(error).__name__}: {error}"
+
+    def _add_up(self, measurement: Measurement, control: dist.ProcessGroup) -> tuple[NDArray[np.int64], ExpertShare]:
+        """Sum the load, int64 ``[T, L, E]``, and the measured seconds of expert work and of steps, over all ranks.
+        Returns the former, and the share of a step in expert work. Collective."""
+        measurement.buckets.wait()  # whatever was enqueued before, such as the marks of sampled steps, is over then
+        here = median_time(measurement.sampled_steps)
+        nanoseconds = [0, 0] if here is None else [round(1e9 * here.expert_seconds), round(1e9 * here.step_seconds)]
+        total, (expert, step) = aggregate_with(measurement.buckets, nanoseconds, control)
+        self.share = self.share.updated(expert / 1e9, step / 1e9)
+        return total.numpy(), self.share
 
     def _by_node(self, measurement: Measurement, control: dist.ProcessGroup) -> NDArray[np.float64] | None:
         """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective,
@@ -447,7 +483,7 @@ class DecisionMaker:
             home_bytes=measurement.home_bytes,
             replica_bytes=0,  # replicas are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
-            moe_share=self._config.migration.moe_share,
+            moe_share=measurement.even_share,
             horizon_steps=self._config.horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes),

@@ -37,10 +37,12 @@ from ..events import (
 )
 from ..load.aggregate import HostCopy
 from ..load.clock import Progress, StepClock
+from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
 from ..migration.between_steps import BetweenSteps
 from ..migration.driver import Migration, MigrationProgress
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import HELD, Overlapped
+from ..moe.experts.lone_step import is_due
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN, BESIDE
 from ..placement import Placement, PlacementError
@@ -106,6 +108,8 @@ class Rebalancer:
         self._config = config
         self._groups = groups
         self._counter = runtime.counter
+        self._expert_clock = runtime.expert_clock
+        self._next_sampled = 0
         self._guard = guard
         self._registry = runtime.registry
         self._maps = runtime.maps
@@ -200,24 +204,39 @@ class Rebalancer:
             MigrationBroken: now or earlier, this rank failed after all had agreed to commit.
         """
         self.refuse_if_broken()
+        self._expert_clock.end_step()
         before = self._placement
-        is_due = self._count_step()
+        decides = self._count_step()
         if self._migration.in_flight:
             self._advance()
         if self._reconnection.under_way:
             self._rejoin()
         if self._reconnection.under_way or self._migration.in_flight:
-            if is_due:
+            if decides:
                 self._discard_load()
         else:
-            if self._pending is None and is_due:
+            if self._pending is None and decides:
                 self._pending = self._decide(self._config.migration.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
                 target = self._agree_on_target(self._pending)
                 if target is not None:
                     self._migrate(target, self._migration)
         self.overlapped.step_begins()
+        if self._is_sampled(self.step):
+            self._expert_clock.begin_step()
         return self._placement is not before
+
+    def _is_sampled(self, step: int) -> bool:
+        """Return whether expert work is measured in a step, the first of which is 0: in three shortly before a
+        decision, every thirty steps at most. Steps in which the guard steps single experts are left out, but not with
+        an interval below five, where they are most."""
+        interval = self._config.interval
+        to_decision = interval - step % interval
+        if self._config.migration.moe_share is not None or step + to_decision < self._next_sampled:
+            return False
+        if interval <= SAMPLED_STEPS + 1:
+            return True
+        return 1 < to_decision <= SAMPLED_STEPS + 1 and not is_due(step, interval)
 
     def _count_step(self) -> bool:
         """Count the step that is over. Returns whether a decision is due."""
@@ -233,6 +252,7 @@ class Rebalancer:
     def _discard_load(self) -> None:
         """Drop the load counted since the last decision."""
         self._counter.take()
+        self._expert_clock.take()
         self._earlier.clear()
 
     @property
@@ -294,6 +314,7 @@ class Rebalancer:
     def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
         """Set the step, and migrate to a placement, or to one that is made then. Collective, between steps."""
         self.step = step
+        self._next_sampled = 0
         self._restores += 1
         self._attempts = 0
         return self._migrate(target if isinstance(target, Placement) else target())
@@ -373,11 +394,14 @@ class Rebalancer:
             stall_seconds=self._clock.stall_seconds,
             home_bytes=self._home_bytes(),
             token_bytes=self._counter.token_bytes,
+            sampled_steps=self._expert_clock.take(),
             sample=self._guard.sample(),
             computed=self._guard.computed(),
             declared=self.declared,
             keys_of_earlier=self._groups.store.passing,
         )
+        if measurement.sampled_steps:
+            self._next_sampled = self.step + REST_STEPS
         self._earlier.clear()
         self.declared = None
         key = self._new_key("decision")

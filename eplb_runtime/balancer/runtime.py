@@ -13,6 +13,7 @@ from ..distributed.hang_watchdog import Watch
 from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.counter import LoadCounter
+from ..load.expert_clock import ExpertClock
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
@@ -36,6 +37,7 @@ class Runtime:
         placement: of the experts at attach.
         registry: the live expert tensors.
         counter: counts tokens while the model runs.
+        expert_clock: measures expert work in some steps.
         maps: everything that follows the placement.
         dense_parameters: all parameters outside the experts, by name.
         device: of the experts.
@@ -59,6 +61,7 @@ class Runtime:
     placement: Placement
     registry: ExpertTensors
     counter: LoadCounter
+    expert_clock: ExpertClock
     maps: Maps
     dense_parameters: Mapping[str, Tensor]
     device: torch.device

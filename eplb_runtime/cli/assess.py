@@ -55,7 +55,12 @@ def add(commands: Any) -> None:
     add("--windows", "A:B", windows, "of the record, only these, as 0:50", default=slice(None))
     add_dense_layers(command)
     add = adder(command.add_argument_group("figures", "what the record says, and else what is assumed"))
-    add("--moe-share", "X", share, "share of a step in expert work, dispatch to combine (default: .4, and .2 to .6)")
+    add(
+        "--moe-share",
+        "X",
+        share,
+        "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)",
+    )
     add("--step-seconds", "S", positive_float, "seconds of a training step (default: as recorded, or 1)")
     add(
         "--steps-per-window",

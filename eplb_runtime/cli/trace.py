@@ -207,9 +207,9 @@ def _compare(arguments: argparse.Namespace) -> None:
     )
     if found.is_noise is not None:
         print_lines(
-            "the steps of A and B differ by less than steps of one job do: this is noise"
+            "the medians of steps differ by less than they do by chance: this is noise"
             if found.is_noise
-            else "the steps of A and B differ by more than steps of one job do"
+            else "the medians of steps differ by more than they do by chance"
         )
     print_table(f"us a {found.per}, of a rank", [_change(row) for row in found.summary])
     print_table("phases, us on the thread that runs them", [_change(row) for row in found.phases])

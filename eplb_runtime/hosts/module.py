@@ -20,9 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from ..balancer.gradients.division import foreign_hooks
+from ..load.expert_clock import ExpertClock
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from .attaching.expert_spans import call_begins, call_ends
 from .tried import short, why_not_alike
 
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -168,10 +170,10 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
     else:
         raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
     owner = _owner_of_run(model, layer, experts)
+    signature = inspect.signature(getattr(owner, layer.run))
 
     def hook(see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-        own, had = getattr(owner, layer.run), layer.run in vars(owner)
-        signature = inspect.signature(own)
+        own = getattr(owner, layer.run)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden, topk_ids, _ = signature.bind(*args, **kwargs).arguments.values()
@@ -179,16 +181,34 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
             see(topk_ids.reshape(-1, topk_ids.shape[-1]).long(), hidden.shape[-1], topk_ids.shape[-1])
             return own(*args, **kwargs)
 
-        def undo() -> None:
-            if had:
-                setattr(owner, layer.run, own)
-            else:
-                delattr(owner, layer.run)
+        return _replaced(owner, layer.run, run)
 
-        setattr(owner, layer.run, run)
-        return undo
+    def mark_work(clock: ExpertClock) -> Callable[[], None]:
+        own = getattr(owner, layer.run)
 
-    return WatchedLayer(layer.experts, num_experts, hook, experts, num_experts)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            name = next(iter(bound.arguments))
+            bound.arguments[name], call = call_begins(clock, bound.arguments[name])
+            return call_ends(call, bound.arguments[name], own(*bound.args, **bound.kwargs))
+
+        return _replaced(owner, layer.run, run)
+
+    return WatchedLayer(layer.experts, num_experts, hook, experts, num_experts, mark_work)
+
+
+def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function in the place of a method; returns how to undo it."""
+    own, had = getattr(owner, name), name in vars(owner)
+
+    def undo() -> None:
+        if had:
+            setattr(owner, name, own)
+        else:
+            delattr(owner, name)
+
+    setattr(owner, name, run)
+    return undo
 
 
 def _describe_layer(model: nn.Module, layer: MoE) -> MoELayer:

@@ -38,10 +38,11 @@ def record(
     """Write down how many tokens each expert of a model gets, step by step, and change nothing else.
 
     For a job without a balancer: ``eplb-runtime assess`` says from it whether balancing would pay, and ``eplb-runtime
-    simulate`` plays it through policies. The sizes of an expert and of its optimizer state, and the seconds of a step,
-    are written, too. Counting enqueues one small kernel a layer; sums over ranks and writing happen beside training.
-    Padding, activation recompute and, of a model that is trained, evaluation do not count. Collective: with
-    torch.distributed, every rank of the world calls it for the same model; counts are summed over all of them::
+    simulate`` plays it through policies. The sizes of an expert and of its optimizer state are written, too, and the
+    seconds of a step and of rank 0's expert work in it. Counting enqueues one small kernel a
+    layer; sums over ranks and writing happen beside training. Padding, activation recompute and, of a model that is
+    trained, evaluation do not count. Collective: with torch.distributed, every rank of the world calls it for the same
+    model; counts are summed over all of them::
 
         with eplb.record(model, "runs/first", optimizer):
             train(model, optimizer)
@@ -119,6 +120,7 @@ def record(
         group=group,
         real_tokens=found.real_tokens,
         in_training_only=optimizer is not None,
+        mark_work=[layer.mark_work for layer in found.layers if layer.mark_work is not None],
         optimizer_bytes=lambda: 0 if optimizer is None else _optimizer_bytes(found.layers, optimizer),
     )
     recording.until_closed(found.watch_batches().remove)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,3 +34,12 @@ def aggregate(buckets: HostCopy, group: dist.ProcessGroup) -> Tensor:
     total = buckets.wait()
     dist.all_reduce(total, group=group)
     return total
+
+
+def aggregate_with(buckets: HostCopy, numbers: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
+    """`aggregate`, and the sums over ranks of a few more numbers, as many on each rank, in the same all-reduce."""
+    here = buckets.wait()
+    total = torch.cat([here.reshape(-1), torch.tensor(numbers, dtype=here.dtype)])
+    dist.all_reduce(total, group=group)
+    counts, sums = total.split([here.numel(), len(numbers)])
+    return counts.view(here.shape), sums.tolist()

@@ -55,6 +55,7 @@ class RecordedJob:
         optimizer_bytes: bytes that the optimizer keeps for one expert.
         dtype, device: of the weights, as ``bfloat16`` and ``cuda``.
         step_seconds: of a training step; in a series that is read, the median of what its lines say.
+        expert_seconds: those of a training step in expert work, dispatch to combine; the median, too.
     """
 
     ranks: int = 0
@@ -69,6 +70,7 @@ class RecordedJob:
     dtype: str = ""
     device: str = ""
     step_seconds: float = 0.0
+    expert_seconds: float = 0.0
 
     def known(self) -> dict[str, Any]:
         """The fields that say something, as a line holds them."""
@@ -199,15 +201,17 @@ def read_job(folder: Path) -> RecordedJob:
     """
     for path in reversed(_files_of(folder)):
         require_readable(path, MOST_BYTES)
-        known, seconds, has_windows = _job_of(_first_line(path)), [], False
+        known, has_windows = _job_of(_first_line(path)), False
+        seconds: dict[str, list[float]] = {"step_seconds": [], "expert_seconds": []}
         for _, line in _lines(path):
             of_line = _job_of(line)
             known |= of_line
             has_windows = True
-            if "step_seconds" in of_line:
-                seconds.append(of_line["step_seconds"])
+            for name, values in seconds.items():
+                if name in of_line:
+                    values.append(of_line[name])
         if has_windows:
-            return RecordedJob(**{**known, "step_seconds": median(seconds) if seconds else 0.0})
+            return RecordedJob(**{**known, **{name: median(values or [0.0]) for name, values in seconds.items()}})
     return RecordedJob()
 
 

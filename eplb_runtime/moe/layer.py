@@ -20,6 +20,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from ..distributed.hang_watchdog import ForwardTag
 from ..load.counter import LoadCounter, in_recompute
+from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
 from .custom_ops import in_graphs
 from .dispatch.base import Dispatcher
@@ -157,6 +158,8 @@ class ExpertParallelLayer:
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
         self._experts.ahead_of_forward()
+        clock = self._dispatcher.expert_clock
+        begin = clock.mark() if clock.on else None
         with phase("dispatch", "F", self.index, epoch):
             if metadata is None:
                 assert slots_TK is not None
@@ -166,6 +169,8 @@ class ExpertParallelLayer:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M, grad_inputs)
         with phase("combine", "F", self.index, epoch):
             combined_TD = self._dispatcher.combine(out_MD, dispatched)
+        if begin is not None:
+            clock.forward_ends(begin)
         combined_TD = self._experts.ahead_of_backward(combined_TD)
         if repeated:
             return self._in_flight.track_recompute(combined_TD)
@@ -232,19 +237,29 @@ class HostDispatchedLayer:
 
     Args:
         index, module, counter, table, forward_tag: as of `ExpertParallelLayer`.
+        expert_clock: measures expert work in some steps; the host marks it.
 
     Attributes:
+        expert_clock: as given.
         before, calls, uncounted, counts_in_evaluation: as of `ExpertParallelLayer`.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, *, counter: LoadCounter, table: SlotTable, forward_tag: ForwardTag
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        counter: LoadCounter,
+        table: SlotTable,
+        forward_tag: ForwardTag,
+        expert_clock: ExpertClock,
     ) -> None:
         self.index = index
         self._module = module
         self._counter = counter
         self._table = table
         self._forward_tag = forward_tag
+        self.expert_clock = expert_clock
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None

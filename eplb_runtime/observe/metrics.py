@@ -49,6 +49,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
         return [
             *_of_imbalance(state),
             *_of_balance(state),
+            _of_expert_work(state),
             *_of_layers_and_ranks(state),
             *_of_decisions(state, progress),
             *_of_moves(state),
@@ -101,7 +102,7 @@ def _of_balance(state: RunState) -> list[Metric]:
         imbalance_L, violation_L = measured["imbalance"], measured["max_vio"]
         average, most = float(imbalance_L.mean()), float(imbalance_L.max())
         cumulative = _cumulative_overload(measured["rank_load"][0], state.job.get("layers_of_stage"))
-        balance_L = 1.0 / np.maximum(imbalance_L, 1.0)
+        balance_L = measured["balancedness"]
         balancedness = [({"over": "mean"}, float(balance_L.mean())), ({"over": "min"}, float(balance_L.min()))]
         if violation_L is not None:
             violation = [({"over": "mean"}, float(violation_L.mean())), ({"over": "max"}, float(violation_L.max()))]
@@ -111,8 +112,18 @@ def _of_balance(state: RunState) -> list[Metric]:
         _gauge("max_overload_factor", "Worst layer's busiest rank's tokens over the mean.", most),
         _gauge("max_cum_overload_factor", "Busiest rank's tokens over its stage's layers, over the mean.", cumulative),
         Metric(PREFIX + "max_vio", "gauge", told, violation),
-        Metric(PREFIX + "balancedness", "gauge", "Mean / max rank load: over layers, and worst.", balancedness),
+        Metric(
+            PREFIX + "balancedness",
+            "gauge",
+            "Mean / max rank load of a step: mean over steps and layers, and worst layer.",
+            balancedness,
+        ),
     ]
+
+
+def _of_expert_work(state: RunState) -> Metric:
+    told = "Share of a step from dispatch to combine: measured, given or assumed."
+    return Metric(PREFIX + "moe_share", "gauge", told, [({"source": state.share.source}, state.share.value)])
 
 
 def _cumulative_overload(rank_load_LR: NDArray[np.int64], layers_of_stage: Sequence[int] | None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..load.aggregate import HostCopy, aggregate
 from ..load.clock import StepClock
 from ..load.counter import LoadCounter, in_recompute
+from ..load.expert_clock import SAMPLED_STEPS, ExpertClock, SampledStep, median_time
 from ..load.series import RecordedJob
 from ..utils.worker import Worker
 from .recorder import Recorder
@@ -38,6 +40,8 @@ class Recording:
         group: gloo, for the sums over ranks; None: there is one rank.
         real_tokens: as a host says it.
         optimizer_bytes: bytes that the optimizer keeps for one expert; 0: unknown. Asked once, after the first steps.
+        mark_work: for each MoE layer, a function that lets a clock measure its expert work, and returns how to end it;
+            empty: that is not measured.
         in_training_only: whether forwards in evaluation mode are left out. False: until the first in training mode,
             since then the model is trained, and what is evaluated in between is not its load.
     """
@@ -55,6 +59,7 @@ class Recording:
         real_tokens: Callable[[int], Tensor | None],
         in_training_only: bool,
         optimizer_bytes: Callable[[], int] = lambda: 0,
+        mark_work: Sequence[Callable[[ExpertClock], Callable[[], None]]] = (),
     ) -> None:
         self._model = model
         self._interval = interval
@@ -71,6 +76,9 @@ class Recording:
         self._closed = False
         self._failed = False
         self._undo = [hook(partial(self._see, layer)) for layer, hook in enumerate(watch)]
+        self._expert_clock = ExpertClock(device)
+        if recorder is not None:
+            self._undo += [mark(self._expert_clock) for mark in mark_work]
 
     def until_closed(self, undo: Callable[[], None]) -> None:
         """Call this at ``close``."""
@@ -82,10 +90,13 @@ class Recording:
         counts are summed and written in the background."""
         if self._closed:
             return
+        self._expert_clock.end_step()
         self._clock.tick()
         self._counter.advance()
         if self._counter.open_steps >= self._interval:
             self._flush()
+        if self._interval - self._counter.open_steps <= SAMPLED_STEPS and self._recorder is not None:
+            self._expert_clock.begin_step()
 
     def close(self) -> None:
         """Write what is left, and leave the model as it was. Every rank calls it after as many steps."""
@@ -94,9 +105,10 @@ class Recording:
         if self._counter.open_steps:
             self._flush()
         self._closed = True
+        self._expert_clock.end_step()
         if not self._worker.close(CLOSING_SECONDS):
             logger.warning("the last counts of load are not recorded: a rank did not come within %g s", CLOSING_SECONDS)
-        for undo in self._undo:
+        for undo in reversed(self._undo):  # one may have wrapped what another had
             undo()
         if self._recorder is not None:
             self._recorder.close()
@@ -134,9 +146,10 @@ class Recording:
                 optimizer_bytes=self._state_bytes,
                 step_seconds=self._clock.step_seconds,
             )
-        self._worker.submit(lambda: self._sum_and_write(copy, job))
+        steps = self._expert_clock.take()
+        self._worker.submit(lambda: self._sum_and_write(copy, job, steps))
 
-    def _sum_and_write(self, copy: HostCopy, job: RecordedJob | None) -> None:
+    def _sum_and_write(self, copy: HostCopy, job: RecordedJob | None, sampled: Sequence[SampledStep]) -> None:
         if self._failed:
             return
         try:
@@ -145,5 +158,8 @@ class Recording:
             logger.warning("load is not recorded any more: the ranks could not add up their counts (%s)", error)
             self._failed = True
             return
-        if self._recorder is not None:
+        if self._recorder is not None and job is not None:
+            if (found := median_time(sampled)) is not None:
+                share = found.expert_seconds / found.step_seconds
+                job = replace(job, expert_seconds=share * job.step_seconds)
             self._recorder.write(total.numpy(), self._counter.steps_per_bucket, job)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
+from ..load.expert_clock import ExpertShare
 from ..load.series import decode, encode
 from ..moe.routing.tables import SplitTables
 from ..placement import EMPTY, Placement
@@ -59,6 +60,7 @@ def job_record(
         version: of this package.
         layers_of_stage: MoE layers of each pipeline stage; empty: there is one stage.
     """
+    share = ExpertShare.before_measuring(config.migration.moe_share)
     return {
         "event": JOB,
         "time": now,
@@ -81,7 +83,8 @@ def job_record(
         "gate": config.gate,
         "interval": config.interval,
         "replica_slots": config.replica_slots,
-        "moe_share": config.migration.moe_share,
+        "moe_share": share.value,
+        "moe_share_source": share.source,
         "horizon_steps": config.horizon,
         "epoch": placement.epoch,
         "start": slots_of(placement),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..load.expert_clock import ExpertShare
 from .records import JOB, Record, RecordError
 
 MOST_DECISIONS = 400
@@ -58,11 +59,12 @@ class RunState:
         step: of the newest record.
         standing: ``"balancing"``, ``"paused"`` or ``"ended"``, and ``cause``, why.
         starts: how often the job was started on this run.
-        measured: the newest ``LoadMeasured``, its imbalance and MaxVio as means over rows, float64 ``[L]``; None
-            before.
+        measured: the newest ``LoadMeasured``, its imbalance, balancedness (1 / imbalance) and MaxVio as means over
+            rows, float64 ``[L]``; None before.
         planned: the newest ``RebalancePlanned``.
         predictions: ``{"judged_plans", "judged_decisions", "predicted_seconds", "true_seconds"}`` of the newest
             decision; None: no plan could be judged yet.
+        share: of a step in expert work, as the newest measurement has it, or the job at its start.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
         decisions: newest last, one row for each that was planned or migrated.
@@ -88,6 +90,7 @@ class RunState:
         self.measured: Record | None = None
         self.planned: Record | None = None
         self.predictions: dict[str, float] | None = None
+        self.share = ExpertShare.before_measuring(None)
         self.placement: NDArray[np.int64] | None = None
         self.placement_before: NDArray[np.int64] | None = None
         self.placed_at = 0
@@ -137,8 +140,9 @@ class RunState:
         placement = _array(record, "placement", layers, ranks * slots)
         if sum(record.get("layers_of_stage", [layers])) != layers:
             raise ValueError("stages of another model")
-        if min(shape) < 1 or ranks % node or not 0 <= float(record["moe_share"]) <= 1:
+        if min(shape) < 1 or ranks % node:
             raise ValueError(f"no such job: {shape}")
+        share = _share(record)
         if self.job and record["job"] == self.job["job"]:
             return  # the same job in its next file
         changed = tuple(self.job.get(n) for n in ("layers", "experts", "ranks")) != (layers, shape[1], ranks)
@@ -147,6 +151,7 @@ class RunState:
         self.job, self.starts = record, self.starts + 1
         self.placement, self.placement_before, self.placed_at = placement, None, int(record["step"])
         self.measured = self.planned = self.predictions = None
+        self.share = share
         self._promised_per_step = 0.0
         self.epoch = int(record["epoch"])
         self.standing, self.cause = "balancing", ""
@@ -165,6 +170,8 @@ class RunState:
             for values in (imbalance, at_start, *([] if violation_L is None else [violation_L]))
         ):
             raise ValueError("a load of another job")
+        if record.get("moe_share") is not None:  # none in logs of earlier versions
+            self.share = _share(record)
         self.measured = {
             "max_vio": violation_L,
             "step": int(record["step"]),
@@ -174,9 +181,11 @@ class RunState:
             "rank_load": rank_load,
             "imbalance": imbalance.mean(axis=0),
             "imbalance_start": at_start.mean(axis=0),
+            "balancedness": (1.0 / np.maximum(imbalance, 1.0)).mean(axis=0),
         }
         now, start = imbalance.mean(axis=0), at_start.mean(axis=0)
-        self.saved_seconds += steps * seconds * float(self.job["moe_share"]) * float((start - now).mean())
+        gain = float((start - now).mean()) / max(1.0, float(now.mean()))
+        self.saved_seconds += steps * seconds * self.share.value * gain
         self.promised_seconds += steps * self._promised_per_step
         self.measured_steps += steps
         self._add_point(
@@ -357,6 +366,13 @@ def _kind(text: object, known: Iterable[tuple[str, str]]) -> str:
     """One of a few words for a sentence: labels of metrics must stay few."""
     lowered = str(text).lower()
     return next((word for begins, word in known if begins in lowered), "other")
+
+
+def _share(record: Record) -> ExpertShare:
+    value, source = float(record["moe_share"]), str(record.get("moe_share_source", "assumed"))
+    if not 0 <= value <= 1 or source not in ("measured", "given", "assumed"):
+        raise ValueError(f"a share {value}, {source}")
+    return ExpertShare(value, source)
 
 
 def _seconds(value: Any) -> float:

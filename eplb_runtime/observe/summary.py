@@ -12,6 +12,11 @@ from .state import RunState
 MIB = 2**20
 SURE_AFTER = 5
 """Judgements of plans, below which nothing is concluded."""
+SAVED_TOLD = (
+    "the estimate compares with experts as they stood at the start, in the steps that were measured",
+    "the prediction compares with the placement before each plan, and is discounted by the record of earlier plans",
+)
+CAME_TRUE_TOLD = "both compare with the placement before each plan, over its horizon, in full"
 MOSTLY_TRUE = 0.5
 """Share of predicted seconds below which a change of settings is advised."""
 
@@ -25,7 +30,8 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
         measurement, by the field's names: ``max_vio/mean``, ``balancedness/mean`` ...), ``moved_experts``,
         ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
         ``predictions{judged_plans, judged_decisions, predicted_seconds, true_seconds}`` (None: no plan was judged),
-        ``guard_findings``, ``pauses``.
+        ``expert_work{share, source}`` (of a step; the source is "measured", "given" or "assumed"), ``guard_findings``,
+        ``pauses``.
     """
     with state.looking():
         windows = sum(point["windows"] for point in state.curve)
@@ -47,9 +53,15 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "pause_seconds": state.pause_seconds,
             "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
             "predictions": state.predictions,
+            "expert_work": {"share": state.share.value, "source": state.share.source},
             "guard_findings": state.findings,
             "pauses": state.pauses,
         }
+
+
+def expert_work_text(share: float, source: str) -> str:
+    """Share of a step in expert work, and where the figure is from."""
+    return f"expert work {100 * share:.0f} % of a step ({source})"
 
 
 def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
@@ -87,8 +99,11 @@ def summary_text(summary: dict[str, Any]) -> str:
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
         "predicted by the plans for the steps that they stood"
     )
+    lines += [f"  {sentence}" for sentence in SAVED_TOLD]
     if (text := predictions_text(summary["predictions"])) is not None:
-        lines.append(text)
+        lines += [text, f"  {CAME_TRUE_TOLD}"]
+    work = summary["expert_work"]
+    lines.append(f"{expert_work_text(work['share'], work['source'])}: seconds saved are in proportion to it")
     if summary["guard_findings"] or summary["pauses"]:
         lines.append(f"{summary['guard_findings']} findings of the guard, {summary['pauses']} pauses: see the log")
     return "\n  ".join(["the balancer's run:", *lines])

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .looking import LookError, View, unpacked
 from .recorded import RecordedLoad
+from .summary import CAME_TRUE_TOLD
 
 MOST_RANKS, MOST_LAYERS, MOST_DECISIONS, MOST_TROUBLES = 16, 5, 8, 3
 BAR = 24
@@ -120,8 +121,11 @@ def _head(view: View, now: float) -> RenderableType:
             f"pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
+    if view.get("expert_work"):
+        lines.append(Text(f"{view['expert_work']}; saved: compared with the start"))
     if view.get("predictions"):
         lines.append(Text(str(view["predictions"])))
+        lines.append(Text(CAME_TRUE_TOLD, style="dim"))
     return Group(*lines)
 
 

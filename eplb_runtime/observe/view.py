@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..load.clock import Progress
 from .state import LINKS, RunState
-from .summary import predictions_text
+from .summary import expert_work_text, predictions_text
 
 _JOB = (
     "job",
@@ -32,7 +32,6 @@ _JOB = (
     "gate",
     "interval",
     "replica_slots",
-    "moe_share",
     "horizon_steps",
 )
 MOST_LINKS = 64
@@ -56,6 +55,8 @@ def view_of(state: RunState) -> dict[str, Any]:
             "measured": None if measured is None else _measured(measured),
             "planned": None if planned is None else _planned(planned),
             "predictions": predictions_text(state.predictions),
+            "moe_share": state.share.value,
+            "expert_work": expert_work_text(state.share.value, state.share.source),
             "placement": _packed(state.placement),
             "placement_before": _packed(state.placement_before),
             "decisions": list(state.decisions),

@@ -1,6 +1,6 @@
 """What a rebalance costs and saves, in seconds, and the gate that compares the two.
 
-Step time grows as ``1 + moe_share * (imbalance - 1)``; so a plan saves, over the horizon,
+Expert work takes ``moe_share * step_seconds * imbalance`` of a step; so a plan saves, over the horizon,
 ``horizon_steps * moe_share * step_seconds * mean over layers of (imbalance before - after)``, and spends the transfer
 of its bytes over the links plus a stall. Layers are judged one by one: a layer's gain counts in full, whatever the
 others do.
@@ -28,7 +28,8 @@ class CostModel:
         home_bytes: bytes of one expert with its optimizer state.
         replica_bytes: bytes of one expert's weights alone.
         step_seconds: measured time of one training step.
-        moe_share: share of a step that expert compute and dispatch take, in [0, 1].
+        moe_share: seconds of a step that expert compute and dispatch would take with even load, over ``step_seconds``,
+            in [0, 1].
         horizon_steps: steps over which a rebalance is expected to go on paying.
         stall_seconds: fixed cost of a rebalance (agreement, commit, cold caches).
         crossing_seconds: how much longer a step would take if every token was computed on another node than its own,

@@ -154,6 +154,7 @@ class Assessment:
         best: the one that ``step_saved`` and the advice are of.
         saved: share of a step that it takes less: as assumed or given, at least and at most.
         shares: the shares of a step in expert work that these three are for.
+        share_source: where they are from: "given", "measured" (recorded) or "assumed".
         assumed: every figure that was neither recorded nor given.
         verdict, advice: a sentence that says whether it pays, and what to do next.
     """
@@ -171,6 +172,7 @@ class Assessment:
     best: Placing | None = None
     saved: tuple[float, float, float] | None = None
     shares: tuple[float, float, float] | None = None
+    share_source: str = "assumed"
 
     def fields(self) -> dict[str, Any]:
         """As ``eplb-runtime assess --json`` prints it; what was not judged is null."""
@@ -196,12 +198,15 @@ class Assessment:
         word, sign = ("less", 1) if share >= 0 else ("more", -1)
         least, most = sorted((sign * low, sign * high))
         span = "" if low == high else f" ({least * 100:.0f} to {most:.0%} for {_span(self.shares[1:])})"
+        work = f"If {self.shares[0]:.0%} of a step is expert work"
+        if self.share_source == "measured":
+            work = f"With {self.shares[0]:.0%} of a step in expert work (measured)"
         every = "step" if self.interval == 1 else f"{self.interval} steps"
         return (
             f"{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned on the "
-            f"past, judged on what came next, {self.windows} windows). If {self.shares[0]:.0%} of a step is expert "
-            f"work, a step takes {_percent(sign * share)} {word}{span}; moving costs "
-            f"{_seconds(self.best.move_seconds)} every {every}. {self.verdict} {self.advice}"
+            f"past, judged on what came next, {self.windows} windows). {work}, a step takes "
+            f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every {every}. "
+            f"{self.verdict} {self.advice}"
         ).replace("%", " %")
 
 
@@ -268,7 +273,8 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     why, advice = _why_not(recorded.load, settled)
     if why:
         return Assessment(None, settled.ranks, settled.interval, settled.assumed, why, advice)
-    topology, model, now_seconds = settled.topology, *_calibrated(recorded, settled)
+    settled, model, now_seconds = _calibrated(recorded, settled)
+    topology = settled.topology
     series = Series(_judged_load(recorded.load, settled), settled.every_windows, None, settled.steps_per_window)
     experts = series.load.shape[2]
     homes = experts // settled.ranks
@@ -317,6 +323,7 @@ class _Settled:
     step_seconds: float
     moe_share: float
     shares: tuple[float, float, float]
+    share_source: str
     expert_parameters: int
     expert_bytes: int
     optimizer_bytes: int
@@ -373,7 +380,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     interval = settle(given.every, job.interval, cut, "steps between plans", "--every")
     interval = steps * max(1, interval // steps)  # plans are made between windows
     seconds = settle(given.step_seconds, job.step_seconds, STEP_SECONDS, "seconds of a step", "--step-seconds")
-    share = settle(given.moe_share, None, MOE_SHARE, "share of a step in expert work", "--moe-share")
+    share = settle(given.moe_share, _recorded_share(job), MOE_SHARE, "share of a step in expert work", "--moe-share")
     parameters = settle(
         given.expert_parameters,
         job.expert_parameters,
@@ -399,6 +406,7 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
     stall = settle(
         given.stall_seconds, None, STALL_SECONDS, "seconds of a rebalance besides its bytes", "--stall-seconds"
     )
+    source = "given" if given.moe_share is not None else "measured" if _recorded_share(job) else "assumed"
     return _Settled(
         topology=Topology(ranks, node, giga * intra, giga * inter if inter else DEFAULT_INTER_NODE_BANDWIDTH),
         interval=interval,
@@ -406,7 +414,8 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         ranks_of_load=job.ranks or ranks,
         step_seconds=seconds,
         moe_share=share,
-        shares=(share, LOW_SHARE, HIGH_SHARE) if given.moe_share is None else (share, share, share),
+        shares=(share, LOW_SHARE, HIGH_SHARE) if source == "assumed" else (share, share, share),
+        share_source=source,
         expert_parameters=parameters,
         expert_bytes=weights,
         optimizer_bytes=state,
@@ -415,6 +424,11 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         was_on_one_rank=given.ranks is None and job.ranks == 1,
         assumed=tuple(settling.assumed),
     )
+
+
+def _recorded_share(job: RecordedJob) -> float:
+    """Share of a step in expert work; 0: it was not recorded."""
+    return min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
 
 
 def _why_not(load: FloatArray, settled: _Settled) -> tuple[str, str]:
@@ -448,12 +462,13 @@ def _judged_load(load: FloatArray, settled: _Settled) -> FloatArray:
     return load * (settled.ranks / settled.ranks_of_load)
 
 
-def _calibrated(recorded: Recorded, settled: _Settled) -> tuple[StepModel, float]:
+def _calibrated(recorded: Recorded, settled: _Settled) -> tuple[_Settled, StepModel, float]:
     """The step model whose expert work is ``moe_share`` of a step as it is now, and the seconds of such a step.
 
     All of expert work goes with the busiest rank's tokens, so the model exchanges nothing besides, and its FLOP/s are
     what makes the seconds right. A step that was measured with another imbalance than that of experts in logical order
-    (without expert parallelism, or balanced) would take longer with it.
+    (without expert parallelism, or balanced) would take longer with it; a share that was measured in such a step would
+    be larger, as in the settled figures that are returned.
     """
     load = _judged_load(recorded.load, settled)[settled.every_windows :]
     start = start_placement("static", load.shape[1], load.shape[2], settled.ranks, load.shape[2] // settled.ranks)
@@ -462,6 +477,10 @@ def _calibrated(recorded: Recorded, settled: _Settled) -> tuple[StepModel, float
     now, even = float((busiest * imbalance).sum(axis=1).mean()), float(busiest.sum(axis=1).mean())
     measured_at = recorded.imbalance or (1.0 if recorded.job.ep_size == 1 else now / even)
     share = settled.moe_share
+    if settled.share_source == "measured":
+        longer = share * now / even / measured_at
+        share = longer / (1 - share + longer)
+        settled = replace(settled, moe_share=share, shares=(share, share, share))
     seconds = settled.step_seconds
     if recorded.job.step_seconds and settled.step_seconds == recorded.job.step_seconds:
         seconds /= 1 - share + share * measured_at * even / now
@@ -475,7 +494,7 @@ def _calibrated(recorded: Recorded, settled: _Settled) -> tuple[StepModel, float
         state_bytes=settled.optimizer_bytes,
     )
     at_given_flops = model.seconds(np.array([now]), settled.topology)
-    return replace(model, flops=model.flops * at_given_flops / (share * seconds)), seconds
+    return settled, replace(model, flops=model.flops * at_given_flops / (share * seconds)), seconds
 
 
 def _placing(
@@ -543,7 +562,7 @@ def _weigh(
     pays = does_pay(best)
     settings = f"interval={settled.interval}"
     settings += f", replica_slots={settled.replica_slots}" if best is replicas else ""
-    if settled.shares[1] == settled.shares[2]:  # it was given: the job's gate should count with it, too
+    if settled.share_source == "given":  # the job's gate should count with it, too
         settings += f", migration=MigrationConfig(moe_share={settled.moe_share:g})"
     if pays:
         least_share = cost(best) / (1 - best.expert_seconds)
@@ -568,6 +587,7 @@ def _weigh(
         best=best,
         saved=(saved(best, settled.shares[0]), low, high),
         shares=settled.shares,
+        share_source=settled.share_source,
     )
 
 

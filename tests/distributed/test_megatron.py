@@ -22,7 +22,9 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.config import config_from_settings
+from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts import AttachError
+from eplb_runtime.load.series import read_job
 from eplb_runtime.moe.layer import HostDispatchedLayer
 from eplb_runtime.planner.shuffle import plan_shuffle
 from eplb_runtime.tools.formats.loads import read_load
@@ -160,6 +162,8 @@ def trained(way: str, move: bool, spoil: Callable[[eplb.Balancer], None] = lambd
     seen = train(model, optimizer, balancer, range(STEPS))
     moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
     state = state_of(balancer, model)
+    sources = {event.moe_share_source for event in balancer.events.of_type(LoadMeasured)}
+    assert "measured" in sources, f"expert work is between Megatron's own dispatch and combine: {sources}"
     balancer.close()
     return seen, state, moved, counted
 
@@ -192,7 +196,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
-def recorded(run: Path) -> tuple[list[Any], list[Any]]:
+def recorded(run: Path) -> tuple[list[Any], list[Any], float]:
     """What is written of the job that the first way trains, without a balancer, and its losses."""
     import torch.distributed as dist
 
@@ -208,9 +212,9 @@ def recorded(run: Path) -> tuple[list[Any], list[Any]]:
             model.train()
             losses.append(example().loss_of(model, step).item())
             recording.step()
-    assert all("route" not in vars(layer.mlp) for layer in model.decoder.layers)
+    assert all(vars(layer.mlp).keys().isdisjoint({"route", "preprocess"}) for layer in model.decoder.layers)
     dist.barrier()
-    return losses, read_load(run / "load").tolist()
+    return losses, read_load(run / "load").tolist(), read_job(run).expert_seconds
 
 
 def refusals() -> dict[str, str]:
@@ -383,7 +387,8 @@ def test_a_model_without_a_balancer_is_recorded(results: list[dict[str, Any]]) -
     way = "torch, three experts a token, static"
     for of_rank in results:
         assert of_rank["recorded"][0][0] == of_rank[way][0][0][0]
-    load = results[0]["recorded"][1]
+    load, seconds = results[0]["recorded"][1:]
+    assert seconds > 0, "of expert work"
     assert load[0] == sum(torch.tensor(of_rank[way][3][0]) for of_rank in results).tolist(), "nobody has trained yet"
     assert torch.tensor(load).sum(dim=-1).tolist() == [[2 * 2 * LENGTH * 3] * 2] * STEPS
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.load.series import read_series
+from eplb_runtime.load.series import read_job, read_series
 
 EXPERTS, STEPS = 8, 7
 
@@ -139,6 +139,15 @@ def test_watching_changes_no_bit(results: list[dict]) -> None:
         assert result["recorded"][0] == result["alone"][0]
 
 
+def test_seconds_of_expert_work_are_recorded(results: list[dict], folder: Path) -> None:
+    """By this machine's clock: some, and less than a step has."""
+    for way in ("recorded", "attached"):
+        job = read_job(folder / way)
+        assert job.expert_seconds > 0, way
+    job = read_job(folder / "recorded")
+    assert job.expert_seconds < job.step_seconds
+
+
 def test_a_balanced_job_records_what_its_decisions_start_from(results: list[dict], folder: Path) -> None:
     load, _ = read_series(folder / "attached")
     decided = STEPS // 2 * 2
@@ -170,3 +179,4 @@ def test_a_list_of_experts_is_recorded_as_it_is(tmp_path: Path) -> None:
     load, _ = read_series(tmp_path)
     assert load.shape == (3, *seen[0].shape) and (load.sum(axis=2) == (len(ids) - 1) * ours.TOP_K).all()
     assert all("run" not in vars(module) for module in model.modules())
+    assert read_job(tmp_path).expert_seconds > 0

@@ -35,6 +35,7 @@ from ...distributed.process_groups import ProcessGroups, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.transports.base import Transport
 from ...load.counter import LoadCounter
+from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
 from ...moe.dispatch import OVER_TORCH, DispatchChoice, choose_together, make_dispatcher, notes, wants_counts
 from ...moe.dispatch.base import DispatchContext
@@ -194,6 +195,7 @@ class _Attaching:
         self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()
         self.counter = LoadCounter(placement.num_layers, placement.num_experts, self.config.interval, self.device)
+        self.expert_clock = ExpertClock(self.device)
         self.layers = self._install_layers(self.maps, self.counter)
 
     def balance(self) -> None:
@@ -208,6 +210,7 @@ class _Attaching:
                 placement=self.placement,
                 registry=self.registry,
                 counter=self.counter,
+                expert_clock=self.expert_clock,
                 maps=self.maps,
                 dense_parameters={
                     stage.prefix + name: parameter
@@ -267,9 +270,10 @@ class _Attaching:
             )
             recorder = Recorder(Path(self.config.run), self.placement.num_layers, self.placement.num_experts, job)
 
-            def write(load_TLE: NDArray[np.int64], steps: int, home_bytes: int) -> None:
+            def write(load_TLE: NDArray[np.int64], steps: int, home_bytes: int, expert_seconds: float) -> None:
                 """Optimizer state is there after the first step; 0, unknown, before."""
-                state = RecordedJob(optimizer_bytes=max(0, home_bytes - job.expert_bytes))
+                state_bytes = max(0, home_bytes - job.expert_bytes)
+                state = RecordedJob(optimizer_bytes=state_bytes, expert_seconds=expert_seconds)
                 recorder.write(load_TLE, steps, state)
 
             self.balancer._record(write)
@@ -400,7 +404,9 @@ class _Attaching:
         forward_tag = ForwardTag(self._job.ep_ranks, self.watch)
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
-        dispatching = DispatchContext(self.lanes, self.placement.slots_per_rank, forward_tag, self.kernels.moves)
+        dispatching = DispatchContext(
+            self.lanes, self.placement.slots_per_rank, forward_tag, self.kernels.moves, self.expert_clock
+        )
         self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
         for note in notes(self.config) if self._job.is_planner else ():
             logger.warning("%s", note)
@@ -428,7 +434,12 @@ class _Attaching:
             if layer.compute is None:
                 made.append(
                     HostDispatchedLayer(
-                        index, layer.experts, counter=counter, table=maps.table, forward_tag=forward_tag
+                        index,
+                        layer.experts,
+                        counter=counter,
+                        table=maps.table,
+                        forward_tag=forward_tag,
+                        expert_clock=self.expert_clock,
                     )
                 )
                 layer.install(made[-1])

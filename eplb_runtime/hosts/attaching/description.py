@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...balancer.balancer import Removable
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
+from ...load.expert_clock import ExpertClock
 from ...moe.experts.compute import Compute
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class WatchedLayer:
             with the columns of a token and K; returns how to end it.
         experts: the module that holds the weights of the experts on this rank.
         experts_here: how many these are.
+        mark_work: lets a clock measure the layer's expert work from now on; returns how to end it. None: it cannot.
     """
 
     name: str
@@ -163,6 +165,7 @@ class WatchedLayer:
     hook: Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
     experts: nn.Module
     experts_here: int
+    mark_work: Callable[[ExpertClock], Callable[[], None]] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..attaching.description import (
     mark_spread,
 )
 from ..settings import problems
-from .layer import install, keeps_every_bit, watch
+from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .settings import RULES, MegatronJobSettings, live_settings
 
@@ -80,6 +80,7 @@ def watched(model: nn.Module) -> WatchedModel:
                 partial(watch, module),
                 module.experts,
                 module.num_local_experts,
+                partial(mark_work, module),
             )
             for name, module in model.named_modules()
             if isinstance(module, MegatronLayer)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...load.expert_clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
+from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .settings import EXACT_BY_ITSELF, can_reorder, sums_in_order
 from .sharded_state import save_by_logical_expert
 
@@ -61,7 +63,32 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         return result
 
     module.route, module.preprocess, module.postprocess = route, preprocess, postprocess
+    mark_work(module, columns.expert_clock)
     save_by_logical_expert(module, lambda: columns.logical_of_slots)
+
+
+def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
+    """Let a clock measure a layer from the permutation before its dispatch to that after its combine; returns how to
+    end it."""
+    own_preprocess, own_postprocess = module.preprocess, module.postprocess
+    running: list[tuple[ExpertCall | None, Tensor]] = []
+
+    def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        running.clear()
+        if clock.on:
+            hidden_states, call = call_begins(clock, hidden_states)
+            running.append((call, hidden_states))
+        return own_preprocess(hidden_states, probs, routing_map)
+
+    def postprocess(output: Tensor, shared_expert_output: Tensor | None) -> Any:
+        result = own_postprocess(output, shared_expert_output)
+        return call_ends(*running.pop(), result) if running else result
+
+    def undo() -> None:
+        del module.preprocess, module.postprocess
+
+    module.preprocess, module.postprocess = preprocess, postprocess
+    return undo
 
 
 def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:

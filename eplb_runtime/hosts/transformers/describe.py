@@ -22,6 +22,7 @@ from ...balancer.balancer import Removable
 from ...moe.custom_ops import OutsideGraphs
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from ..attaching.expert_spans import mark_calls
 from .compute import RowCompute
 
 
@@ -62,7 +63,14 @@ def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     first = next(experts.parameters(recurse=False), None)
     experts_here = num_experts if first is None or not first.ndim else int(first.shape[0])
-    return WatchedLayer(name, num_experts, partial(_see_choices, experts), experts, experts_here)
+    return WatchedLayer(
+        name,
+        num_experts,
+        partial(_see_choices, experts),
+        experts,
+        experts_here,
+        partial(mark_calls, experts, "hidden_states"),
+    )
 
 
 def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...distributed.hang_watchdog import ForwardTag
+from ...load.expert_clock import ExpertClock
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts
@@ -37,12 +38,14 @@ class DispatchContext:
         slots_per_rank: S.
         forward_tag: checks that ranks are in the same forward, and measures how long they wait; None: no check.
         moves: how rows are permuted and summed.
+        expert_clock: measures backward passes of layers in some steps.
     """
 
     channels: MicroBatchChannels
     slots_per_rank: int
     forward_tag: ForwardTag | None = None
     moves: Moves = PLAIN
+    expert_clock: ExpertClock = field(default_factory=ExpertClock)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> DispatchContext:
@@ -85,6 +88,7 @@ class Dispatcher(ABC):
     Attributes:
         combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
             bit. ``"by_rank"``: summed on each rank first, then over ranks.
+        expert_clock: as given.
     """
 
     combine_order: ClassVar[Literal["logical", "by_rank"]]
@@ -93,6 +97,7 @@ class Dispatcher(ABC):
         self._channels = context.channels
         self._forward_tag = context.forward_tag
         self._moves = context.moves
+        self.expert_clock = context.expert_clock
         self._rank, self._num_ranks = context.group.rank(), context.group.size()
         self._slots_per_rank = context.slots_per_rank
         self._memory = RowMemory()
@@ -214,7 +219,9 @@ class _Dispatch(torch.autograd.Function):
             hidden_TD, weights_TK = ctx.dispatcher.combine_gradients(
                 grad_MD, grad_M if weights_needed else None, ctx.layout, hidden_needed
             )
-            return hidden_TD if hidden_needed else None, weights_TK, None, None
+        if ctx.dispatcher.expert_clock.on:
+            ctx.dispatcher.expert_clock.backward_ends(ctx.layout)
+        return hidden_TD if hidden_needed else None, weights_TK, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -230,5 +237,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.dispatcher.expert_clock.on:
+            ctx.dispatcher.expert_clock.backward_begins(ctx.layout)
         with phase("combine", "B", *ctx.place):
             return ctx.dispatcher.dispatch_gradients(grad_TD.to(ctx.dtype), ctx.layout), None, None

@@ -304,9 +304,10 @@ function showCurve(view) {
 }
 
 function showStepTime(view) {
-  const { curve, job } = view;
-  const share = curve.mean.map((now, at) => 1 + job.moe_share * (curve.start_mean[at] - now));
-  const without = curve.step_seconds.map((value, at) => value * share[at]);
+  const { curve } = view;
+  find("#step-time .expert-work").textContent = view.expert_work ? `Of that, ${view.expert_work}.` : "";
+  const longer = curve.mean.map((now, at) => 1 + view.moe_share * (curve.start_mean[at] / Math.max(1, now) - 1));
+  const without = curve.step_seconds.map((value, at) => value * longer[at]);
   lineChart(find("#step-time .chart"), curve.step, [
     { name: "without rebalancing, estimated", colour: css("start"), values: without, dashed: true },
     { name: "measured", colour: css("accent"), values: curve.step_seconds, width: 2.5 },

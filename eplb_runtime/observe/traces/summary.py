@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -116,6 +117,13 @@ class MarkedSteps:
     median_us: float
     spread_us: float
 
+    @property
+    def error_us(self) -> float:
+        """How far the median may be off by chance: the interquartile range over the root of the number of steps. For
+        normal noise that is 1.08 standard errors of a median (1.25 sigma / sqrt(n), with a range of 1.35 sigma). Steps
+        that drift together, as those of a machine that gets busy do, are off by more."""
+        return self.spread_us / math.sqrt(self.count) if self.count else 0.0
+
     @classmethod
     def of(cls, ranks: Sequence[Analysis]) -> MarkedSteps:
         marked = [one for one in ranks if one.steps]
@@ -138,8 +146,8 @@ class TraceComparison:
         phases: of the thread that runs them, mean over ranks.
         kinds, kernels: durations added up, mean over ranks; kernels from the largest change on.
         steps_a, steps_b: how many steps there are, and how much they differ among themselves.
-        is_noise: whether the medians of steps differ by no more than steps of one job do; None: steps are not marked,
-            or there is one.
+        is_noise: whether the medians of steps differ by no more than they do by chance (`MarkedSteps.error_us`); None:
+            steps are not marked, or there is one.
     """
 
     a: str
@@ -170,7 +178,7 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], name_a: str, name_b: s
     steps_a, steps_b = MarkedSteps.of(a), MarkedSteps.of(b)
     is_noise = None
     if min(steps_a.count, steps_b.count) > 1:
-        is_noise = abs(steps_b.median_us - steps_a.median_us) <= max(steps_a.spread_us, steps_b.spread_us)
+        is_noise = abs(steps_b.median_us - steps_a.median_us) <= math.hypot(steps_a.error_us, steps_b.error_us)
     return TraceComparison(
         name_a,
         name_b,

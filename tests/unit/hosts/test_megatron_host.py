@@ -119,11 +119,12 @@ def test_a_routers_map_of_another_kind_is_refused() -> None:
     from types import SimpleNamespace
 
     from eplb_runtime.hosts.megatron.layer import install
+    from eplb_runtime.load.expert_clock import ExpertClock
 
     config = SimpleNamespace(moe_router_topk=2, num_moe_experts=4, moe_token_dispatcher_type="alltoall")
     experts = SimpleNamespace(sharded_state_dict=None)
     own = {name: lambda *_: None for name in ("route", "preprocess", "postprocess")}
     layer = SimpleNamespace(config=config, experts=experts, local_expert_indices=[0, 1], **own)
-    install(layer, None)  # type: ignore[arg-type]
+    install(layer, SimpleNamespace(expert_clock=ExpertClock()))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"bool \[tokens, 4\]"):
         layer.preprocess(torch.zeros(3, 8), torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64))

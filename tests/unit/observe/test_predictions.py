@@ -8,10 +8,10 @@ import pytest
 from observed import decisions, job, records, start
 from rich.console import Console
 
-from eplb_runtime.events import RebalancePlanned
+from eplb_runtime.events import LoadMeasured, RebalancePlanned
 from eplb_runtime.observe.records import Record, record_of
 from eplb_runtime.observe.state import state_of
-from eplb_runtime.observe.summary import predictions_text, summary_of, summary_text
+from eplb_runtime.observe.summary import CAME_TRUE_TOLD, SAVED_TOLD, predictions_text, summary_of, summary_text
 from eplb_runtime.observe.terminal import screen
 from eplb_runtime.observe.view import view_of
 
@@ -32,6 +32,7 @@ def test_predictions_that_fail_are_called_so_in_summary_page_and_terminal() -> N
     state, left_out = state_of(found)
     assert left_out == 0
     assert SAID in summary_text(summary_of(state))
+    assert CAME_TRUE_TOLD in summary_text(summary_of(state)), "what they compare with, over which time, in full or not"
     view = view_of(state)
     assert view["predictions"] == SAID
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -43,6 +44,43 @@ def test_a_run_without_judged_plans_says_nothing_of_them() -> None:
     state, _ = state_of(records(2))
     assert summary_of(state)["predictions"] is None and view_of(state)["predictions"] is None
     assert "came true" not in summary_text(summary_of(state))
+    assert all(sentence in summary_text(summary_of(state)) for sentence in SAVED_TOLD)
+
+
+def measuring(share: float, source: str) -> list[Record]:
+    """Records of a job that says the share of a step in expert work with each load."""
+    events = [event for heard in decisions(2) for event in heard]
+    return [job()] + [
+        record_of(
+            replace(event, moe_share=share, moe_share_source=source) if isinstance(event, LoadMeasured) else event,
+            start(),
+            1001.0,
+        )
+        for event in events
+    ]
+
+
+def shown(records: list[Record]) -> list[str]:
+    """Summary, page and terminal."""
+    state, left_out = state_of(records)
+    assert left_out == 0
+    view = view_of(state)
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(view, view["time"]))
+    return [summary_text(summary_of(state)), view["expert_work"], console.export_text()]
+
+
+def test_the_share_of_a_step_in_expert_work_says_where_it_is_from() -> None:
+    for said in shown(measuring(0.38, "measured")):
+        assert "expert work 38 % of a step (measured)" in said
+    for said in shown(records(2)):
+        assert "expert work 50 % of a step (assumed)" in said, "control: until it is measured"
+
+
+def test_seconds_saved_go_with_the_measured_share() -> None:
+    half, tenth = (state_of(measuring(share, "measured"))[0].saved_seconds for share in (0.5, 0.1))
+    assert half > 0 and tenth == pytest.approx(half / 5)
+    assert state_of([job(), *measuring(0.5, "guessed")[1:]])[1] == 2, "a source that no job of ours writes"
 
 
 @pytest.mark.parametrize(

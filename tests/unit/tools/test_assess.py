@@ -131,6 +131,22 @@ def test_a_range_is_shown_where_nobody_says_the_share() -> None:
     assert "a step takes 15 % less (8 to 23 % for 20 to 60 %)" in found.paragraph()
 
 
+def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
+    """0.2 s of steps of 0.5 s; of a job that was balanced meanwhile, more with experts in logical order."""
+    job = replace(JOB, expert_seconds=0.2)
+    given = replace(HOMES, moe_share=None)
+    found, as_given = judged(skewed(), job, given), judged(skewed(), given=HOMES)
+    assert found.saved == as_given.saved and found.shares == (0.4, 0.4, 0.4)
+    assert "With 40 % of a step in expert work (measured), a step takes" in found.paragraph()
+    assert "If 40 % of a step is expert work" in as_given.paragraph()
+    assert all("expert work" not in one.what for one in found.assumed)
+    assert "moe_share" not in found.advice, "the job measures it itself"
+    even = assess(Recorded(skewed(), 1, job, imbalance=1.0), given)
+    grown = 0.4 * 16 / 7
+    assert even.shares is not None and even.shares[0] == pytest.approx(grown / (0.6 + grown))
+    assert judged(skewed(), job, replace(given, moe_share=0.1)).shares == (0.1, 0.1, 0.1), "what is given wins"
+
+
 def test_a_verdict_that_hangs_on_the_share_says_from_which_on() -> None:
     load = even()
     load[:, :, :2] = 110

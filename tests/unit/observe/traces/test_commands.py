@@ -99,14 +99,18 @@ def test_shares_differ_in_points(said: Any, tmp_path: Path) -> None:
     assert "+0.0 points" in next(line for line in shown.splitlines() if "hidden share" in line)
 
 
-@pytest.mark.parametrize("slower, is_noise", [(30.0, True), (50.0, False)])
-def test_a_difference_below_the_spread_of_steps_is_called_noise(slower: float, is_noise: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slower, is_noise", [(20.0, True), (21.0, False)])
+def test_a_difference_of_medians_is_noise_up_to_the_spread_of_medians(
+    slower: float, is_noise: bool, tmp_path: Path
+) -> None:
     one = analyse(next(a_job(tmp_path / "job", [100, 300]).iterdir()))
     a = replace(one, steps=8, step_us=1000.0, step_spread_us=40.0)
-    b = replace(one, steps=8, step_us=1000.0 + slower, step_spread_us=5.0)
+    b = replace(one, steps=32, step_us=1000.0 + slower, step_spread_us=80.0)
     found = compare([a], [b], "a", "b")
     assert found.is_noise is is_noise
-    assert (found.steps_a, found.steps_b) == (MarkedSteps(8, 1000.0, 40.0), MarkedSteps(8, 1000.0 + slower, 5.0))
+    assert (found.steps_a, found.steps_b) == (MarkedSteps(8, 1000.0, 40.0), MarkedSteps(32, 1000.0 + slower, 80.0))
+    # 40 / sqrt(8) = 80 / sqrt(32) = 14.14 us, and 20 us of both: one step alone differs by more.
+    assert (found.steps_a.error_us, found.steps_b.error_us) == pytest.approx((14.142, 14.142), abs=1e-3)
     single = replace(one, steps=1)
     assert compare([single], [single], "a", "b").is_noise is None, "one step has no spread"
 

@@ -1,0 +1,109 @@
+"""Marks of the expert work of a model that is watched and not changed: around a call of its experts and the backward
+pass of that call. Values and gradients stay the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...load.expert_clock import ExpertClock, Mark
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCall:
+    """A call of a layer's experts in a sampled step.
+
+    Args:
+        begin: its first mark.
+    """
+
+    clock: ExpertClock
+    begin: Mark
+
+
+@torch.compiler.disable
+def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None]:
+    """The hidden states for the experts, and the call; None: the step is not sampled."""
+    begin = clock.mark() if clock.on else None
+    if begin is None:
+        return hidden, None
+    call = ExpertCall(clock, begin)
+    if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
+        hidden = _BackwardEnds.apply(hidden, call)
+    return hidden, call
+
+
+@torch.compiler.disable
+def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
+    """The experts' output, at the end of a call.
+
+    Args:
+        hidden: what the experts were given. Where it takes no gradient, nothing says when the backward pass ends, and
+            the forward alone counts.
+    """
+    if call is None:
+        return out
+    call.clock.forward_ends(call.begin)
+    follows = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
+    return _BackwardBegins.apply(out, call) if follows and isinstance(out, Tensor) and out.requires_grad else out
+
+
+def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
+    """Mark the calls of a module; returns how to end it.
+
+    Args:
+        name: of the hidden states among its arguments, the first of which they are.
+    """
+    running: list[tuple[ExpertCall | None, Any]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, call = call_begins(clock, kwargs[name] if name in kwargs else args[0])
+        running.append((call, hidden))
+        return (args, {**kwargs, name: hidden}) if name in kwargs else ((hidden, *args[1:]), kwargs)
+
+    def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return call_ends(*running.pop(), out)
+
+    hooks = experts.register_forward_pre_hook(before, with_kwargs=True), experts.register_forward_hook(after)
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Hidden states as they are; their gradient is there when the backward pass of the experts is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, call: ExpertCall) -> Tensor:
+        ctx.call = call
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call.clock.backward_ends(ctx.call)
+        return gradient, None
+
+
+class _BackwardBegins(torch.autograd.Function):
+    """The experts' output as it is; its gradient is there when their backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, call: ExpertCall) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(out.new_empty(0))
+        return out.view_as(out)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors  # activation checkpointing repeats the forward of all that it holds now, and not later
+        ctx.call.clock.backward_begins(ctx.call)
+        return gradient, None

@@ -1,0 +1,188 @@
+"""How long a step's expert work takes, from dispatch to combine: marked by the layers in a few steps now and then.
+
+A mark is a time of the host's clock on a CPU and an event in the running stream on a GPU, so that nothing waits.
+Profilers have no part in it: the user may be running one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+ASSUMED_SHARE = 0.5
+"""Share of a step in expert work until it is measured."""
+SAMPLED_STEPS = 3
+"""Steps that are measured before a decision."""
+REST_STEPS = 30
+"""At least so many steps lie between two measurements."""
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """Share of a step, as the job is now, in which expert work runs: from each layer's dispatch to its combine, forward
+    and backward.
+
+    It is ``sum of expert seconds / sum of step seconds`` over all ranks, which is the mean over ranks, since they step
+    together. A rank's expert seconds include its wait for the busiest rank: combine ends when the busiest rank has sent
+    its results. So in each layer all ranks measure about the busiest rank's time, W x imbalance, where W is the time
+    with even load. The gate needs exactly that: a step then takes ``share x (1 - imbalance after / imbalance before)``
+    of itself less. `even` gives W. Time that ranks wait in dispatch for a rank that is late from before the layer is
+    measured, too, and no placement saves it: the share is an upper bound there.
+
+    Args:
+        value: in (0, 1].
+        source: ``"measured"``, ``"given"`` (``MigrationConfig(moe_share=...)``) or ``"assumed"``.
+    """
+
+    value: float
+    source: str
+
+    @classmethod
+    def before_measuring(cls, given: float | None) -> ExpertShare:
+        """The share that is given, or assumed until the first measurement."""
+        return cls(ASSUMED_SHARE, "assumed") if given is None else cls(given, "given")
+
+    def updated(self, expert_seconds: float, step_seconds: float) -> ExpertShare:
+        """The share after a measurement; unchanged if it is given or nothing was measured (0 seconds)."""
+        if self.source == "given" or not 0 < expert_seconds <= math.inf or step_seconds <= 0:
+            return self
+        return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")
+
+    def even(self, imbalance: float) -> float:
+        """Seconds of expert work with even load, in units of a step as it is now.
+
+        Args:
+            imbalance: max / mean rank load as it is now, mean over layers.
+        """
+        return self.value / max(1.0, imbalance)
+
+
+@dataclass(frozen=True)
+class ExpertTime:
+    """Seconds of one step on this rank, and those of them in which expert work ran."""
+
+    step_seconds: float
+    expert_seconds: float
+
+
+@dataclass(eq=False)
+class SampledStep:
+    """The marks of one step on this rank: its begin and end, and those of each span of expert work."""
+
+    begin: Mark
+    end: Mark
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def time(self) -> ExpertTime | None:
+        """Seconds between the marks, without waiting for the device. Spans that overlap (two micro-batches at once)
+        count once. None: the device has not reached all marks, or no layer ran."""
+        marks = [self.begin, self.end, *(mark for span in self.spans for mark in span)]
+        if not self.spans or not all(mark.query() for mark in marks if not isinstance(mark, float)):
+            return None
+        spans = [(_seconds(self.begin, begin), _seconds(self.begin, end)) for begin, end in self.spans]
+        return ExpertTime(_seconds(self.begin, self.end), _covered(spans))
+
+
+class ExpertClock:
+    """Marks the expert work of this rank while it is on; off, it costs the layers one look at ``on``.
+
+    Args:
+        device: of the experts.
+
+    Attributes:
+        on: whether the running step is sampled.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self.on = False
+        self._step: SampledStep | None = None
+        self._backwards: dict[int, Mark] = {}
+        self._steps: list[SampledStep] = []
+
+    def begin_step(self) -> None:
+        """Sample the step that begins."""
+        begin = self.mark()
+        if begin is not None:
+            self._step = SampledStep(begin, begin)
+            self.on = True
+
+    def end_step(self) -> None:
+        """End the sampled step, if one is running. Backward passes that did not come to their end are dropped."""
+        if self._step is None:
+            return
+        self.on = False
+        step, self._step = self._step, None
+        self._backwards.clear()
+        end = self.mark()
+        if end is not None and step.spans:
+            step.end = end
+            self._steps.append(step)
+
+    def take(self) -> tuple[SampledStep, ...]:
+        """The steps that were sampled since the last call."""
+        taken, self._steps = tuple(self._steps), []
+        return taken
+
+    def mark(self) -> Mark | None:
+        """A mark now; None while a CUDA graph is captured, whose replays would not set it."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def forward_ends(self, begin: Mark | None) -> None:
+        """Add the span of a layer's forward.
+
+        Args:
+            begin: its first mark.
+        """
+        self._add(begin, self.mark())
+
+    def backward_begins(self, metadata: object) -> None:
+        """Mark the begin of a layer's backward pass, which this metadata names."""
+        begin = self.mark()
+        if begin is not None:
+            self._backwards[id(metadata)] = begin
+
+    def backward_ends(self, metadata: object) -> None:
+        """Add the span of the backward pass that this metadata names."""
+        self._add(self._backwards.pop(id(metadata), None), self.mark())
+
+    def _add(self, begin: Mark | None, end: Mark | None) -> None:
+        step = self._step
+        if step is not None and begin is not None and end is not None:
+            step.spans.append((begin, end))
+
+
+def median_time(steps: Sequence[SampledStep]) -> ExpertTime | None:
+    """The step whose share is the median: an evaluation or a checkpoint between two steps makes one of them odd. None:
+    no step can be read."""
+    times = [found for step in steps if (found := step.time()) is not None and found.step_seconds > 0]
+    times.sort(key=lambda found: found.expert_seconds / found.step_seconds)
+    return times[len(times) // 2] if times else None
+
+
+def _seconds(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, last = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total

@@ -1,0 +1,140 @@
+"""The share of a step in expert work: what marks of a step add up to, and what the gate makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eplb_runtime.load.expert_clock import (
+    ASSUMED_SHARE,
+    ExpertClock,
+    ExpertShare,
+    ExpertTime,
+    SampledStep,
+    median_time,
+)
+
+
+class FakeClock(ExpertClock):
+    """Time passes when it is told to."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+
+def run_layer(clock: FakeClock, seconds: float) -> None:
+    begin = clock.mark() if clock.on else None
+    clock.now += seconds
+    if begin is not None:
+        clock.forward_ends(begin)
+
+
+def step_of(expert_seconds: float, step_seconds: float) -> SampledStep:
+    return SampledStep(0.0, step_seconds, [(0.0, expert_seconds)])
+
+
+def test_a_step_adds_up_forwards_and_backwards() -> None:
+    clock = FakeClock()
+    clock.begin_step()
+    run_layer(clock, 2.0)
+    clock.now += 5.0
+    metadata = object()
+    clock.backward_begins(metadata)
+    clock.now += 3.0
+    clock.backward_ends(metadata)
+    clock.end_step()
+    (step,) = clock.take()
+    assert step.time() == ExpertTime(step_seconds=10.0, expert_seconds=5.0)
+    assert clock.take() == (), "taken once"
+
+
+def test_nothing_is_recorded_while_it_is_off() -> None:
+    clock = FakeClock()
+    run_layer(clock, 2.0)
+    clock.end_step()
+    assert not clock.on and clock.take() == ()
+
+
+def test_a_backward_pass_that_does_not_end_is_left_out() -> None:
+    clock, metadata = FakeClock(), object()
+    for ends in (False, True):
+        clock.begin_step()
+        clock.backward_ends(metadata)  # of the step before: too late
+        run_layer(clock, 2.0)
+        metadata = object()
+        clock.backward_begins(metadata)
+        clock.now += 4.0
+        if ends:
+            clock.backward_ends(metadata)
+        clock.end_step()
+    assert [step.time().expert_seconds for step in clock.take()] == [2.0, 6.0]  # type: ignore[union-attr]
+
+
+def test_a_step_without_layers_says_nothing() -> None:
+    clock = FakeClock()
+    clock.begin_step()
+    clock.now += 1.0
+    clock.end_step()
+    assert clock.take() == ()
+
+
+@pytest.mark.parametrize("spans, seconds", [([(1, 3), (2, 5)], 4), ([(2, 5), (1, 3)], 4), ([(1, 9), (2, 3)], 8)])
+def test_spans_that_overlap_count_once(spans: list[tuple[float, float]], seconds: float) -> None:
+    """Two micro-batches at once."""
+    marks = [(float(begin), float(end)) for begin, end in spans]
+    assert SampledStep(0.0, 10.0, marks).time() == ExpertTime(10.0, seconds)
+
+
+def test_an_odd_step_does_not_count() -> None:
+    """A checkpoint was written in the last one; and the sum of all would be another share."""
+    steps = [step_of(4.0, 10.0), step_of(3.0, 10.0), step_of(4.0, 100.0)]
+    assert median_time(steps) == ExpertTime(10.0, 3.0)
+    assert median_time([]) is None and median_time([step_of(0.0, 0.0)]) is None
+
+
+class Event:
+    """An event that a device reaches when it is told to."""
+
+    def __init__(self, seconds: float, reached: bool = True) -> None:
+        self.seconds, self.reached = seconds, reached
+
+    def query(self) -> bool:
+        return self.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.reached and end.reached, "it would raise"
+        return 1e3 * (end.seconds - self.seconds)
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits for the device")
+
+
+def test_a_step_that_the_device_has_not_reached_is_not_read() -> None:
+    begin, end, late = Event(0.0), Event(6.0), Event(6.0, reached=False)
+
+    def step(end: Any, *span: Any) -> SampledStep:
+        return SampledStep(begin, end, [span])  # type: ignore[arg-type, list-item]
+
+    assert step(end, Event(1.0), Event(4.0)).time() == ExpertTime(6.0, 3.0)
+    assert step(late, Event(1.0), Event(4.0)).time() is None
+    assert step(end, Event(1.0), late).time() is None and median_time([step(end, Event(1.0), late)]) is None
+
+
+def test_the_share_is_assumed_until_it_is_measured_and_a_given_one_stays() -> None:
+    share = ExpertShare.before_measuring(None)
+    assert share == ExpertShare(ASSUMED_SHARE, "assumed")
+    assert share.updated(0.0, 0.0) is share, "nothing was measured"
+    assert share.updated(3.0, 8.0) == ExpertShare(0.375, "measured")
+    assert share.updated(3.0, 8.0).updated(0.0, 0.0) == ExpertShare(0.375, "measured"), "the last one stays"
+    given = ExpertShare.before_measuring(0.2)
+    assert given.updated(3.0, 8.0) == ExpertShare(0.2, "given")
+
+
+def test_a_plan_saves_the_share_times_what_imbalance_falls_by() -> None:
+    """Of a step of 10 s, 4 s are expert work at an imbalance of 2: with 1.5 it is 3 s, with an even load 2 s."""
+    even = ExpertShare(0.4, "measured").even(2.0)
+    assert 10.0 * even * (2.0 - 1.5) == pytest.approx(10.0 * 0.4 * (1 - 1.5 / 2.0)) == pytest.approx(1.0)
+    assert ExpertShare(0.4, "measured").even(0.0) == 0.4, "no load: as it is"
