@@ -48,6 +48,9 @@ from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 
+LONE_STEP_INTERVAL = 50
+"""Steps between looks at single experts' steps where decisions have no interval."""
+
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
     """Close a balancer at the end of its process if nobody has called ``close``: a thread that returned from a wait
@@ -126,7 +129,7 @@ class Balancer:
             groups,
             runtime.watched(self._dense, self._optimizers),
             runtime.device,
-            config.interval + config.migration.lag + 2,
+            None if config.interval is None else config.interval + config.migration.lag + 2,
             lone=self._lone_steps(),
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
@@ -177,7 +180,7 @@ class Balancer:
         """Steps of single experts; None: experts of this job never move, or the framework steps them."""
         if not self._searches_outside or self.config.policy == "static":
             return None
-        registry, interval = self._runtime.registry, self.config.interval
+        registry, interval = self._runtime.registry, self.config.interval or LONE_STEP_INTERVAL
         return LoneSteps(
             self._runtime.parameters, registry.moves_by_itself, lambda: is_due(self._rebalancer.step, interval)
         )
@@ -770,6 +773,7 @@ class Balancer:
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
                     self._runtime.maps.replicas.abandon()
+                self._rebalancer.forward_begins()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 

@@ -1,8 +1,8 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. A failure drops the rebalance, with an event and a warning, and training
-goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.now` alone. A failure drops
+the rebalance, with an event and a warning, and training goes on with the old placement.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ class Rebalancer:
         self._counter.advance()
         self._rank_state.step_seconds = self._clock.step_seconds
         self._rank_state.steps += 1
-        return self.step % self._config.interval == 0
+        interval = self._config.interval
+        return interval is not None and self.step % interval == 0
 
     def _discard_load(self) -> None:
         """Drop the load counted since the last decision."""
@@ -266,6 +267,11 @@ class Rebalancer:
         if target is not None:
             self._migrate(target)
         return self._placement is not before
+
+    def forward_begins(self) -> None:
+        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
+        if self._config.interval is None:
+            self._clock.begin()
 
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
@@ -365,8 +371,10 @@ class Rebalancer:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int) -> _Pending:
+        steps = self._counter.open_steps
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
+            steps=steps,
             placement=self.placement(),
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
@@ -397,7 +405,7 @@ class Rebalancer:
         """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
-        if (measured := decision.measured(self.step, self._counter.steps_per_bucket)) is not None:
+        if (measured := decision.measured(self.step)) is not None:
             self._events.emit(measured)
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)
