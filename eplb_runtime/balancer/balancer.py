@@ -276,11 +276,20 @@ class Balancer:
         count must be made before the same step. A second call before the decision replaces the first.
 
         Args:
-            load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
-                ``[T, L, E]`` of T successive windows of equal weight; on any device, finite and not negative.
+            load: in tokens, on any device, over all L MoE layers of the model (stages of other ranks, too) and its E
+                logical experts. One of:
+
+                * ``[L, E]``, finite and not negative: tokens per expert in the coming step.
+                * ``[T, L, E]``: the same for each of T micro-batches. The plan counts the busiest rank of each by
+                  itself, as ranks wait for it in each, and copies are split for each. Micro-batches weigh alike,
+                  whatever their number of tokens; every rank that declares has T of them.
+                * ``[N, L, K]`` with K < E, a tensor or array of whole numbers: the K experts of each of N tokens, as a
+                  replay buffer has them; -1 for padding, and as a choice that was dropped. Every rank its own tokens.
+                * a list or tuple with a tensor or array for each micro-batch, ``[L, E]`` or ``[N, L, K]``, where N may
+                  differ.
 
         Raises:
-            DeclaredLoadError: another shape, or values that are no load.
+            DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
             RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned.
         """
         if self._closed or self.config.policy == "static":

@@ -122,7 +122,7 @@ def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each
         first, *later = seen["told"]
         assert first > 1.4 and later
         assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
-        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 windows: declare as many on each"]
+        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 micro-batches: declare as many on each"]
         assert seen["reported"] == ["something is wrong"], "what the guard finds is said though the decision failed"
 
 
