@@ -282,7 +282,8 @@ class Balancer:
                 * ``[L, E]``, finite and not negative: tokens per expert in the coming step.
                 * ``[T, L, E]``: the same for each of T micro-batches. The plan counts the busiest rank of each by
                   itself, as ranks wait for it in each, and copies are split for each. Micro-batches weigh alike,
-                  whatever their number of tokens; every rank that declares has T of them.
+                  whatever their number of tokens; every rank that declares has T of them. More than 64 are planned as
+                  means of neighbours.
                 * ``[N, L, K]`` with K < E, a tensor or array of whole numbers: the K experts of each of N tokens, as a
                   replay buffer has them; -1 for padding, and as a choice that was dropped. Every rank its own tokens.
                 * a list or tuple with a tensor or array for each micro-batch, ``[L, E]`` or ``[N, L, K]``, where N may
