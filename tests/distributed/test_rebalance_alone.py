@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
+from eplb_runtime.cli import main
 from eplb_runtime.config import config_from_settings
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
+from eplb_runtime.load.series import read_series
 
 RANKS, LAYERS, EXPERTS, ROUNDS = 2, 2, 8, 4
 STEPS = (1, 3, 2, 2)
@@ -118,22 +122,46 @@ def test_rollouts_and_training_in_turn_decide_when_asked_and_change_no_bit() -> 
         assert not moving["dropped"] and not seen["warnings"]
 
 
-def forecast_alone(rank: int) -> dict[str, Any]:
-    loop = Loop(rank, window=2)
+def begun_by_a_forward(loop: Loop) -> list[bool]:
+    """Whether a step's clock begins with a forward without gradients, and with one with them."""
+    ids, clock, found = batch_of(loop.rank, 0), loop.balancer._rebalancer._clock, []
+    for with_gradients in (False, True):
+        with torch.set_grad_enabled(with_gradients):
+            loop.model(input_ids=ids)
+        found.append(clock._has_begun)
+    return found
+
+
+def forecast_alone(rank: int, run: str) -> dict[str, Any]:
+    loop = Loop(rank, window=2, run=run)
     for steps in (2, 40, 3):
         loop.train(steps)
         loop.balancer.rebalance()
     loop.balancer.rebalance()  # without a step between: nothing was counted
     history = loop.balancer._rebalancer.decisions.history
-    return {**loop.seen(), "tokens": [int(row.sum()) for row in history]}
+    periodic = Loop(rank, interval=50)
+    begun = [begun_by_a_forward(one) for one in (loop, periodic)]
+    periodic.balancer.close()
+    return {**loop.seen(), "tokens": [int(row.sum()) for row in history], "begun": begun}
 
 
-def test_a_window_is_what_lies_between_two_calls_however_long() -> None:
+def test_a_window_is_what_lies_between_two_calls_however_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = sum(batch_of(rank, 0).numel() for rank in range(RANKS)) * 2 * LAYERS
-    for seen in run_ranks(RANKS, forecast_alone):
+    for seen in run_ranks(RANKS, forecast_alone, str(tmp_path)):
         assert seen["tokens"] == [40 * tokens, 3 * tokens], "window=2 counts decisions"
         assert seen["measured"] == seen["horizon"] == [2, 40, 3]
         assert [event.cause for event in seen["dropped"]] == ["no token was counted in the last 0 steps"]
+        assert seen["begun"] == [[False, True], [False, False]], (
+            "the clock of periodic decisions runs on"
+        )
+    load, steps = read_series(tmp_path)
+    assert load.sum(axis=(1, 2)).tolist() == [2 * tokens, 40 * tokens, 3 * tokens] and steps == [2, 40, 3]
+    for command in (["top", str(tmp_path), "--once"], ["report", str(tmp_path), "-o", str(tmp_path / "report.html")]):
+        assert main(command) == 0
+    assert "by rebalance() alone" in capsys.readouterr().out
+    assert main(["assess", str(tmp_path)]) == 0
 
 
 def save_and_resume(rank: int) -> dict[str, Any]:

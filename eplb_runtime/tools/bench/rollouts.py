@@ -110,7 +110,7 @@ def run(
         for policy in _policies(rules.ranks):
             on_progress(f"{name}: {policy.name}")
             of_load.append(_play(policy, steps, rules))
-        rows += [{"load": name, **row} for row in _beside_the_oracle(of_load)]
+        rows += [{"load": name, **row} for row in _over_the_oracle(of_load)]
     return {"ranks": rules.ranks, "micro_batches": rules.micro_batches, "rollouts": rows}
 
 
@@ -189,7 +189,7 @@ def _rank_load(load_LE: FloatArray, placement: Placement) -> FloatArray:
     return np.asarray(units_LR / UNITS * load_LE.sum(axis=1, keepdims=True))
 
 
-def _beside_the_oracle(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _over_the_oracle(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows with their share of throughput over that of the oracle with as many replica slots."""
     oracle = {row["copies_gib"]: row["share"] for row in rows if row["policy"].startswith("oracle")}
     return [{**row, "of_oracle": row["share"] / oracle[row["copies_gib"]]} for row in rows]
