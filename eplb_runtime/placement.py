@@ -21,7 +21,7 @@ from .utils import placement_file
 from .utils.files import FileError
 
 EMPTY = -1
-"""What stands in a replica slot that holds no expert (``home`` layout only)."""
+"""What stands in a replica slot that holds no expert (``home`` layout only). Functions of @jit have it compiled in."""
 
 IntArray = NDArray[np.int32]
 

@@ -499,8 +499,8 @@ class Rebalancer:
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
             self._clock.stalled(progress.stall_seconds)
+        self._follow(progress.placement)
         if progress.committed_layers:
-            self._follow(progress.placement)
             self._committed_layers.update(progress.committed_layers)
             pause, self._pause_seconds = self._pause_seconds, 0.0
             self._events.emit(progress.committed(self.step, pause))
@@ -545,7 +545,7 @@ class Rebalancer:
     def drain(self) -> None:
         """End the migration in flight: layers without a commit stay where they are. On every rank."""
         if self._migration.in_flight:
-            self._follow(self._migration.drain())
+            self._take_over(self._migration.drain())
 
     def _drop(
         self,

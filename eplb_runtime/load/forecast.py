@@ -256,12 +256,6 @@ def past_imbalance(forecasts: Load, load: Load, horizon: int = 1, ranks: int = 8
     return _dealt(np.ascontiguousarray(forecasts[made]), ahead, ranks)
 
 
-def past_error(forecasts: Load, load: Load, horizon: int = 1) -> Load:
-    """float64 ``[T - 1, L]``, or fewer windows: the share of tokens that came to other experts than was foretold."""
-    made, ahead = _what_came(load, horizon)
-    return _error(forecasts[made], ahead)
-
-
 def _error(foretold: Load, came: Load) -> Load:
     return np.asarray(0.5 * np.abs(_share(foretold) - _share(came)).sum(axis=-1))
 

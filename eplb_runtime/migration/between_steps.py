@@ -73,10 +73,10 @@ class BetweenSteps:
         """The placement after the rounds committed so far."""
         return self._current
 
-    def drain(self) -> Placement:
+    def drain(self) -> MigrationProgress:
         """Drop a migration that was begun."""
         self.in_flight = False
-        return self._current
+        return MigrationProgress(self._current)
 
     def _carry_out(self, migration: PreparedMigration, round_: Round, ballot: Ballot) -> Verdict:
         engine = self._engine

@@ -114,5 +114,5 @@ class Migration(Protocol):
     def current_placement(self) -> Placement:
         """The placement with all that was committed so far, of the migration in flight. Collective."""
 
-    def drain(self) -> Placement:
-        """Drop what is not committed yet, and return the placement that is current then. Collective."""
+    def drain(self) -> MigrationProgress:
+        """Drop what is not committed yet, and return what was committed since the last call. Collective."""

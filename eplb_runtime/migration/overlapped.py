@@ -263,16 +263,19 @@ class Overlapped:
                 migration.current = self._current = migration.schedule.after(self._current, flight.round_)
         return self._current
 
-    def drain(self) -> Placement:
+    def drain(self) -> MigrationProgress:
         """Drop the rest on every rank. The thread is done with it when this returns, or never will be.
 
         Returns:
-            The current placement.
+            What was committed since the last call, as by the forwards of an evaluation.
         """
         self.withdraw()
         current = self.current_placement()
+        committed = [flight for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
+        progress = self._committed(current, committed)
+        pause, self._pause = self._pause, 0.0
         self._finish()
-        return current
+        return replace(progress, pause_seconds=pause)
 
     def _finish(self) -> None:
         self.leave()
@@ -438,18 +441,27 @@ class Overlapped:
         self._flights, self._as_sent = [], []
         self._times_replaced = 0 if done else self._times_replaced
         self._times_replaced += failed is not None and failed.kind == REPLACED
+        return replace(
+            self._committed(placement, done),
+            verdict=failed or Verdict(True),
+            failed_phase=None if failed is None else Phase.STAGED,
+            left_layers=tuple(sorted(self._open)),
+            only_between_steps=failed is not None and self._is_written_each_step(failed),
+        )
+
+    def _committed(self, placement: Placement, done: Sequence[InFlightRound]) -> MigrationProgress:
+        """Progress by these rounds, after which experts are where ``placement`` says."""
+        if not done:
+            return MigrationProgress(placement)
+        assert self._migration is not None
         home_rows = placement.home_rows()
         return MigrationProgress(
             placement,
-            failed or Verdict(True),
-            None if failed is None else Phase.STAGED,
             committed_layers=tuple(sorted(flight.layer for flight in done)),
             moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
             received_bytes=sum(flight.received_bytes for flight in done),
-            transfers=np.concatenate([flight.round_.transfers for flight in done]) if done else None,
-            record_bytes=migration.records.nbytes,
-            left_layers=tuple(sorted(self._open)),
-            only_between_steps=failed is not None and self._is_written_each_step(failed),
+            transfers=np.concatenate([flight.round_.transfers for flight in done]),
+            record_bytes=self._migration.records.nbytes,
         )
 
     def _is_written_each_step(self, failed: Verdict) -> bool:

@@ -30,6 +30,15 @@ logger = logging.getLogger("eplb_runtime")
 
 _TOKENS, _TOP_K, _WIDTH = 80, 8, 1100
 """Size of the trial batch: several blocks of choices, and more columns than one program moves."""
+_LONG = 4200
+"""Tokens of the trial for one busy slot: more rows of it than all programs of a slot take in one pass."""
+_SUMS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.float64),
+)
+"""dtypes of rows and of the router's weights whose sums are tried beside the rows that are sent."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +186,19 @@ class TrialBatch:
     def run(self, kernels: Kernels) -> list[Tensor]:
         """Run the batch end to end; returns every result on the way."""
         slots_TK, results = self._slots(kernels)
-        for dtype, dedup in ((torch.bfloat16, True), (torch.float32, False)):
-            results += self._rows(kernels, slots_TK, dtype, dedup)
+        results += self._rows(kernels, slots_TK, torch.bfloat16, _WIDTH, dedup=True)
+        results += self._rows(kernels, slots_TK, torch.float32, _WIDTH, dedup=False)
+        results += self._rows(kernels, self._busy_slot(), torch.float32, 1, dedup=True)
+        results += _sums(kernels, slots_TK)
         return results
+
+    def _busy_slot(self) -> Tensor:
+        """int64 ``[T, 1]``: nearly all tokens of the trial for one busy slot go to the second slot here."""
+        begin = (self.placement.num_ranks - 1) * self.placement.slots_per_rank
+        slot_T = torch.full((_LONG, 1), begin + min(1, self.placement.slots_per_rank - 1), device=self.ids_TK.device)
+        slot_T[::100] = begin
+        slot_T[1::1000] = 0
+        return slot_T
 
     def _slots(self, kernels: Kernels) -> tuple[Tensor, list[Tensor]]:
         """Count, and find the slot of each choice."""
@@ -195,30 +214,37 @@ class TrialBatch:
         results = [slots_TK, padded_TK, counted_E, padded_E]
         if placement.num_slots == placement.num_experts:
             return slots_TK, results
+        crowded = _with_one_crowded_expert(placement)
+        for locality, counted, stands in ((False, False, placement), (True, True, crowded), (True, True, placement)):
+            slots_TK, counts_E = self._split(kernels, stands, locality, counted)
+            results += [counts_E, slots_TK]
+        return slots_TK, results
+
+    def _split(self, kernels: Kernels, stands: Placement, locality: bool, counted: bool) -> tuple[Tensor, Tensor]:
+        """Split the batch over replicas of a placement; ``counted``: who deals is told what the counting found."""
         splitter = BatchSplitter(
-            placement,
-            device,
-            placement.num_ranks - 1,
-            SplitSettings(2 if placement.num_ranks % 2 == 0 else 1),
+            stands,
+            self.ids_TK.device,
+            stands.num_ranks - 1,
+            SplitSettings(2 if stands.num_ranks % 2 == 0 else 1, locality=locality),
             count=kernels.count,
             deal=kernels.deal,
             on_device=kernels.split,
         )
         counts_E, begins = splitter.counts(self.ids_TK)
+        begins = begins if counted else None
         counts_RE = torch.cat([self.counts_RE[:-1], counts_E.unsqueeze(0)])
         if splitter.wants_counts:
-            slots_TK, _ = splitter.route(0, self.ids_TK, counts_RE.cpu().numpy(), begins)
-        else:
-            slots_TK = splitter.route_on_device(0, self.ids_TK, counts_RE, begins)
-        return slots_TK, [*results, counts_E, slots_TK]
+            return splitter.route(0, self.ids_TK, counts_RE.cpu().numpy(), begins)[0], counts_E
+        return splitter.route_on_device(0, self.ids_TK, counts_RE, begins), counts_E
 
-    def _rows(self, kernels: Kernels, slots_TK: Tensor, dtype: torch.dtype, dedup: bool) -> list[Tensor]:
+    def _rows(self, kernels: Kernels, slots_TK: Tensor, dtype: torch.dtype, width: int, *, dedup: bool) -> list[Tensor]:
         """Send rows out, fill each slot's up to a multiple of 16, send them back and sum each token's."""
         moves, device = kernels.moves, slots_TK.device
         ranks, slots = self.placement.num_ranks, self.placement.slots_per_rank
         generator = torch.Generator().manual_seed(0)
-        hidden_TD = torch.randn(_TOKENS, _WIDTH, generator=generator).to(device, dtype)
-        weights_TK = torch.rand(_TOKENS, _TOP_K, generator=generator).to(device)
+        hidden_TD = torch.randn(slots_TK.shape[0], width, generator=generator).to(device, dtype)
+        weights_TK = torch.rand(slots_TK[:_TOKENS].shape, generator=generator).to(device)
 
         leaving = moves.leaving(slots_TK, ranks - 1, ranks, slots, dedup=dedup, tag=5)
         counts_RW = leaving.counts_2RW[0].cpu().numpy()
@@ -227,7 +253,7 @@ class TrialBatch:
         arriving = moves.arriving(counts_RW, ranks - 1, slots, device, leaving.source_row_N1, leaving.counts_2RW[0])
         order = [leaving.counts_2RW[0], leaving.choice_N, leaving.place_TK, token_N, *arriving]
 
-        rows_ND = hidden_TD.new_empty(token_N.shape[0], _WIDTH)
+        rows_ND = hidden_TD.new_empty(token_N.shape[0], width)
         staying, leaving_rows = rows_ND[: sent_R[-1]], rows_ND[sent_R[-1] :]
         (moves.part or _gather_twice)(hidden_TD, token_N, staying, leaving_rows)
         rows_MD = rows_ND.index_select(0, arriving.row_M)
@@ -237,10 +263,37 @@ class TrialBatch:
         filled_PD = kernels.regroup(rows_MD, packed, filled, packed, places)
         out_MD = kernels.regroup(filled_PD, filled, packed, packed, rows_MD.shape[0])
         out_ND = out_MD.index_select(0, arriving.slot_place_M)
-        sums = [moves.sum_choices(out_ND, leaving.place_TK, RowMemory(), weights) for weights in (None, weights_TK)]
+        place_TK = leaving.place_TK[:_TOKENS]
+        sums = [moves.sum_choices(out_ND, place_TK, RowMemory(), weights) for weights in (None, weights_TK)]
         data = rows_MD.reshape(-1).view(torch.uint8)
-        hashed = data[: data.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES]
-        return [*order, rows_ND, filled_PD, out_MD, *sums, kernels.hash_blocks(hashed)]
+        whole = data.shape[0] // HASH_BLOCK_BYTES * HASH_BLOCK_BYTES
+        at_odd_address = torch.cat([data[:1], data[:whole]])[1:]
+        hashes = [kernels.hash_blocks(hashed) for hashed in (data[:whole], at_odd_address, data[:0])]
+        return [*order, rows_ND, filled_PD, out_MD, *sums, *hashes]
+
+
+def _with_one_crowded_expert(placement: Placement) -> Placement:
+    """The same homes, and the first expert in every replica slot of a rank that is not its own."""
+    assert placement.home is not None
+    homes = placement.num_experts // placement.num_ranks
+    slots_RS = placement.physical_to_logical.reshape(placement.num_ranks, placement.slots_per_rank).copy()
+    for rank in range(placement.num_ranks):
+        if 0 not in slots_RS[rank]:
+            slots_RS[rank, homes] = 0
+    return Placement(slots_RS.reshape(1, -1), placement.num_experts, placement.num_ranks, placement.home)
+
+
+def _sums(kernels: Kernels, slots_TK: Tensor) -> list[Tensor]:
+    """Sum rows of all dtypes over each token's choices."""
+    generator, results = torch.Generator().manual_seed(0), []
+    rows_NW = torch.randn(slots_TK.numel(), 3, generator=generator)
+    weights_TK = torch.rand(slots_TK.shape, generator=generator)
+    place_TK = torch.randperm(slots_TK.numel(), generator=generator).view(slots_TK.shape).to(slots_TK.device)
+    for rows, weights in _SUMS:
+        of_rows, of_weights = rows_NW.to(slots_TK.device, rows), weights_TK.to(slots_TK.device, weights)
+        results.append(kernels.moves.sum_choices(of_rows, place_TK, RowMemory(), of_weights))
+        results.append(kernels.moves.sum_choices(of_rows, place_TK, RowMemory(), None))
+    return results
 
 
 def _gather_twice(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 CHECKSUM_BYTES = 16
 HASH_BLOCK_BYTES = 1024
+"""Hashed to one number. Functions of @jit have it compiled in."""
 HASH_CHUNK_BYTES = 16 << 20
 """Hashed at once, which takes as much device memory again."""
 

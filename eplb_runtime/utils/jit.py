@@ -1,7 +1,8 @@
 """numba's compiler with a cache on the disk that notices each change of the compiled sources.
 
 numba's own cache looks at the file of a function alone, not at what that function calls. Here the cache is a folder
-named by a digest of all compiled sources of the package: after an update in place nothing old is ever loaded.
+named by a digest of all compiled sources of the package, and of those whose constants are compiled into them: after an
+update in place nothing old is ever loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parents[1]
-_DECORATOR = b"@jit"
-"""What each module with compiled functions has in a line."""
+_MARK = b"@jit"
+"""What each module has in a line whose functions, or constants in the functions of others, are compiled."""
 
 
 @overload
@@ -156,7 +157,7 @@ def _name(package: Path) -> str:
     digest = xxhash.xxh3_64(f"{numba.__version__} {sys.version} {processor}".encode())
     for path in sorted(package.rglob("*.py")):
         source = path.read_bytes()
-        if _DECORATOR in source:
+        if _MARK in source:
             digest.update(f"{path.relative_to(package)} {len(source)}\n".encode())
             digest.update(source)
     return f"{_prefix()}-{digest.hexdigest()}"

@@ -91,6 +91,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
         ids = batch_of(rank, 3)
         said["evaluated"] = float(job.model(input_ids=ids, labels=ids).loss)
     job.model.train()
+    said["told of what an evaluation committed"] = ended_by_an_evaluation(job)
     job.until_sent()
     said["decided now"] = balancer.rebalance()
     balancer.load_state_dict(balancer.state_dict())
@@ -120,6 +121,21 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     return said
 
 
+def ended_by_an_evaluation(job: Job) -> bool:
+    """Whether an event tells of experts that moved in an evaluation, after which the migration was dropped."""
+    balancer = job.balancer
+    epoch = balancer.placement.epoch
+    while balancer.placement.epoch == epoch:
+        job.until_sent()
+        epoch = balancer.placement.epoch
+        with torch.no_grad():
+            job.model(input_ids=batch_of(job.rank, 3))
+    told = len(balancer.events.of_type(RebalanceCommitted))
+    balancer._rebalancer.drain()
+    new = balancer.events.of_type(RebalanceCommitted)[told:]
+    return [event.digest for event in new] == [balancer.placement.digest()] and new[0].moved_experts > 0
+
+
 def static(rank: int, steps: int) -> dict[str, Any]:
     job = Job(rank, overlap=False)
     for _ in range(steps):
@@ -143,7 +159,7 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
     assert "rank 2" in first["one rank fails"] and "no memory" in first["one rank fails"]
     assert "checksum" in first["flipped bit"]
     assert "rank 1" in first["cannot prepare"] and "no memory" in first["cannot prepare"]
-    assert first["quiet"] and first["state"] and first["decided now"]
+    assert first["quiet"] and first["state"] and first["decided now"] and first["told of what an evaluation committed"]
     assert first["paused so far"] == 0 and first["lost"]
     assert not first["written"]
 

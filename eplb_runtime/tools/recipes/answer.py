@@ -10,7 +10,7 @@ from typing import Any
 from ...hosts.megatron import settings as megatron
 from ...hosts.settings import Exact, JobVerdict, Refusal, Resolved, Unresolved, UnresolvedError, judge
 from ...hosts.torchtitan import settings as torchtitan
-from .base import Recipe
+from .base import Recipe, RecipeError
 
 HOSTS = {"megatron": megatron.HOST, "torchtitan": torchtitan.HOST}
 EXPERT_RANKS = ("expert_model_parallel_size", "expert_parallel_degree")
@@ -64,11 +64,16 @@ class RecipeAnswer:
 
 
 def answer(recipe: Recipe) -> RecipeAnswer:
-    """Judge a recipe by the rules of its framework."""
+    """Judge a recipe by the rules of its framework.
+
+    Raises:
+        RecipeError: a size is no whole number of at least 1.
+    """
     host = HOSTS.get(recipe.host)
     if host is None:
         return _without_host(recipe)
     given = {name: value for name, value in recipe.options.items() if value is not None}
+    _check_sizes(recipe, host.settings_of({}), given)
     settings = host.settings_of({**recipe.defaults, **given})
     values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "assumed"}
     judgement = judge(settings, host.rules)
@@ -90,6 +95,17 @@ def answer(recipe: Recipe) -> RecipeAnswer:
         _known(ep),
         _known(values["expert_data_parallel_size"]),
     )
+
+
+def _check_sizes(recipe: Recipe, defaults: Any, given: Mapping[str, Any]) -> None:
+    """A size is a whole number of at least 1; 0 is one, too, where None is."""
+    kinds = {field.name: str(field.type) for field in fields(defaults)}
+    sizes = {name: kind for name, kind in kinds.items() if kind.startswith("int ")}
+    for name, kind in {**sizes, "world_size": "int"}.items():
+        value, least = given.get(name, 1), 0 if "None" in kind else 1
+        if not isinstance(value, Unresolved) and not (isinstance(value, int) and value >= least):
+            written = recipe.written.get(name, name)
+            raise RecipeError(f"{recipe.name}: {written} is {value!r}, and must be a whole number of at least {least}")
 
 
 def _as_written(refusal: Refusal, recipe: Recipe) -> Refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,8 @@ def value_of(text: str) -> Any:
     known = {"true": True, "false": False, "null": None, "none": None}
     if plain.lower() in known:
         return known[plain.lower()]
+    if re.fullmatch(r"[+-]?\d+", plain):
+        return int(plain)
     try:
         number = ast.literal_eval(plain)
     except (ValueError, SyntaxError):
@@ -60,7 +63,7 @@ def product(*sizes: Any) -> Any:
     for size in sizes:
         if size is None or isinstance(size, Unresolved):
             return size
-        if not isinstance(size, int):
+        if not isinstance(size, int) or size < 1:
             return Unresolved(str(size))
         result *= size
     return result

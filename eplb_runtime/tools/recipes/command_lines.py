@@ -27,6 +27,8 @@ FLAGS = {
 """Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
 NODES = ("actor_num_nodes", "nnodes")
 RANKS_OF_A_NODE = ("actor_num_gpus_per_node", "nproc_per_node")
+OPTIONS_ELSEWHERE = ("yaml_cfg",)
+"""Megatron's flags that name a file with options."""
 SLIME = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall"}
 """What slime sets for all of its jobs."""
 VERL = {
@@ -40,6 +42,8 @@ VERL = {
 VERL_ROOTS = ("actor_rollout_ref.actor.megatron.", "engine.", "actor_rollout_ref.actor.optim.", "optim.")
 VERL_INNER = re.compile(r"override_(?:transformer|ddp|optimizer)_config\.")
 PHASES = ("param_offload", "grad_offload", "optimizer_offload")
+OF_OTHER_MODELS = ("critic.", "reward")
+"""Beginnings of verl's overrides for models that a job trains or asks beside its actor."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ARGUMENTS = re.compile(r"\[[@*]\]|ARG|OPT|FLAG|CONFIG|EXTRA|PARAM")
 _FEWEST = 3
@@ -92,6 +96,7 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     flags, missing = _flags(words)
+    missing += [f"the file of --{flag.replace('_', '-')}" for flag in OPTIONS_ELSEWHERE if flag in flags]
     options: dict[str, Any] = {}
     written: dict[str, str] = {}
     for flag, name in FLAGS.items():
@@ -140,13 +145,12 @@ def _of_verl(path: Path, overrides: Mapping[str, str], script: Script) -> Recipe
             options[name], written[name] = value_of(text), key
     if not (_has_experts(options) or any(".moe_" in key for key in overrides)):
         raise RecipeError(f"{path}: no setting of experts in it (expert_model_parallel_size)")
-    phases = [options.pop(name) for name in PHASES if name in options]
+    phases = {name: options.pop(name) for name in PHASES if name in options}
     if phases:
-        unresolved = next((phase for phase in phases if isinstance(phase, Unresolved)), False)
-        options["phase_offload"] = True if True in phases else unresolved
-        written["phase_offload"] = next(written[name] for name in PHASES if name in written)
+        name = min(phases, key=lambda name: (phases[name] is not True, not isinstance(phases[name], Unresolved)))
+        options["phase_offload"], written["phase_offload"] = phases[name], written[name]
     for key, text in overrides.items():
-        if key.endswith((".lora_rank", ".lora.rank")):
+        if key.endswith((".lora_rank", ".lora.rank")) and not key.startswith(OF_OTHER_MODELS):
             rank = value_of(text)
             options["lora"], written["lora"] = rank if isinstance(rank, Unresolved) else bool(rank), key
     flags, _ = _flags(_split(chain(*script.commands)))

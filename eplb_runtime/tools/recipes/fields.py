@@ -82,6 +82,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
     name = str(entry.get("name", f"{path.stem}[{number}]"))
     if not any(isinstance(entry.get(size), int) and entry[size] > 1 for size in ("num_experts", "ep")):
         raise RecipeError(f"{path}: {name} has no experts (num_experts, ep)")
+    if not isinstance(entry.get("source_lines") or {}, Mapping):
+        raise RecipeError(f"{path}: {name}: source_lines is no object")
     source, host = str(entry.get("project", "")), entry["host"]
     if host == "megatron":
         options = _named(entry, MEGATRON, MEGATRON_AS_WRITTEN)
@@ -106,7 +108,8 @@ def _named(entry: Mapping[str, Any], names: Mapping[str, str], as_written: tuple
     for size in UNKNOWN_SIZES:
         if size in options and options[size] is None:
             options[size] = Unresolved("of the model's own config")
-    lines = {key.rpartition(".")[2].replace("-", "_"): value for key, value in entry.get("source_lines", {}).items()}
+    written = entry.get("source_lines") or {}
+    lines = {key.rpartition(".")[2].replace("-", "_"): value for key, value in written.items()}
     for name in as_written:
         if name in lines:
             options[name] = value_of(lines[name]) if isinstance(lines[name], str) else lines[name]
@@ -121,5 +124,6 @@ def _of_torchtitan(entry: Mapping[str, Any]) -> dict[str, Any]:
     if entry.get("optimizer") is not None:
         options["optimizers"] = (str(entry["optimizer"]),)
     if entry.get("dispatcher") is not None:
-        options["moe_comm_backend"] = "standard" if entry["dispatcher"] == "alltoall" else entry["flex_backend"]
+        backend = entry.get("flex_backend") or Unresolved("flex_backend is not given")
+        options["moe_comm_backend"] = "standard" if entry["dispatcher"] == "alltoall" else backend
     return options

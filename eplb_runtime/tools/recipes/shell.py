@@ -8,15 +8,19 @@ marks.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .base import MARK
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_DEFINED = re.compile(r"\(\s*\)")
+_KEYWORDS = ("then", "do", "else", "{", "}", "!", "time", "elif")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d|[@*#?])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 _PLAIN = re.compile(r"[A-Za-z_]\w*|\d|[@*#?]")
@@ -32,7 +36,8 @@ _COMPARED: dict[str, Callable[[str, str], bool]] = {
     "-le": lambda left, right: int(left) <= int(right),
 }
 _DEEPEST = 8
-"""Files that source each other."""
+"""Files that source, and functions that call, each other."""
+_GLOB = re.compile(r"[*?[]")
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,13 @@ class Statement:
     Args:
         array: name of the array that the words are given to, with a ``+`` if they are appended; empty: a command.
         conditional: it follows ``&&`` or ``||``.
+        function: name of the function whose body begins after it; empty: none does.
     """
 
     words: tuple[str, ...]
     array: str = ""
     conditional: bool = False
+    function: str = ""
 
 
 @dataclass
@@ -62,6 +69,8 @@ class Script:
     commands: list[list[str]] = field(default_factory=list)
     variables: dict[str, list[str]] = field(default_factory=dict)
     _branches: list[_Branch] = field(default_factory=list)
+    _functions: dict[str, _Function] = field(default_factory=dict)
+    _defined: _Function | None = None
     _depth: int = 0
 
     def read(self, text: str) -> Script:
@@ -72,10 +81,23 @@ class Script:
 
     def _follow(self, statement: Statement) -> None:
         words = list(statement.words)
+        if self._defined is not None:
+            if not self._defined.goes_on_after(statement):
+                self._defined = None
+            return
+        if statement.function:
+            self._defined = _Function(runs=self._runs)
+            if self._runs is not False:
+                self._functions[statement.function] = self._defined
+            return
+        if words[:1] == ["function"] and len(words) > 1:
+            self._follow(replace(statement, words=(), function=words[1]))
+            self._follow(replace(statement, words=tuple(words[2:])))
+            return
         if statement.array:
             self._assign_array(statement)
             return
-        while words and words[0] in ("then", "do", "else", "{", "}", "!", "time", "elif"):
+        while words and words[0] in _KEYWORDS:
             keyword = words.pop(0)
             if keyword == "else" and self._branches:
                 self._branches[-1].go_on(True)
@@ -116,10 +138,37 @@ class Script:
         if not rest:
             return
         expanded = [one for word in rest for one in self._expand(word)]
-        if expanded and expanded[0] in ("source", "."):
-            self._source(expanded[1:2])
+        if not expanded:
+            return
+        first, *arguments = expanded
+        if first in ("source", "."):
+            self._source(arguments[:1])
+        elif first == "unset":
+            for name in arguments:
+                if not name.startswith("-"):
+                    self._set(name, [], uncertain)
+        elif first in self._functions:
+            self._call(self._functions[first], arguments, uncertain)
         else:
             self.commands.append(expanded)
+
+    def _call(self, function: _Function, arguments: Sequence[str], uncertain: bool) -> None:
+        """Follow a function's body where it is called, with its arguments as ``$1``, ``$2``, ..."""
+        if self._depth >= _DEEPEST:
+            return
+        outer = {name: words for name, words in self.variables.items() if name.isdigit()}
+        self.variables |= {str(number): [word] for number, word in enumerate(arguments, 1)}
+        branches, self._branches = self._branches, []
+        if uncertain or function.runs is None:
+            self._branches.append(_Branch(None))
+        self._depth += 1
+        for statement in function.body:
+            self._follow(statement)
+        self._depth -= 1
+        self._branches = branches
+        for number in range(1, len(arguments) + 1):
+            self.variables.pop(str(number), None)
+        self.variables |= outer
 
     def _assign_array(self, statement: Statement) -> None:
         if self._runs is False:
@@ -131,7 +180,7 @@ class Script:
         self._set(name, [*before, *words], uncertain)
 
     def _set(self, name: str, words: list[str], uncertain: bool) -> None:
-        if uncertain and self.variables.get(name) != words:
+        if uncertain and (name not in self.variables or self.variables[name] != words):
             words = [*self.variables.get(name, []), f"{MARK}${{{name}[@]}}{MARK}"]
             if len(words) == 2 and not any(word.startswith("--") for word in words):
                 words = [f"{MARK}${{{name}}}{MARK}"]
@@ -156,6 +205,8 @@ class Script:
             return (inner[1] == "") == (inner[0] == "-z")
         if len(inner) != 3 or inner[1] not in _COMPARED:
             return None
+        if words[0] == "[[" and inner[1] in ("=", "==", "!=") and _GLOB.search(inner[2]):
+            return _is_like(inner[0], words[3], inner[2], inner[1] != "!=")
         try:
             return _COMPARED[inner[1]](inner[0], inner[2])
         except ValueError:
@@ -212,11 +263,34 @@ class Script:
         if name in "@*":
             return [], True
         words = self.variables.get(name)
-        if rule and (words is None or (rule.startswith(":") and not any(words))):
+        if rule and (not words or (rule.startswith(":") and not any(words))):
             return self._expand(default, split=False), False
         if words is None:
             return unknown, False
         return (words, True) if whole else (words[:1] or [""], False)
+
+
+@dataclass
+class _Function:
+    """A function of a script. Its body is followed where it is called.
+
+    Attributes:
+        runs: whether its definition is reached; None: not known.
+        body: statements between its braces.
+    """
+
+    runs: bool | None
+    body: list[Statement] = field(default_factory=list)
+    _open: int = 0
+
+    def goes_on_after(self, statement: Statement) -> bool:
+        """Take the next statement of the body; False: its last brace closes here."""
+        self.body.append(statement)
+        for word in () if statement.array else statement.words:
+            if word not in _KEYWORDS:
+                break
+            self._open += (word == "{") - (word == "}")
+        return self._open > 0
 
 
 @dataclass
@@ -261,10 +335,19 @@ def statements(text: str) -> Iterator[Statement]:
             newline = text.find("\n", position)
             position = len(text) if newline < 0 else newline
             continue
+        defined = _DEFINED.match(text, position) if character == "(" and not array else None
+        named = [*words, word] if word else words
+        if defined is not None and named and named[:-1] in ([], ["function"]) and _NAME.fullmatch(named[-1]):
+            yield Statement((), function=named[-1])
+            words, word, position = [], "", defined.end()
+            continue
         position += 1
         opened = _ASSIGNMENT.fullmatch(word) if character == "(" and not array else None
         if opened is not None and not opened[3]:
             array, word = opened[1] + opened[2], ""
+            if words and words[-1] in _KEYWORDS:
+                yield Statement(tuple(words), "", conditional)
+                words, conditional = [], False
         elif character in " \t\r\n;|&()<>" and not (character in "&>" and text[position - 2 : position - 1] in ("&>")):
             if word:
                 (array_words if array else words).append(word)
@@ -318,6 +401,20 @@ def _end_of_expansion(text: str, position: int) -> int:
         if depth == 0:
             break
     return here
+
+
+def _is_like(text: str, written: str, pattern: str, wanted: bool) -> bool | None:
+    """Whether ``[[`` finds a text like a pattern; None: part of it is quoted.
+
+    Args:
+        written: the pattern with its quotes.
+        pattern: without them.
+        wanted: the operator asks for a match.
+    """
+    if any(character in written for character in "\"'\\"):
+        is_all_quoted = re.fullmatch(r"\"[^\"]*\"|'[^']*'", written)
+        return (text == pattern) == wanted if is_all_quoted else None
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!")) == wanted
 
 
 def _with_dollars(arithmetic: str) -> str:

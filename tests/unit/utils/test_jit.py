@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_a_source_without_compiled_functions_changes_nothing(package: Path) -> N
     assert folder_for(package) == before
     (package / "other.py").write_text("from .utils.jit import is_ready, jit\n\n\n@jit\ndef once(x):\n    return x\n")
     assert folder_for(package) != before
+
+
+def test_constants_that_are_compiled_in_are_of_modules_that_the_digest_covers() -> None:
+    """Else compiled code of before a change of one would be loaded."""
+    marked = {path for path in module._PACKAGE.rglob("*.py") if module._MARK in path.read_bytes()}
+    constants = 0
+    for path in marked:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.ImportFrom) and node.level else []
+            if any(name.isupper() for name in names):
+                constants += 1
+                source = path.parents[node.level - 1].joinpath(*str(node.module).split("."))
+                assert source.with_suffix(".py") in marked, f"{path} has constants of {source}"
+    assert constants > 5
 
 
 def test_the_folder_is_where_it_can_be_written(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

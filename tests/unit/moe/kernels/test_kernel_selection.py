@@ -107,6 +107,86 @@ def test_the_trial_notices_a_wrong_result_of_every_kernel() -> None:
     assert select(candidates, BATCH) == Kernels()
 
 
+def _first_changed(found: Any) -> Any:
+    tensor = found if isinstance(found, Tensor) else next(one for one in found if isinstance(one, Tensor))
+    if tensor.numel():
+        tensor.view(-1)[-1] += 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("weighed", [True, False])
+def test_the_trial_notices_sums_that_are_wrong_for_one_dtype(dtype: torch.dtype, weighed: bool) -> None:
+    def wrong(rows_ND: Tensor, place_TK: Tensor, memory: Any, weights_TK: Tensor | None = None) -> Tensor:
+        found = sum_choices(rows_ND, place_TK, memory, weights_TK)
+        return _first_changed(found) if rows_ND.dtype == dtype and weighed == (weights_TK is not None) else found
+
+    assert select([Candidate("sums", moves={"sum_choices": wrong})], BATCH) == Kernels()
+
+
+def test_the_trial_notices_choices_dealt_wrongly_by_what_was_not_counted_ahead() -> None:
+    def wrong(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None) -> Tensor:
+        found = deal_out(ids_TK, sent_EC, copy_slot_EC)
+        return _first_changed(found) if begins is None else found
+
+    def counted(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor | None]:
+        return count_choices(ids_TK, experts)[0], torch.zeros(1)
+
+    dealing = {"count": counted, "deal": wrong}
+    assert select([Candidate("dealing", dealing)], BATCH) == Kernels()
+
+
+@pytest.mark.parametrize("replicas", [3, 4], ids="{} replicas".format)
+def test_the_trial_has_experts_with_few_and_with_many_replicas(replicas: int) -> None:
+    def wrong(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None) -> Tensor:
+        found = deal_out(ids_TK, sent_EC, copy_slot_EC)
+        return _first_changed(found) if sent_EC.shape[1] >= replicas else found
+
+    assert select([Candidate("dealing", {"deal": wrong})], BATCH) == Kernels()
+
+
+def _wrong_where(is_hard: Callable[[Tensor], bool]) -> Callable[[Tensor], Tensor]:
+    def hashed(data: Tensor) -> Tensor:
+        if not data.numel() and is_hard(data):
+            raise RuntimeError("no blocks: no program to launch")
+        found = block_hashes(data)
+        return _first_changed(found) if is_hard(data) else found
+
+    return hashed
+
+
+@pytest.mark.parametrize(
+    "is_hard",
+    [lambda data: data.storage_offset() % 8 > 0, lambda data: data.numel() == 0],
+    ids=["at an odd address", "no blocks"],
+)
+def test_the_trial_hashes_what_is_hard(is_hard: Callable[[Tensor], bool]) -> None:
+    assert select([Candidate("hashes", {"hash_blocks": _wrong_where(is_hard)})], BATCH) == Kernels()
+
+
+def test_the_trial_moves_narrow_rows_and_more_of_one_slot_than_a_program_takes() -> None:
+    def wrong_part(source: Tensor, index_U: Tensor, staying: Tensor, leaving: Tensor) -> None:
+        torch.index_select(source, 0, index_U[: staying.shape[0]], out=staying)
+        torch.index_select(source, 0, index_U[staying.shape[0] :], out=leaving)
+        if source.shape[1] == 1:
+            staying[0] += 1
+
+    def wrong_regroup(source_ND: Tensor, *args: Any) -> Tensor:
+        found = regroup(source_ND, *args)
+        return _first_changed(found) if source_ND.shape[1] == 1 else found
+
+    def wrong_arriving(counts_RW: Any, first: int, slots_per_rank: int, *args: Any) -> Any:
+        found = permute.arriving(counts_RW, first, slots_per_rank, *args)
+        return _first_changed(found) if counts_RW[:, :slots_per_rank].max() > 4096 else found
+
+    candidates = [
+        Candidate("part", moves={"part": wrong_part}),
+        Candidate("regroup", {"regroup": wrong_regroup}),
+        Candidate("arriving", moves={"arriving": wrong_arriving}),
+    ]
+    assert select(candidates, BATCH) == Kernels()
+
+
 def test_on_a_cpu_there_are_none() -> None:
     assert kernels_for(CPU, 16, 2, 8) == Kernels() == Kernels(count_choices, deal_out, block_hashes, PLAIN, None)
 

@@ -107,6 +107,78 @@ def test_a_variable_is_resolved_where_it_is_a_constant(tmp_path: Path, lines: st
         assert found["refused"][0]["value"] == size
 
 
+SCRIPT = """
+python train.py --num-experts 8 --expert-model-parallel-size 8 --moe-router-topk 2 --moe-grouped-gemm ${ARGS[@]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("M=qwen3; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
+        ("M=llama; if [[ $M == qwen* ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", []),
+        ("M=qwen3; if [[ $M != 'qwen*' ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
+        ("M=qwen3; if [[ $M = q?en[0-9] ]]; then ARGS=(--fp8-format hybrid); else ARGS=(); fi", ["--fp8-format"]),
+        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }", []),
+        ("ARGS=(); fast() { ARGS=(--fp8-format hybrid); }; fast", ["--fp8-format"]),
+        ("ARGS=(); function fast {\n  if true; then { ARGS=(--fp8-format hybrid); }; fi\n}\n", []),
+        ("ARGS=(); add () {\n  ARGS+=(--fp8-format $1)\n}\nadd hybrid", ["--fp8-format"]),
+        ("ARGS=(); add() { more $1; }; more() { ARGS+=(--fp8-format $1); }; add e4m3", ["--fp8-format"]),
+        ("ARGS=(); again() { again; }; again", []),
+        ("ARGS=(--fp8-format hybrid); unset ARGS", []),
+        ("P=hybrid; unset P; ARGS=(${P:+--fp4-format} ${P:---fp8-format e4m3})", ["--fp8-format"]),
+    ],
+)
+def test_patterns_functions_and_unset_are_followed(tmp_path: Path, lines: str, found: list[str]) -> None:
+    answered = judged(tmp_path, lines + SCRIPT)
+    assert refused(answered) == found and answered["attaches"] is not None
+
+
+def test_options_of_a_file_that_megatron_reads_are_unknown(tmp_path: Path) -> None:
+    assert judged(tmp_path, SCRIPT.replace("${ARGS[@]}", ""))["attaches"] is True
+    answered = judged(tmp_path, SCRIPT.replace("${ARGS[@]}", "--yaml-cfg some.yaml"))
+    assert answered["attaches"] is None
+    assert {one["value"] for one in answered["unknown"]} >= {"may be in the file of --yaml-cfg"}
+
+
+def test_an_adapter_of_verls_critic_is_none_of_the_actor(tmp_path: Path) -> None:
+    options = (
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+    )
+    actor, critic = "actor_rollout_ref.model.lora_rank=", "critic.model.lora_rank="
+    assert "lora" not in str(refused(judged(tmp_path, f"{options}{actor}0 {critic}8")))
+    assert refused(judged(tmp_path, f"{options}{actor}8 {critic}0")) == [actor.rstrip("=")]
+
+
+def test_the_phase_that_is_offloaded_is_named(tmp_path: Path) -> None:
+    megatron = "actor_rollout_ref.actor.megatron."
+    options = f"{megatron}expert_model_parallel_size=8 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+    phases = f"{megatron}param_offload=False {megatron}grad_offload=$G {megatron}optimizer_offload=True"
+    assert refused(judged(tmp_path, options + phases)) == [f"{megatron}optimizer_offload"]
+
+
+@pytest.mark.parametrize("size", ["0", "abc", "-8", "2.5"])
+def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
+    with pytest.raises(
+        RecipeError, match=r"--expert-model-parallel-size is .*, and must be a whole number of at least 1"
+    ):
+        judged(tmp_path, SCRIPT.replace("size 8", f"size {size}"))
+    with pytest.raises(RecipeError, match="gpus is 0, and must be"):
+        judged_fields(tmp_path, MEGATRON, gpus=0)
+
+
+def test_a_size_may_begin_with_a_zero(tmp_path: Path) -> None:
+    assert judged(tmp_path, SCRIPT.replace("size 8", "size 08"))["ep"] == 8
+
+
+def test_fields_that_are_null_or_missing_are_unknown(tmp_path: Path) -> None:
+    assert judged_fields(tmp_path, MEGATRON, source_lines=None)["ep"] == 8
+    with pytest.raises(RecipeError, match="source_lines is no object"):
+        judged_fields(tmp_path, MEGATRON, source_lines=["tp"])
+    answered = judged_fields(tmp_path, TORCHTITAN, dispatcher="flex")
+    assert {"setting": "moe_comm_backend", "value": "flex_backend is not given"} in answered["unknown"]
+
+
 def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
     found = judged(tmp_path, "--num-experts 8\n--expert-model-parallel-size=8\n--fp8-format e4m3\n", "flags.txt")
     assert refused(found) == ["--fp8-format"] and found["ep"] == 8
