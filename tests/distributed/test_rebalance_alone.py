@@ -153,9 +153,7 @@ def test_a_window_is_what_lies_between_two_calls_however_long(
         assert seen["tokens"] == [40 * tokens, 3 * tokens], "window=2 counts decisions"
         assert seen["measured"] == seen["horizon"] == [2, 40, 3]
         assert [event.cause for event in seen["dropped"]] == ["no token was counted in the last 0 steps"]
-        assert seen["begun"] == [[False, True], [False, False]], (
-            "the clock of periodic decisions runs on"
-        )
+        assert seen["begun"] == [[False, True], [False, False]], "the clock of periodic decisions runs on"
     load, steps = read_series(tmp_path)
     assert load.sum(axis=(1, 2)).tolist() == [2 * tokens, 40 * tokens, 3 * tokens] and steps == [2, 40, 3]
     for command in (["top", str(tmp_path), "--once"], ["report", str(tmp_path), "-o", str(tmp_path / "report.html")]):
