@@ -37,6 +37,8 @@ DENSE_GRADIENTS = ("host", "allreduce")
 LOOPBACK = "127.0.0.1"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
 _OF_COPIES = ("split", "split_locality", "split_least_tokens")
+_WINDOW_DECISIONS = 4
+"""Decisions whose load a decision looks at, unless ``window`` says otherwise."""
 _ON_RANK_0 = ("run", "listen", "listen_token")
 _MOST_SHOWN = 60
 _MOST = 1 << 60
@@ -218,9 +220,10 @@ class MigrationConfig(_Settings):
 
     Args:
         lag: steps between a decision's measurement and its commit, during which aggregation, planning and broadcast
-            run in the background. Fixed, so that a rerun commits at the same steps.
+            run in the background. Fixed, so that a rerun commits at the same steps. Not with ``interval=None``:
+            `rebalance()` decides and commits at once.
         horizon_steps: steps over which the gate, and what is reported of a plan, count what a rebalance saves; None:
-            ``10 * interval``.
+            ``10 * interval``, or with ``interval=None`` the steps between the last two calls of `rebalance()`.
         moe_share: share of a step, as the job is, in expert work (dispatch to combine), in (0, 1]; for the same
             prediction. None: measured in a few steps before decisions; 0.5 is assumed until then, and where CUDA graphs
             replay the layers.
@@ -306,7 +309,8 @@ class BalancerConfig(_Settings):
     is the switch that turns rebalancing off in a config that stays as it is, to compare with.
 
     Args:
-        interval: optimizer steps between decisions.
+        interval: optimizer steps between decisions; None: decisions come from ``balancer.rebalance()`` alone, as where
+            rollouts and training take turns. Then a row of load history is what lies between two calls.
         replica_slots: k, weights-only copies that each rank can hold per layer; with 0, training is bit-identical.
         policy: ``"incremental"`` moves the few experts that pay; ``"static"`` measures and never moves.
         gate: ``"payoff"`` rebalances when predicted seconds saved exceed predicted seconds spent; ``"always"``
@@ -326,7 +330,8 @@ class BalancerConfig(_Settings):
             (``/?token=...``), or as ``Authorization: Bearer``.
         dispatch: how tokens reach their experts: `DispatchConfig`, or its ``name`` alone.
         migration: how experts change places: `MigrationConfig`.
-        window: steps of load history that a decision looks at; None: ``4 * interval``.
+        window: steps of load history that a decision looks at; None: ``4 * interval``. With ``interval=None`` it counts
+            decisions, and None is 4.
         guard: what happens when a check in the running job finds a mistake that would spoil training: ``"auto"`` raises
             in the first 3 steps and warns later, ``"raise"``, ``"warn"``, ``"off"`` (no checks).
         rank_speed: how fast each rank of the EP group is beside the others, one number above 0 for each; a slow one is
@@ -354,7 +359,7 @@ class BalancerConfig(_Settings):
         eplb_runtime.config.ConfigError: interval=0: give at least 1
     """
 
-    interval: int = 50
+    interval: int | None = 50
     replica_slots: int = 0
     policy: str = "incremental"
     gate: Literal["payoff", "always"] = "payoff"
@@ -374,7 +379,8 @@ class BalancerConfig(_Settings):
     copies_by: str = "torch"
 
     def __post_init__(self) -> None:
-        self._whole("interval", 1)
+        if self.interval is not None:
+            self._whole("interval", 1)
         self._whole("replica_slots", 0)
         self._one_of("policy", TRAINING_POLICIES)
         self._one_of("gate", TRAINING_GATES)
@@ -407,14 +413,29 @@ class BalancerConfig(_Settings):
         return host.removeprefix("[").removesuffix("]"), int(port)
 
     @property
-    def window_steps(self) -> int:
-        return self.window if self.window is not None else 4 * self.interval
+    def window_steps(self) -> int | None:
+        """Steps of load history that a decision looks at; None: ``window`` counts decisions."""
+        if self.interval is None:
+            return None
+        return self.window if self.window is not None else _WINDOW_DECISIONS * self.interval
+
+    def window_rows(self, steps_per_row: int) -> int:
+        """Number of rows of load history that a decision looks at, at least 1.
+
+        Args:
+            steps_per_row: steps that a row covers. Not used with ``interval=None``: there a row is what lies between
+                two decisions.
+        """
+        if self.window_steps is None:
+            return self.window if self.window is not None else _WINDOW_DECISIONS
+        return max(1, self.window_steps // steps_per_row)
 
     @property
-    def horizon(self) -> int:
-        """Steps over which a rebalance is expected to go on paying."""
-        steps = self.migration.horizon_steps
-        return steps if steps is not None else 10 * self.interval
+    def horizon(self) -> int | None:
+        """Steps over which a rebalance is expected to go on paying; None: the steps between the last two decisions."""
+        if self.migration.horizon_steps is not None:
+            return self.migration.horizon_steps
+        return None if self.interval is None else 10 * self.interval
 
     def described(self) -> dict[str, str]:
         """What ranks must have in common, by setting, in words that are equal where settings are."""
@@ -432,7 +453,9 @@ class BalancerConfig(_Settings):
         migration = self.migration
         if not isinstance(migration, MigrationConfig):
             raise ConfigError(f"migration={_shown(migration)}: give MigrationConfig(...)")
-        if migration.lag >= self.interval:
+        if self.interval is None:
+            self._refuse_between_decisions()
+        elif migration.lag >= self.interval:
             raise ConfigError(f"lag={migration.lag} must be less than interval={self.interval}: one decision at a time")
         if self.overlap and migration.move_gradients:
             raise ConfigError("overlap=True with move_gradients=True: gradients do not stay as they are during a step")
@@ -442,6 +465,19 @@ class BalancerConfig(_Settings):
             raise ConfigError(
                 f"bytes_per_step={migration.bytes_per_step} without overlap: give overlap=True; between steps "
                 "staging_bytes is the limit"
+            )
+
+    def _refuse_between_decisions(self) -> None:
+        """Refuse settings that only periodic decisions use: `rebalance()` decides and migrates before it returns."""
+        if self.migration.lag != MigrationConfig.lag:
+            raise ConfigError(
+                f"lag={self.migration.lag} with interval=None: rebalance() decides and commits at once; leave it out, "
+                "or give an interval"
+            )
+        if self.overlap:
+            raise ConfigError(
+                "overlap=True with interval=None: rebalance() migrates before it returns, beside no step; leave it "
+                "out, or give an interval"
             )
 
     def _check_copies(self) -> None:

@@ -81,7 +81,7 @@ class RebalancePlanned(Event):
     """Rank 0's decision reached this rank. ``moves`` is 0 when the plan is to stay.
 
     ``imbalance_before``, ``imbalance_after``, ``imbalance_bound``: predicted, means over layers; no placement gets
-    below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over the horizon; None where unknown.
+    below the bound. ``seconds_saved``, ``seconds_spent``: predicted, over ``horizon_steps``; None where unknown.
     ``judged_plans``, ``judged_decisions``: earlier plans whose predictions could be judged, and by how many loads;
     ``predicted_seconds``, ``true_seconds``: gains that they predicted, and that came true. For listeners: ``by_layer``,
     float64 ``[3, L]``, before, after and bound of each layer.
@@ -97,6 +97,7 @@ class RebalancePlanned(Event):
     imbalance_bound: float = 1.0
     seconds_saved: float | None = None
     seconds_spent: float | None = None
+    horizon_steps: int | None = None
     judged_plans: int = 0
     judged_decisions: int = 0
     predicted_seconds: float = 0.0

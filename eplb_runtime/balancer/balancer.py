@@ -30,7 +30,7 @@ from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order, on_one_rank
-from ..moe.experts.lone_step import LoneSteps, is_due
+from ..moe.experts.lone_step import LONE_STEP_INTERVAL, LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
@@ -126,7 +126,7 @@ class Balancer:
             groups,
             runtime.watched(self._dense, self._optimizers),
             runtime.device,
-            config.interval + config.migration.lag + 2,
+            None if config.interval is None else config.interval + config.migration.lag + 2,
             lone=self._lone_steps(),
             run=lambda work: self._rebalancer.run(work),
             number=lambda: self._rebalancer.step,
@@ -177,7 +177,7 @@ class Balancer:
         """Steps of single experts; None: experts of this job never move, or the framework steps them."""
         if not self._searches_outside or self.config.policy == "static":
             return None
-        registry, interval = self._runtime.registry, self.config.interval
+        registry, interval = self._runtime.registry, self.config.interval or LONE_STEP_INTERVAL
         return LoneSteps(
             self._runtime.parameters, registry.moves_by_itself, lambda: is_due(self._rebalancer.step, interval)
         )
@@ -273,11 +273,21 @@ class Balancer:
         count must be made before the same step. A second call before the decision replaces the first.
 
         Args:
-            load: tokens per logical expert, ``[L, E]`` over all MoE layers of the model (stages of others, too), or
-                ``[T, L, E]`` of T successive windows of equal weight; on any device, finite and not negative.
+            load: in tokens, on any device, over all L MoE layers of the model (stages of other ranks, too) and its E
+                logical experts. One of:
+
+                * ``[L, E]``, finite and not negative: tokens per expert in the coming step.
+                * ``[T, L, E]``: the same for each of T micro-batches. The plan counts the busiest rank of each by
+                  itself, as ranks wait for it in each, and copies are split for each. Micro-batches weigh alike,
+                  whatever their number of tokens; every rank that declares has T of them. More than 64 are planned as
+                  means of neighbours.
+                * ``[N, L, K]`` with K < E, a tensor or array of whole numbers: the K experts of each of N tokens, as a
+                  replay buffer has them; -1 for padding, and as a choice that was dropped. Every rank its own tokens.
+                * a list or tuple with a tensor or array for each micro-batch, ``[L, E]`` or ``[N, L, K]``, where N may
+                  differ.
 
         Raises:
-            DeclaredLoadError: another shape, or values that are no load.
+            DeclaredLoadError: another shape, values that are no load, or ids that are no experts of a token.
             RuntimeError: the policy is ``"static"`` or the balancer is closed: nothing would ever be planned.
         """
         if self._closed or self.config.policy == "static":
@@ -770,6 +780,7 @@ class Balancer:
                 self._in_step = True
                 if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
                     self._runtime.maps.replicas.abandon()
+                self._rebalancer.forward_begins()
                 self._gradients.forward_begins()
                 self._guard.before_forward()
 

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
+from ..config import BalancerConfig
 from ..distributed.consensus import Agreement, maxima
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.private_groups import hang_up
@@ -31,7 +33,7 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
-from ..planner.track_record import TrackRecord
+from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.jit import answers_at_once, compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
@@ -61,6 +63,7 @@ class Decision:
         placements: placements of its rows, each with the row that it ends before.
         step_seconds: of a training step.
         share: of a step in expert work.
+        steps: training steps that the load covers.
         finding: of the guard; empty: none.
         stays: reason for which a plan is not carried out; empty: it is, or there is none.
         summary: decision, reason, moves, imbalance_before, imbalance_after, plan_seconds, as rank 0 sent them.
@@ -77,19 +80,16 @@ class Decision:
     placements: tuple[tuple[int, Placement], ...] = ()
     step_seconds: float = 0.0
     share: ExpertShare | None = None
+    steps: int = 0
 
-    def measured(self, step: int, steps_per_bucket: int) -> LoadMeasured | None:
-        """The event of the load that this decision started from; None: it failed before.
-
-        Args:
-            steps_per_bucket: number of steps that a row of the imbalance covers.
-        """
+    def measured(self, step: int) -> LoadMeasured | None:
+        """The event of the load that this decision started from; None: it failed before."""
         if self.imbalance is None:
             return None
         buckets = tuple(tuple(bucket) for bucket in self.imbalance.tolist())
         return LoadMeasured(
             step,
-            len(buckets) * steps_per_bucket,
+            self.steps,
             buckets,
             self.step_seconds,
             None if self.share is None else self.share.value,
@@ -114,6 +114,7 @@ class Decision:
             imbalance_bound=summary.get("imbalance_bound", 1.0),
             seconds_saved=summary.get("seconds_saved"),
             seconds_spent=summary.get("seconds_spent"),
+            horizon_steps=summary.get("horizon_steps"),
             by_layer=None if by_layer is None else np.array(by_layer, dtype=np.float64),
             judged_plans=summary.get("judged_plans", 0),
             judged_decisions=summary.get("judged_decisions", 0),
@@ -128,6 +129,7 @@ class Measurement:
 
     Args:
         buckets: this rank's load since the last decision.
+        steps: training steps since the last decision.
         placement: the current one.
         earlier: ``(end, placement)``: buckets before ``end`` were counted under that placement.
         step_seconds: measured, smoothed.
@@ -148,6 +150,7 @@ class Measurement:
     step_seconds: float
     stall_seconds: float
     home_bytes: int
+    steps: int = 0
     token_bytes: int = 0
     sample: Sample | None = None
     computed: bool = True
@@ -181,15 +184,15 @@ class DecisionMaker:
         self._guard = guard
         self._probe = probe
         self._steps_per_bucket = runtime.counter.steps_per_bucket
-        self.history: deque[NDArray[np.int64]] = deque(
-            maxlen=max(1, self._config.window_steps // self._steps_per_bucket)
-        )
+        self._last_gap = 1
+        rows = self._config.window_rows(self._steps_per_bucket)
+        self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
         self._compiled = False
         self._closed = threading.Event()
         self._declared: NDArray[np.float64] | None = None
         self._sources: NDArray[np.float64] | None = None
-        self._track_record = TrackRecord(-(-self._config.horizon // self._config.interval), self._config.speed_R)
+        self._track_record = TrackRecord(_decisions_of_horizon(self._config), self._config.speed_R)
         self.saved_track_record: list[list[float]] = []
         self._job = runtime.job
         self._store = runtime.groups.store
@@ -247,6 +250,7 @@ class DecisionMaker:
 
     def _decide(self, measurement: Measurement, key: str, control: dist.ProcessGroup, agreement: Agreement) -> Decision:
         epoch = measurement.placement.epoch
+        self._last_gap = measurement.steps or self._last_gap
         self._probe(Phase.DECIDING, key)
         with phase("decision: add up load", epoch=epoch):
             sources = self._by_node(measurement, control)
@@ -266,7 +270,7 @@ class DecisionMaker:
         if total.any():
             self.history.extend(total)
             seconds = share.value * measurement.step_seconds if share.source == "measured" else 0.0
-            self.on_load(total, self._steps_per_bucket, measurement.home_bytes, seconds)
+            self.on_load(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         here = (measurement.home_bytes, measurement.token_bytes, 0 if self._compiled else 1)
@@ -283,6 +287,7 @@ class DecisionMaker:
                 placements=measurement.placements,
                 step_seconds=measurement.step_seconds,
                 share=share,
+                steps=self._steps_of(total, measurement),
             )
         self._declared = None
         measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
@@ -311,6 +316,7 @@ class DecisionMaker:
             placements=measurement.placements,
             step_seconds=measurement.step_seconds,
             share=share,
+            steps=self._steps_of(total, measurement),
         )
         with phase("decision: agree", epoch=epoch):
             verdict = agreement.check_equal(digest, "plan", problem)
@@ -386,9 +392,18 @@ class DecisionMaker:
             return Decision(failure=verdict.cause, connections_broken=verdict.connections_broken)
         return Decision(target=target, failure=summary.get("failure", ""), summary=summary)
 
+    def _steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
+        """Training steps that buckets ``[T, L, E]`` cover."""
+        return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
+
+    @property
+    def _horizon(self) -> int:
+        """Steps over which a plan counts its gain; without periodic decisions, the steps between the last two."""
+        return self._last_gap if self._config.horizon is None else self._config.horizon
+
     def _nothing_counted(self, finding: str, measurement: Measurement) -> Decision:
         """The decision without any token counted, and a finding that says why. Equal on every rank."""
-        steps = len(measurement.buckets.wait()) * self._steps_per_bucket
+        steps = self._steps_of(measurement.buckets.wait(), measurement)
         text = f"no token was counted in the last {steps} steps"
         if measurement.computed and steps:  # none: rebalance() right after a decision
             finding = finding or (
@@ -475,6 +490,7 @@ class DecisionMaker:
             "judged_decisions": judgement.decisions,
             "predicted_seconds": judgement.promised * seconds,
             "true_seconds": judgement.kept * seconds,
+            "horizon_steps": cost.horizon_steps,
             "track_record": self._track_record.saved(),
         }
 
@@ -484,7 +500,7 @@ class DecisionMaker:
             replica_bytes=0,  # replicas are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
             moe_share=measurement.even_share,
-            horizon_steps=self._config.horizon,
+            horizon_steps=self._horizon,
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes),
             trust=self._track_record.trust,
@@ -496,7 +512,8 @@ class DecisionMaker:
         if not self.history or self._topology.num_nodes == 1:
             return 0.0
         per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
-        holders = self._job.ep_size * len(self._job.edp_ranks) * self._steps_per_bucket
+        steps_per_bucket = self._steps_per_bucket or self._last_gap
+        holders = self._job.ep_size * len(self._job.edp_ranks) * steps_per_bucket
         own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
 
@@ -532,6 +549,13 @@ class DecisionMaker:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
             return None, {}, bytes(16)
         return target, fields, bytes.fromhex(target.digest())
+
+
+def _decisions_of_horizon(config: BalancerConfig) -> int:
+    """Decisions for which a plan promises its gain."""
+    if config.horizon is None:
+        return 1
+    return JUDGED if config.interval is None else -(-config.horizon // config.interval)
 
 
 def _highest(control: dist.ProcessGroup, *here: int) -> list[int]:

@@ -64,7 +64,7 @@ class Guard:
 
     Args:
         mode: ``"auto"`` raises in the first steps and warns later; ``"raise"``, ``"warn"``, ``"off"``.
-        steps: largest number of steps between two decisions.
+        steps: largest number of steps between two decisions; None: any number.
         lone: steps single experts alone; None: experts never move.
         run: does work on the control group, one task at a time and in the same order on every rank.
         number: of the last step that is over.
@@ -82,7 +82,7 @@ class Guard:
         groups: ProcessGroups,
         watched: Watched,
         device: torch.device,
-        steps: int,
+        steps: int | None,
         *,
         lone: LoneSteps | None,
         run: Callable[[Callable[[], str]], str],

@@ -1,8 +1,8 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. A failure drops the rebalance, with an event and a warning, and training
-goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.now` alone. A failure drops
+the rebalance, with an event and a warning, and training goes on with the old placement.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..migration.between_steps import BetweenSteps
 from ..migration.driver import Migration, MigrationProgress
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import HELD, Overlapped
-from ..moe.experts.lone_step import is_due
+from ..moe.experts.lone_step import LONE_STEP_INTERVAL, is_due
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..moe.experts.outside import AGAIN, BESIDE
 from ..placement import Placement, PlacementError
@@ -228,11 +228,16 @@ class Rebalancer:
 
     def _is_sampled(self, step: int) -> bool:
         """Return whether expert work is measured in a step, the first of which is 0: in three shortly before a
-        decision, every thirty steps at most. Steps in which the guard steps single experts are left out, but not with
-        an interval below five, where they are most."""
+        decision, every thirty steps at most; without an interval, in three after one. Steps in which the guard steps
+        single experts are left out, but not with an interval below five, where they are most."""
+        if self._config.migration.moe_share is not None:
+            return False
         interval = self._config.interval
+        if interval is None:
+            is_open = step >= self._next_sampled and self._expert_clock.num_steps < SAMPLED_STEPS
+            return is_open and not is_due(step, LONE_STEP_INTERVAL)
         to_decision = interval - step % interval
-        if self._config.migration.moe_share is not None or step + to_decision < self._next_sampled:
+        if step + to_decision < self._next_sampled:
             return False
         if interval <= SAMPLED_STEPS + 1:
             return True
@@ -247,7 +252,8 @@ class Rebalancer:
         self._counter.advance()
         self._rank_state.step_seconds = self._clock.step_seconds
         self._rank_state.steps += 1
-        return self.step % self._config.interval == 0
+        interval = self._config.interval
+        return interval is not None and self.step % interval == 0
 
     def _discard_load(self) -> None:
         """Drop the load counted since the last decision."""
@@ -286,6 +292,11 @@ class Rebalancer:
         if target is not None:
             self._migrate(target)
         return self._placement is not before
+
+    def forward_begins(self) -> None:
+        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
+        if self._config.interval is None and self._clock.begin():
+            self._expert_clock.begin_anew()
 
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
@@ -386,8 +397,10 @@ class Rebalancer:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int) -> _Pending:
+        steps = self._counter.open_steps
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
+            steps=steps,
             placement=self.placement(),
             earlier=tuple(self._earlier),
             step_seconds=self._clock.step_seconds,
@@ -421,7 +434,7 @@ class Rebalancer:
         """The placement that all ranks have decided on; None: experts stay where they are."""
         decision, self._pending = self._outcome_of(pending), None
         self._guard.report(decision.finding, decision.stays)
-        if (measured := decision.measured(self.step, self._counter.steps_per_bucket)) is not None:
+        if (measured := decision.measured(self.step)) is not None:
             self._events.emit(measured)
         if decision.failure:
             self._drop("planned", decision.failure, decision.connections_broken)

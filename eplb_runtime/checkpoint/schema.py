@@ -88,7 +88,7 @@ def _check_balancer(state: Any) -> None:
     if "load" not in known:
         return
     load = _fields(known["load"], "balancer.load", {"steps_per_bucket"}, {"history", "open", "open_steps"})
-    _whole(load["steps_per_bucket"], "balancer.load.steps_per_bucket", least=1)
+    _whole(load["steps_per_bucket"], "balancer.load.steps_per_bucket", least=0)
     if ("open" in load) != ("open_steps" in load):
         raise SchemaError("balancer.load has one of open and open_steps without the other")
     if "open_steps" in load:

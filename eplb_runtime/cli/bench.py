@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
     benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     _add_planner(benches)
     _add_split(benches)
+    _add_rollouts(benches)
     _add_count(benches)
     _add_kernels(benches)
     _add_scale(benches)
@@ -69,6 +70,26 @@ def _add_split(benches: Any) -> None:
 """,
     )
     _add_bench(command)
+
+
+def _add_rollouts(benches: Any) -> None:
+    command = add_command(
+        benches,
+        "rollouts",
+        _rollouts,
+        "reinforcement learning on recorded loads: planned from the past, or from declared loads; nothing is trained",
+        """
+  eplb-runtime bench rollouts
+  eplb-runtime bench rollouts load.npz --ranks 8 --micro-batches 4 --json
+""",
+    )
+    loads = f"series of loads, a window is a micro-batch: {LOAD} (default: the sample, which was drawn)"
+    command.add_argument("loads", metavar="LOAD", nargs="*", help=loads)
+    add = adder(command)
+    add("--ranks", "R", positive, "of the EP group (default: 8)", default=8)
+    add("--micro-batches", "M", positive, "of a step (default: 4)", default=4)
+    parameters = "of an expert, for the bytes that move (default: gpt-oss-20b's, 24.9 million)"
+    add("--expert-parameters", "N", positive, parameters)
 
 
 def _add_on_ranks(benches: Any, what: str) -> None:
@@ -267,6 +288,24 @@ def _split(arguments: argparse.Namespace) -> None:
     with spinner() as shown:
         result = run(arguments.loads, arguments.repeats, on_progress=shown.update)
     _print(result, arguments.json)
+
+
+def _rollouts(arguments: argparse.Namespace) -> None:
+    from ..tools.bench.rollouts import EXPERT_PARAMETERS, Rules, run
+
+    parameters = arguments.expert_parameters or EXPERT_PARAMETERS
+    with spinner() as shown:
+        rules = Rules(arguments.ranks, arguments.micro_batches, parameters)
+        result = run(arguments.loads, rules, on_progress=shown.update)
+    if arguments.json:
+        print_json(result)
+        return
+    headings = {"micro_batch": "batch", "at_most": "bound", "moved_gib": "GiB"}
+    columns = ("policy", "step", "micro_batch", "share", "at_most", "of_oracle", "moved_gib")
+    for load in dict.fromkeys(row["load"] for row in result["rollouts"]):
+        of_load = [row for row in result["rollouts"] if row["load"] == load]
+        rows = [{headings.get(name, name): row[name] for name in columns} for row in of_load]
+        print_table(f"{load}: {arguments.ranks} ranks, {arguments.micro_batches} micro-batches a step", rows)
 
 
 def _count(arguments: argparse.Namespace) -> None:

@@ -40,13 +40,27 @@ class StepClock:
         self.stall_seconds = stall_seconds
         self._last: float | None = None
         self._excluded = 0.0
+        self._has_begun = False
 
     def tick(self) -> None:
         now = time.perf_counter()
         if self._last is not None:
             seconds = now - self._last - self._excluded
             self.step_seconds += (self.WEIGHT if self.step_seconds else 1.0) * (seconds - self.step_seconds)
-        self._last, self._excluded = now, 0.0
+        self._last, self._excluded, self._has_begun = now, 0.0, False
+
+    def begin(self) -> bool:
+        """Begin a step here, unless it has begun: what came since the last one ended (a rollout) is no part of it.
+
+        Returns:
+            Whether it begins here.
+        """
+        if self._has_begun:
+            return False
+        self._has_begun = True
+        if self._last is not None:
+            self._excluded = time.perf_counter() - self._last
+        return True
 
     def progress(self, step: int) -> Progress:
         """On any thread."""

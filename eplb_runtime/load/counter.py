@@ -1,4 +1,4 @@
-"""Count tokens per logical expert while the model runs, one bucket of history per step, or for several.
+"""Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all.
 
 What stands here: device-side counting without host sync, and its short history. Not here: sums over ranks
 (`aggregate.py`) and what to expect next (`forecast.py`).
@@ -29,17 +29,19 @@ class LoadCounter:
     Args:
         num_layers: L, MoE layers.
         num_experts: E, logical experts of a layer.
-        interval: steps between two ``take()`` calls; more steps than that restart the history.
+        interval: steps between two ``take()`` calls; more steps than that restart the history. None: any number of
+            steps, all in one bucket.
         device: where the router's choices are.
 
     Attributes:
+        steps_per_bucket: steps that a bucket covers; 0: all steps between two ``take()`` calls.
         closed_steps: how often ``advance`` was called.
         token_bytes: what a counted (token, choice) pair sends in a step, as layers say; 0 before the first.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, interval: int, device: torch.device) -> None:
-        self.steps_per_bucket = -(-interval // MAX_BUCKETS)
-        buckets = -(-interval // self.steps_per_bucket)
+    def __init__(self, num_layers: int, num_experts: int, interval: int | None, device: torch.device) -> None:
+        self.steps_per_bucket = 0 if interval is None else -(-interval // MAX_BUCKETS)
+        buckets = 1 if interval is None else -(-interval // self.steps_per_bucket)
         # One column more than experts: masked tokens are counted there instead of being filtered out, because
         # filtering would need to know how many there are.
         self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
@@ -78,10 +80,11 @@ class LoadCounter:
 
     def advance(self) -> None:
         """Close a step: its counts go into the history."""
-        if self._steps == self._buckets.shape[0] * self.steps_per_bucket:
+        if self.steps_per_bucket and self._steps == self._buckets.shape[0] * self.steps_per_bucket:
             self._steps = 0
-        bucket = self._buckets[self._steps // self.steps_per_bucket]
-        if self._steps % self.steps_per_bucket == 0:
+        used = self._buckets_of(self._steps + 1)
+        bucket = self._buckets[used - 1]
+        if used > self._buckets_of(self._steps):
             bucket.copy_(self.counts)
         else:
             bucket.add_(self.counts)
@@ -92,7 +95,10 @@ class LoadCounter:
     @property
     def buckets(self) -> int:
         """Rows of history so far."""
-        return -(-self._steps // self.steps_per_bucket)
+        return self._buckets_of(self._steps)
+
+    def _buckets_of(self, steps: int) -> int:
+        return -(-steps // self.steps_per_bucket) if self.steps_per_bucket else min(steps, 1)
 
     @property
     def open_steps(self) -> int:
@@ -113,7 +119,7 @@ class LoadCounter:
         Raises:
             ValueError: they do not fit the steps, or there is no room for so many.
         """
-        if len(buckets) != -(-steps // self.steps_per_bucket) or len(buckets) > len(self._buckets):
+        if len(buckets) != self._buckets_of(steps) or len(buckets) > len(self._buckets):
             raise ValueError(f"{len(buckets)} buckets of {steps} steps do not fit {len(self._buckets)} here")
         self._buckets[: len(buckets)].copy_(buckets)
         self._steps = steps

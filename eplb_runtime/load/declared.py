@@ -1,7 +1,7 @@
 """Loads that a user knows before they come (replayed routing, a fixed curriculum): checked, and summed over ranks.
 
 Each rank may declare the tokens of its own batches, or one rank all of them: what ranks declare is added up, as what
-they count is, and only its proportions matter.
+they count is, and only its proportions matter. A load is given as tokens per expert, or as the experts of each token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..distributed.consensus import extremes
+
+PADDED = -1
+"""The id that takes the place of an expert's where a token is padding."""
+_CHUNK_IDS = 1 << 22
+"""Ids that are counted at a time, which bounds the memory besides the ids themselves."""
 
 
 class DeclaredLoadError(ValueError):
@@ -24,12 +30,60 @@ def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray
     """``load`` as float64 ``[T, L, E]`` on the host.
 
     Args:
-        load: a tensor, an array or lists: ``[L, E]``, or ``[T, L, E]`` of successive windows.
+        load: a tensor, an array or lists: tokens per expert ``[L, E]``, or ``[T, L, E]`` of T micro-batches; or the
+            experts of each token, whole numbers ``[N, L, K]`` with K < E and -1 for padding. A list or tuple of arrays
+            has one of either for each micro-batch.
 
     Raises:
-        DeclaredLoadError: another shape, no numbers, or not finite, negative or all zero.
+        DeclaredLoadError: another shape, no numbers, loads that are not finite, negative or all zero, or ids that are
+            none of a token's K experts.
     """
+    if isinstance(load, list | tuple) and load and all(_is_array(one) and one.ndim > 1 for one in load):
+        found = np.concatenate([_one_micro_batch(one, num_layers, num_experts) for one in load])
+        if not found.any() and not any(_is_topk_ids(one, num_layers, num_experts) for one in load):
+            raise DeclaredLoadError(_NO_LOAD)
+        return found
+    if _is_topk_ids(load, num_layers, num_experts):
+        return _counted(load, num_layers, num_experts)[None]
+    found = _as_load(load, num_layers, num_experts)
+    if not found.any():
+        raise DeclaredLoadError(_NO_LOAD)
+    return found
+
+
+_NO_LOAD = "a declared load is tokens per expert: give finite numbers of 0 or more, not all 0"
+
+
+def _is_array(one: Any) -> bool:
+    return isinstance(one, Tensor | np.ndarray)
+
+
+def _is_topk_ids(load: Any, num_layers: int, num_experts: int) -> bool:
+    """Whether this is the shape and kind of the experts of each token, ``[N, L, K]`` with K < E."""
+    if not _is_array(load) or load.ndim != 3 or load.shape[1] != num_layers or not 0 < load.shape[2] < num_experts:
+        return False
+    if isinstance(load, Tensor):
+        return not (load.is_floating_point() or load.is_complex() or load.dtype is torch.bool)
+    return bool(load.dtype.kind in "iu")
+
+
+def _one_micro_batch(one: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
+    """float64 ``[1, L, E]`` of one entry of a list; all zero where its tokens are padding."""
+    if _is_topk_ids(one, num_layers, num_experts):
+        return _counted(one, num_layers, num_experts)[None]
+    if one.ndim != 2:
+        raise DeclaredLoadError(
+            f"a micro-batch of the declared list has shape {tuple(one.shape)}: give [{num_layers}, {num_experts}], "
+            f"tokens per expert, or whole numbers [tokens, {num_layers}, k], the experts of each token"
+        )
+    return _as_load(one, num_layers, num_experts)
+
+
+def _as_load(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
+    """float64 ``[T, L, E]`` of tokens per expert."""
     try:
+        if isinstance(load, list | tuple):
+            load = [one.detach().cpu().double() if isinstance(one, Tensor) else one for one in load]
         if torch.is_tensor(load):
             load = load.detach().cpu() if load.is_complex() else load.detach().cpu().double()  # bfloat16 is not numpy's
         values = np.asarray(load)
@@ -41,11 +95,44 @@ def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray
     if array.ndim not in (2, 3) or array.shape[-2:] != (num_layers, num_experts) or not array.size:
         raise DeclaredLoadError(
             f"the declared load has shape {array.shape}: give [{num_layers}, {num_experts}], all MoE layers of the "
-            f"model and its logical experts, or [windows, {num_layers}, {num_experts}]"
+            f"model and its logical experts, [micro-batches, {num_layers}, {num_experts}], or whole numbers "
+            f"[tokens, {num_layers}, k], the experts of each token"
         )
-    if not (np.isfinite(array).all() and (array >= 0).all() and array.any()):
-        raise DeclaredLoadError("a declared load is tokens per expert: give finite numbers of 0 or more, not all 0")
+    if not (np.isfinite(array).all() and (array >= 0).all()):
+        raise DeclaredLoadError(_NO_LOAD)
     return array if array.ndim == 3 else array[None]
+
+
+def _counted(topk_ids: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
+    """float64 ``[L, E]``: how many of the tokens ``[N, L, K]`` go to each expert; padding (-1) counts nowhere.
+
+    Raises:
+        DeclaredLoadError: an id is no expert's, or a token names an expert twice: these are no experts of tokens.
+    """
+    ids_NLK = torch.as_tensor(topk_ids).detach()
+    top_k = ids_NLK.shape[2]
+    # A column for padding comes first, so that an id + 1 is its column.
+    first_L1 = torch.arange(num_layers, device=ids_NLK.device)[:, None] * (num_experts + 1) + 1
+    counts = torch.zeros(num_layers * (num_experts + 1), dtype=torch.int64, device=ids_NLK.device)
+    for ids_CLK in ids_NLK.split(max(1, _CHUNK_IDS // (num_layers * top_k))):
+        ids_CLK = ids_CLK.long()
+        if not len(ids_CLK):
+            continue
+        least, most = (int(bound) for bound in ids_CLK.aminmax())
+        if least < PADDED or most >= num_experts:
+            raise DeclaredLoadError(
+                f"the declared experts of tokens have an id {least if least < PADDED else most}: give logical ids from "
+                f"0 to {num_experts - 1}, and {PADDED} for padding"
+            )
+        ordered_CLK = ids_CLK.sort(dim=-1).values
+        if ((ordered_CLK[..., 1:] == ordered_CLK[..., :-1]) & (ordered_CLK[..., 1:] != PADDED)).any():
+            raise DeclaredLoadError(
+                "the declared experts of tokens name one expert twice for a token: give the router's top-k choices, "
+                f"[tokens, {num_layers}, k]"
+            )
+        counts += torch.bincount((ids_CLK + first_L1).flatten(), minlength=len(counts))
+    counts_LE = counts.view(num_layers, num_experts + 1)[:, 1:]
+    return np.asarray(counts_LE.cpu().numpy(), dtype=np.float64)
 
 
 def summed(
@@ -57,16 +144,19 @@ def summed(
         shape: (L, E).
 
     Raises:
-        DeclaredLoadError: two ranks declared different numbers of windows; on every rank.
+        DeclaredLoadError: two ranks declared different numbers of micro-batches, or all that they declared is padding;
+            on every rank.
     """
-    windows = 0 if declared is None else len(declared)
-    least, most = map(int, extremes(torch.tensor(windows), group, has_values=declared is not None))
+    batches = 0 if declared is None else len(declared)
+    least, most = map(int, extremes(torch.tensor(batches), group, has_values=declared is not None))
     if least > most:
         return None
     if most != least:
-        raise DeclaredLoadError(f"ranks declared loads of {least} and of {most} windows: declare as many on each")
+        raise DeclaredLoadError(f"ranks declared loads of {least} and of {most} micro-batches: declare as many on each")
     total = torch.zeros(most, *shape, dtype=torch.float64)
     if declared is not None:
         total += torch.from_numpy(declared)
     dist.all_reduce(total, group=group)
+    if not total.any():
+        raise DeclaredLoadError("the ranks declared no token: all of it is padding")
     return total.numpy()

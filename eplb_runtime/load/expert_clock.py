@@ -113,6 +113,12 @@ class ExpertClock:
             self._step = SampledStep(begin, begin)
             self.on = True
 
+    def begin_anew(self) -> None:
+        """Begin the sampled step here, if one is running: what came before (a rollout) is no part of it."""
+        if self._step is not None:
+            self._backwards.clear()
+            self.begin_step()
+
     def end_step(self) -> None:
         """End the sampled step, if one is running. Backward passes that did not come to their end are dropped."""
         if self._step is None:
@@ -124,6 +130,11 @@ class ExpertClock:
         if end is not None and step.spans:
             step.end = end
             self._steps.append(step)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were sampled since the last `take`."""
+        return len(self._steps)
 
     def take(self) -> tuple[SampledStep, ...]:
         """The steps that were sampled since the last call."""

@@ -255,7 +255,8 @@ class RunState:
             moved_bytes=int(nbytes[link > 0].sum()),
             pause_seconds=pause,
         )
-        self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(self.job["horizon_steps"]))
+        horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1  # in logs of earlier versions: the job's
+        self._promised_per_step = (row.get("seconds_saved") or 0.0) / max(1, int(horizon))
 
     def _aborted(self, record: Record) -> None:
         self.aborts[_kind(record["phase"], _ABORT_PHASES), _kind(record["cause"], _CAUSES)] += 1
@@ -332,6 +333,7 @@ _OF_A_DECISION = (
     "plan_seconds",
     "seconds_saved",
     "seconds_spent",
+    "horizon_steps",
     "moves",
 )
 _PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")

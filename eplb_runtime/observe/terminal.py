@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,17 @@ def _is_silent(view: View, now: float) -> bool:
     """Return whether a job that did not say that it ended has said nothing for long."""
     progress, measured = view.get("progress"), [value for value in view["curve"]["step_seconds"] if value]
     step_seconds = float(progress["step_seconds"] if progress else measured[-1] if measured else 0.0)
-    usual = PATIENCE_INTERVALS * int(view["job"]["interval"]) * step_seconds
+    usual = PATIENCE_INTERVALS * _usual_seconds(view, step_seconds)
     silent = float(progress["idle_seconds"]) if progress else now - float(view["time"])
     return silent > max(PATIENCE_SECONDS, usual)
+
+
+def _usual_seconds(view: View, step_seconds: float) -> float:
+    """Seconds between two decisions; without periodic ones the longest that lay between two; infinite: not known."""
+    if (interval := view["job"]["interval"]) is not None:
+        return int(interval) * step_seconds
+    times = [float(row["time"]) for row in view["decisions"]]
+    return max((after - before for before, after in pairwise(times)), default=math.inf)
 
 
 def _head(view: View, now: float) -> RenderableType:
@@ -109,7 +118,7 @@ def _head(view: View, now: float) -> RenderableType:
         ),
         Text(
             f"{job['layers']} layers of {job['experts']} experts on {job['ranks']} ranks of {job['slots_per_rank']} "
-            f"slots; {job['policy']} every {job['interval']} steps"
+            f"slots; {job['policy']} {_cadence(job['interval'])}"
         ),
     ]
     totals = view["totals"]
@@ -127,6 +136,10 @@ def _head(view: View, now: float) -> RenderableType:
         lines.append(Text(str(view["predictions"])))
         lines.append(Text(CAME_TRUE_TOLD, style="dim"))
     return Group(*lines)
+
+
+def _cadence(interval: int | None) -> str:
+    return "by rebalance() alone" if interval is None else f"every {interval} steps"
 
 
 def _load(view: View) -> Iterable[RenderableType]:

@@ -132,6 +132,7 @@ def _request(
         seconds_per_imbalance=cost.seconds_per_imbalance(windows.shape[1]) if cost and priced else None,
         crossing_price=cost.crossing_price if cost and topology.num_nodes > 1 else 0.0,
         source_share_LNE=share_LNE,
+        declared=settled.declared is not None,
     )
 
 

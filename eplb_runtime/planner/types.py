@@ -47,6 +47,7 @@ class PlanRequest:
         crossing_price: imbalance that it is worth if no token is computed on another node than its own instead of all.
         source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
             nodes send alike.
+        declared: all scenarios will come (micro-batches of one step): how they differ is no doubt about any of them.
     """
 
     load: NDArray[np.float64]
@@ -66,6 +67,7 @@ class PlanRequest:
     speed_R: NDArray[np.float64] | None = None
     crossing_price: float = 0.0
     source_share_LNE: NDArray[np.float64] | None = None
+    declared: bool = False
 
     @property
     def num_layers(self) -> int:

@@ -46,6 +46,15 @@ class Job:
         return [int((home_rank[layer, SKEWED[layer] == 100] == 0).sum()) for layer in range(LAYERS)]
 
 
+def chosen_by_tokens() -> np.ndarray:
+    """int64 ``[N, L, 1]``: one choice of each token, -1 where a layer has fewer tokens than another."""
+    rows = [np.repeat(np.arange(EXPERTS), row.astype(int)) for row in SKEWED]
+    ids = np.full((max(map(len, rows)), LAYERS, 1), -1)
+    for layer, row in enumerate(rows):
+        ids[: len(row), layer, 0] = row
+    return ids
+
+
 def declare_in_many_ways(rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"before": None, "placements": []}
     for declared in (
@@ -53,6 +62,7 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
         SKEWED if rank == 0 else None,
         torch.from_numpy(SKEWED)[None] if rank == 1 else None,
         np.where(np.arange(EXPERTS) % RANKS == rank, SKEWED, 0.0),  # each rank what its own batches will choose
+        chosen_by_tokens() if rank == 0 else np.full((5, LAYERS, 1), -1),  # rank 1 has padding alone
     ):
         job = Job(rank)
         if declared is not None:
@@ -63,6 +73,11 @@ def declare_in_many_ways(rank: int) -> dict[str, Any]:
         job.balancer.close()
     with pytest.raises(RuntimeError, match="closed"):
         job.balancer.declare(SKEWED)
+    padded = Job(rank, interval=None, lag=1)
+    padded.balancer.declare(np.full((5, LAYERS, 1), -1))
+    seen["padding"] = padded.balancer.rebalance()
+    seen["padding said"] = [event.cause for event in padded.balancer.events if isinstance(event, RebalanceAborted)]
+    padded.balancer.close()
     waits = Job(rank, replica_slots=1)  # how replicas share load is compiled, too
     waits.balancer._wait_until_compiled()
     waits.balancer.declare(SKEWED)
@@ -87,6 +102,7 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
         assert seen["replicas"] and seen["while compiling"] == [False] * 3 and seen["then"], "it was kept"
         assert {tuple(heavy) for heavy, _ in seen["placements"]} == {(2, 1)}
         assert len({digest for _, digest in seen["placements"]}) == 1
+        assert not seen["padding"] and seen["padding said"] == ["the ranks declared no token: all of it is padding"]
 
 
 def guard_that_finds(job: Job, finding: str) -> list[str]:
@@ -122,7 +138,7 @@ def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each
         first, *later = seen["told"]
         assert first > 1.4 and later
         assert min(later) > 1.001, "what was declared is balanced by now, what is counted is not"
-        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 windows: declare as many on each"]
+        assert seen["dropped"] == ["ranks declared loads of 1 and of 2 micro-batches: declare as many on each"]
         assert seen["reported"] == ["something is wrong"], "what the guard finds is said though the decision failed"
 
 

@@ -50,7 +50,9 @@ class FakeTime:
         _Dispatch.backward = staticmethod(slow_backward)  # type: ignore[method-assign]
 
 
-def train(rank: int, run: str | None, options: dict[str, Any], checkpointing: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, run: str | None, options: dict[str, Any], checkpointing: bool = False, rollouts: bool = False
+) -> dict[str, Any]:
     time = FakeTime()
     time.install()
     model = make_model("olmoe")
@@ -58,7 +60,8 @@ def train(rank: int, run: str | None, options: dict[str, Any], checkpointing: bo
     if checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    config = eplb.BalancerConfig(interval=INTERVAL, dense_gradients="allreduce", policy="static", run=run, **options)
+    interval = None if rollouts else INTERVAL
+    config = eplb.BalancerConfig(interval=interval, dense_gradients="allreduce", policy="static", run=run, **options)
     balancer = eplb.attach(model, optimizer, config=config)
     clock = balancer._runtime.expert_clock
     model.train()
@@ -67,6 +70,11 @@ def train(rank: int, run: str | None, options: dict[str, Any], checkpointing: bo
         sampled += [step] if clock.on else []
         marks = time.marks
         ids = batch_of(rank, step)
+        if rollouts:
+            with torch.no_grad():
+                model.eval()(input_ids=ids)
+            model.train()
+            time.now += 100.0
         model(input_ids=ids, labels=ids).loss.backward()
         time.now += REST[rank]
         marked += [step] if time.marks > marks else []
@@ -103,3 +111,11 @@ def test_a_given_share_is_not_measured() -> None:
     for of_rank in found:
         assert of_rank["sampled"] == of_rank["marked"] == []
         assert of_rank["shares"] and set(of_rank["shares"]) == {(0.3, "given")}
+
+
+def test_rollouts_between_steps_are_no_part_of_a_step() -> None:
+    """Without an interval: the three steps after a decision, each from its first forward in training."""
+    found = run_ranks(2, train, None, {}, False, True)
+    for of_rank in found:
+        assert of_rank["sampled"] == [1, 2, 3], "the first begins ahead of the first step's end"
+        assert of_rank["shares"] == [(pytest.approx(0.2), "measured")]

@@ -51,12 +51,14 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"most_tokens": 64}, "only 'deepep'", {"dispatch": "deepep"}),
     ({"low_latency_tokens": 64}, "they need", {"dispatch": "deepep", "combine_order": "by_rank"}),
     ({"listen_token": "a" * 8}, "listen=8080", {"listen": 0}),
+    ({"interval": None, "lag": 0}, "rebalance() decides and commits at once", {"interval": 20}),
+    ({"interval": None, "lag": 5}, "lag=5 with interval=None", {"interval": 20}),
+    ({"interval": None, "overlap": True}, "rebalance() migrates before it returns", {"interval": 20}),
 ]
 """Settings, what the refusal says, and what lets them have an effect."""
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"interval": "50"}, "interval='50': give a whole number"),
     ({"interval": 50.0}, "interval=50.0: give a whole number"),
-    ({"interval": None}, "interval=None: give a whole number"),
     ({"interval": True}, "interval=True: give a whole number"),
     ({"most_tokens": False}, "most_tokens=False: give a whole number"),
     ({"overlap": 1}, "overlap=1: give True or False"),
@@ -239,3 +241,12 @@ def test_any_known_settings_make_a_config_or_are_refused_in_a_line(settings: dic
         assert str(error) and "\n" not in str(error)
     else:
         assert config_from_settings(settings_of(made)) == made
+
+
+def test_without_an_interval_the_window_counts_decisions_and_the_horizon_is_the_last_gap() -> None:
+    alone, steady = BalancerConfig(interval=None), BalancerConfig(interval=64)
+    assert (alone.window_steps, alone.horizon, alone.window_rows(0)) == (None, None, 4)
+    assert (steady.window_steps, steady.horizon, steady.window_rows(2)) == (256, 640, 128)
+    alone = BalancerConfig(interval=None, window=7, migration=MigrationConfig(horizon_steps=30))
+    assert (alone.window_rows(0), alone.horizon) == (7, 30)
+    assert config_from_settings(settings_of(alone)) == alone and "interval=None" in alone.describe()

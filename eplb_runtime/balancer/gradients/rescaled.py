@@ -134,7 +134,7 @@ class GradientSampler:
         dense: parameters outside the experts, by name; in the same order on all ranks that share them.
         experts: home rows ``[E/R, ...]`` by name, likewise.
         average_dense: whether the balancer averages the dense gradients; until then each rank has its own.
-        steps: number of steps between two decisions.
+        steps: number of steps between two decisions; None: any number.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class GradientSampler:
         dense: Mapping[str, Tensor],
         experts: Mapping[str, Tensor],
         average_dense: bool,
-        steps: int,
+        steps: int | None,
         device: torch.device,
     ) -> None:
         self._dense, self._experts = dense, experts
         self._average_dense = average_dense
-        self._most = max(4, min(steps, _MOST_STEPS))
+        self._most = _MOST_STEPS if steps is None else max(4, min(steps, _MOST_STEPS))
         self._selection = 0
         self._pass = -1
         self._has_arrived = False

@@ -264,7 +264,7 @@ class _Attaching:
                 ranks=len(self._job.ranks),
                 ranks_per_node=self.topology.ranks_per_node,
                 ep_size=self.topology.num_ranks,
-                interval=self.config.interval,
+                interval=self.config.interval or 0,
                 device=self.device.type,
                 **_expert_sizes(self.registry),
             )

@@ -98,6 +98,10 @@ def rounding_of(*dtypes: torch.dtype) -> tuple[float, float]:
     return _ULPS * eps, _CHANGE if coarsest <= torch.finfo(torch.float32).eps else _CHANGE_HALF
 
 
+LONE_STEP_INTERVAL = 50
+"""Steps between looks at single experts' steps where decisions have no interval."""
+
+
 def is_due(step: int, interval: int) -> bool:
     """Whether single experts are stepped in this step, the first of which is 0.
 

@@ -22,8 +22,9 @@ def gain_and_noise(
         float64 ``[L]`` each; by the splitter itself.
     """
     gain_WL = worth_by_scenario(request, current) - worth_by_scenario(request, other)
-    error_L = gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL)) if len(gain_WL) > 1 else np.zeros(gain_WL.shape[1])
-    return gain_WL.mean(axis=0), NOISE * error_L
+    if len(gain_WL) == 1 or request.declared:
+        return gain_WL.mean(axis=0), np.zeros(gain_WL.shape[1])
+    return gain_WL.mean(axis=0), NOISE * gain_WL.std(axis=0, ddof=1) / np.sqrt(len(gain_WL))
 
 
 def where_it_pays(request: PlanRequest, current: Placement, other: Placement) -> Placement:

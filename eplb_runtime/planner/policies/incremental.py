@@ -30,7 +30,7 @@ LEAST_GAIN = 0.005
 PRICE_OF_ALL, STRAY = 0.5, 0.1
 """Imbalance that moving every slot of a layer must be worth besides what it costs in seconds, where the scenarios are
 at least so far from the forecast (the share of tokens that go elsewhere); in proportion where loads are steadier: what
-a move gains there is not soon lost again."""
+a move gains there is not soon lost again. Declared loads are certain: there moves cost their seconds alone."""
 FIRST = 0.1
 """Of that price, where no replica slot is in use yet: a first plan lasts."""
 ALL_MAY_MOVE = 0.02
@@ -130,7 +130,8 @@ class _Search:
         self._seconds = request.home_bytes / links, request.replica_bytes / links
         of_all_L = PRICE_OF_ALL * np.minimum(_stray(request) / STRAY, 1.0)
         of_all_L[_uses_no_copies(start)] *= first
-        self._price_L = np.zeros_like(of_all_L) if request.current is None else of_all_L / request.num_slots
+        free_of_price = request.current is None or request.declared
+        self._price_L = np.zeros_like(of_all_L) if free_of_price else of_all_L / request.num_slots
         self._seconds_price = _seconds_price(request)
         alike = request.speed_R is None and not request.crossing_price
         # Of ranks that are alike, each with one expert, none is better for any of them.

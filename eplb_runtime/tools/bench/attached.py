@@ -25,7 +25,6 @@ from ...config import BalancerConfig
 from ...hosts import attach
 from ...moe.experts.lone_step import LoneSteps
 from ...moe.experts.made_anew import Arguments
-from .train import NEVER
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Block:
 
 
 ON_A_CPU = Block(layers=2, experts=16, top_k=4, hidden=512, width=256, tokens=1024)
-INTERVAL = BalancerConfig().interval
+INTERVAL = BalancerConfig().interval or 1
 WARM_UP = 3
 """Steps of each before timing."""
 
@@ -82,7 +81,7 @@ class _AttachedVariant:
         torch.manual_seed(0)
         self._model = StepBlocks(work).to(device, torch.bfloat16)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
-        config = BalancerConfig(interval=NEVER, policy="static")
+        config = BalancerConfig(interval=None, policy="static")
         self.balancer: Balancer | None = attach(self._model, self._optimizer, config=config) if attached else None
         generator = torch.Generator().manual_seed(1)
         self._hidden_TD = torch.randn(work.tokens, work.hidden, generator=generator).to(device, torch.bfloat16)

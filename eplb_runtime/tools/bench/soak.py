@@ -32,7 +32,7 @@ from ...hosts import attach
 from ...migration.engine import MigrationBroken
 from ...planner.shuffle import plan_shuffle
 from .soak_faults import ALL_RANKS, Deck, Draw, Faults
-from .train import NEVER, MoEStack, Workload, choices
+from .train import MoEStack, Workload, choices
 
 INTERVAL = 2
 TIMEOUT_SECONDS = 3.0
@@ -151,7 +151,7 @@ class Soak:
         self._life, self._say, self._rank = life, say, dist.get_rank()
         self._exact = not SETTINGS[life.settings].get("replica_slots")
         work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
-        static = BalancerConfig(policy="static", interval=NEVER, guard="off")
+        static = BalancerConfig(policy="static", interval=None, guard="off")
         self._twin = _SoakJob(work, static, self._exact)
         config = config_from_settings(
             {

@@ -22,9 +22,6 @@ from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
 
-NEVER = 1_000_000
-"""Steps between decisions of a balancer that is to make none."""
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -175,7 +172,7 @@ def run(
     variants = [
         *_pair(work),
         _TrainVariant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
-        _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=NEVER)),
+        _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
         _TrainVariant("attached", work, 1.0, _config(work, policy="incremental")),
     ]
     _take_turns(variants, on_progress)

@@ -84,7 +84,7 @@ def verify(
         make_batch: this rank's batch of a step, the same at each call: a mapping is given to the model as keyword
             arguments, a tuple or list as positional ones, anything else as the only one.
         steps: of each run. Migrations come every ``config.interval`` steps, or more often where that would be fewer
-            than three of them.
+            than three of them, or where it is None.
         config: of the balancer; policy, gate and limits of moves don't count here. ``replica_slots`` asks for the
             further run with copies.
         ep_group: as for ``attach``.
@@ -103,7 +103,7 @@ def verify(
     if steps < 1:
         raise ValueError(f"steps={steps}: give at least 1")
     config = config if config is not None else BalancerConfig()
-    interval = max(1, min(config.interval, steps // (LEAST_MIGRATIONS + 1)))
+    interval = max(1, min(config.interval or steps, steps // (LEAST_MIGRATIONS + 1)))
     config = replace(
         config,
         interval=interval,
@@ -184,7 +184,7 @@ def _compare(task: _Task, config: BalancerConfig) -> Report:
         verdict=verdict,
         steps=task.steps,
         ranks=dist.get_world_size(),
-        interval=config.interval,
+        interval=config.interval or task.steps,
         migrations=len(committed),
         experts_moved=sum(event.moved_experts for event in committed) * len(task.ep_sets),
         bytes_moved=int(bytes_moved.sum()),

@@ -106,3 +106,25 @@ def test_two_threads_count_padding_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "where", interrupted)
     counter.count(0, torch.tensor([[0]]), torch.ones(1) > 0)
     assert counter.counts.tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
+    counter = LoadCounter(1, 2, interval=None, device=CPU)
+    assert counter.take().shape == (0, 1, 2)
+    for steps in (3, 2 * MAX_BUCKETS + 1):
+        for _ in range(steps):
+            counter.count(0, torch.tensor([[0]]))
+            counter.advance()
+        assert (counter.buckets, counter.open_steps) == (1, steps)
+        assert counter.take().tolist() == [[[steps, 0]]]
+    assert counter.buckets == 0 and counter.take().shape == (0, 1, 2)
+
+
+def test_without_an_interval_another_run_is_gone_on_from() -> None:
+    counter = LoadCounter(1, 2, interval=None, device=CPU)
+    counter.resume(torch.tensor([[[5, 1]]]), 9)
+    counter.count(0, torch.tensor([[1]]))
+    counter.advance()
+    assert counter.open_steps == 10 and counter.take().tolist() == [[[5, 2]]]
+    with pytest.raises(ValueError, match="do not fit"):
+        counter.resume(torch.zeros(2, 1, 2, dtype=torch.int64), 2)

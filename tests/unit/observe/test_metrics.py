@@ -151,6 +151,16 @@ def test_a_summary_has_the_names_of_the_field() -> None:
     assert summary_of(state([job()]))["balance"] == {}
 
 
+def test_a_plan_promises_over_the_horizon_that_it_was_made_for() -> None:
+    """Without an interval the job has none, and each decision says its own."""
+    own = {"JobAttached": {"interval": None, "horizon_steps": None}, "RebalancePlanned": {"horizon_steps": 10}}
+    whole = list(records(ROUNDS))
+    alone = [{**record, **own.get(record["event"], {})} for record in whole]
+    (of_the_job, _), (of_its_own, left_out) = state_of(whole), state_of(alone)
+    assert not left_out and of_the_job.promised_seconds > 0 and CONFIG.horizon == 50
+    assert of_its_own.promised_seconds == pytest.approx(5 * of_the_job.promised_seconds)
+
+
 def test_troubles_and_progress_are_counted() -> None:
     found = values(state())
     assert value(found, "aborts", phase="staged", cause="checksum") == 1

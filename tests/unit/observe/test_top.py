@@ -79,6 +79,23 @@ def test_a_job_that_says_nothing_for_long_is_not_called_balancing() -> None:
     assert "no news" not in shown(ended, after=1e6)
 
 
+def test_without_an_interval_the_longest_gap_between_decisions_says_what_is_long() -> None:
+    alone = VIEW | {
+        "job": VIEW["job"] | {"interval": None, "horizon_steps": None},
+        "standing": "balancing",
+        "cause": "",
+    }
+    decided = VIEW["decisions"][-1]
+    rounds = [
+        decided | {"time": VIEW["time"] - seconds} for seconds in (2500.0, 700.0, 0.0)
+    ]  # a rollout of half an hour
+    lively = alone | {"decisions": rounds}
+    assert "by rebalance() alone" in shown(lively) and "every" not in shown(lively).splitlines()[1]
+    assert "balancing" in shown(lively, after=4.9 * 1800) and "no news" in shown(lively, after=5.1 * 1800)
+    first = alone | {"decisions": rounds[-1:]}
+    assert "balancing" in shown(first, after=1e5), "one decision says nothing of the next"
+
+
 def test_a_picture_shows_what_the_terminal_shows_and_fetches_nothing(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
