@@ -36,7 +36,10 @@ FIRST = 0.1
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
 SPARE_COPIES = 4
-"""Copies an expert may have beyond those its load needs."""
+"""Copies an expert may have beyond those its load needs, however many ranks there are."""
+ROOM_FOR_SHARES = 2**18
+"""An expert may have as many copies as there are ranks, as long as its copies' shares in all scenarios, with room for
+as many of every expert that can have copies, are no more numbers than these."""
 
 LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
 """Loads and ballast of all scenarios, and what is asked."""
@@ -219,8 +222,10 @@ class _Search:
     def _limits(self, layer: int) -> Limits:
         load_WE, ranks = self._load_LWE[layer], self._request.topology.num_ranks
         needed = -(-load_WE.max(axis=1) * ranks // np.maximum(load_WE.sum(axis=1), 1)).max()
-        most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]))
         slots = self._replica_LRK.shape[2]
+        shared = max(min(ranks * slots, load_WE.shape[1]), 1)
+        room = ROOM_FOR_SHARES // (len(load_WE) * shared)
+        most = max(int(needed) + SPARE_COPIES, int(self._most_L[layer]), room)
         max_copies = min(ranks, most, 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
