@@ -90,7 +90,7 @@ def test_an_expert_that_dominates_has_as_many_copies_as_pay(
 ) -> None:
     load = dominated(share, experts, spread)
     assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() <= at_most
-    monkeypatch.setattr(sys.modules[Trajectory.__module__], "ROOM_FOR_SHARES", 0)
+    monkeypatch.setattr(sys.modules[Trajectory.__module__], "MOST_SHARES", 0)
     assert judge(planned(load[:8], ranks, replicas), load[8:])[0].mean() > few_copies_give
 
 
