@@ -114,6 +114,14 @@ def check_gate(settled: Settled, current: Placement | None) -> None:
         raise PlanError("gate='payoff' needs current= and a cost= with step_seconds: give both, or gate='always'")
 
 
+def check_current(current: object) -> None:
+    if current is not None and not isinstance(current, Placement):
+        raise PlanError(
+            f"current is a {type(current).__name__}: give a Placement, Placement.initial(...) for experts in logical "
+            "order, or None where nothing stands yet"
+        )
+
+
 def check_whole(settled: Settled, slots_per_rank: object) -> None:
     """What is counted is a whole number: with nan no limit holds, and half a move is one to some, none to others."""
     numbers = {

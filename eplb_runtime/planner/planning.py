@@ -15,6 +15,7 @@ from ..placement import Placement
 from ..topology import Topology
 from .available import lost_experts, without_gone_ranks
 from .checks import (
+    check_current,
     check_gate,
     check_shapes,
     check_sizes,
@@ -89,6 +90,7 @@ def plan(
     settled = Settled(**terms)
     windows = coarsen(checked_load(load))
     layout = checked_layout(policy, layout)
+    check_current(current)
     check_gate(settled, current)
     check_whole(settled, slots_per_rank)
     check_sizes(windows.shape[1:], topology.num_ranks, slots_per_rank, settled.groups, layout, current)

@@ -36,7 +36,10 @@ FIRST = 0.1
 ALL_MAY_MOVE = 0.02
 """And this is what moving every slot must gain then over the best plan that goes by that price."""
 SPARE_COPIES = 4
-"""Copies an expert may have beyond those its load needs."""
+"""Copies an expert may have beyond those its load needs. Where one has so many, the layer is searched again with as
+many as there are ranks."""
+MOST_SHARES = 2**18
+"""Or with fewer than ranks: shares of copies over all scenarios that a search has room for."""
 
 LayersQuestion = tuple[NDArray[np.int64], NDArray[np.int64], Question]
 """Loads and ballast of all scenarios, and what is asked."""
@@ -52,6 +55,7 @@ class Trajectory:
         seconds: float64 ``[N + 1]``, to carry them.
         found: the search.
         begin: where it began anew; that is the first step then. None: where the layer stood.
+        limits: of the search.
         taken: steps that are worth going and within the budgets.
     """
 
@@ -60,6 +64,7 @@ class Trajectory:
     seconds: NDArray[np.float64]
     found: Found
     begin: Starts | None
+    limits: Limits
     taken: int = 0
 
     @property
@@ -144,7 +149,14 @@ class _Search:
 
     def layer(self, layer: int) -> Trajectory:
         question = self._question(layer)
-        found, starts = self._explored(layer, question)
+        limits = self._limits(layer)
+        found, starts = self._explored(layer, question, limits)
+        wide = self._most_copies(layer)
+        if wide > limits.max_copies and _most_copies(found) == limits.max_copies:
+            more = limits._replace(max_copies=wide)
+            other, other_starts = self._explored(layer, question, more)
+            if self._price(layer, other) < self._price(layer, found):
+                found, starts, limits = other, other_starts, more
         track, reached = found.track, found.steps + 1
         value, moved, seconds = track.value_N[:reached], track.moved_N2[:reached], track.seconds_N[:reached]
         begin = None
@@ -153,12 +165,17 @@ class _Search:
             value = np.concatenate([[np.inf], value])
             moved = np.concatenate([np.zeros((1, 2), dtype=np.int64), moved])
             seconds = np.concatenate([[0.0], seconds])
-        return Trajectory(value, moved, seconds, found, begin)
+        return Trajectory(value, moved, seconds, found, begin, limits)
 
-    def _explored(self, layer: int, question: LayersQuestion) -> tuple[Found, Starts]:
+    def _price(self, layer: int, found: Found) -> float:
+        """Imbalance where a search ended, and what going there costs."""
+        track, end = found.track, found.steps
+        seconds = self._seconds_price * track.seconds_N[end]
+        return float(track.value_N[end] + seconds + track.moved_N2[end] @ self._prices(layer))
+
+    def _explored(self, layer: int, question: LayersQuestion, limits: Limits) -> tuple[Found, Starts]:
         """The layer's search and where it could begin; none, where pouring alone comes near to the bound."""
         load_WE, ballast_WR = question[0][: self._led_by], question[1][: self._led_by]
-        limits = self._limits(layer)
         poured = None
         if self._may_pour and self._price_L[layer] == 0.0:
             found, poured = pour_anew(load_WE, ballast_WR, question[2], limits)
@@ -173,9 +190,9 @@ class _Search:
         """The same after so many steps only."""
         question = self._question(layer)
         begin = Starts(self._home_LE[layer, None], self._replica_LRK[layer, None])
-        limits = self._limits(layer)._replace(max_steps=steps - (one.begin is not None))
+        limits = one.limits._replace(max_steps=steps - (one.begin is not None))
         found = search_layer(*question, self._seconds_price, limits, one.begin or begin)
-        return Trajectory(one.imbalance, one.moved, one.seconds, found, one.begin)
+        return Trajectory(one.imbalance, one.moved, one.seconds, found, one.begin, one.limits)
 
     def worth_going(self, layer: int, one: Trajectory) -> int:
         """Steps to where the best is reached, or nearly: the fewest within a tenth of ``LEAST_GAIN`` of the best."""
@@ -225,6 +242,18 @@ class _Search:
         max_copies = min(ranks, most, 1 + ranks * slots)
         max_steps = 2 * load_WE.shape[1] + 2 * ranks * slots
         return Limits(max_copies, max_steps, self._led_by, float(self._lowest_L[layer]), self._stride_K)
+
+    def _most_copies(self, layer: int) -> int:
+        """Of an expert, home included, where the load does not limit them."""
+        (ranks, slots), (scenarios, experts) = self._replica_LRK.shape[1:], self._load_LWE[layer].shape
+        room = MOST_SHARES // (scenarios * max(min(ranks * slots, experts), 1))
+        return int(min(ranks, room, 1 + ranks * slots))
+
+
+def _most_copies(found: Found) -> int:
+    """Of any expert, home included."""
+    replicas = found.replica_RK[found.replica_RK != EMPTY]
+    return 1 + int(np.bincount(replicas).max()) if replicas.size else 1
 
 
 def _stray(request: PlanRequest) -> NDArray[np.float64]:

@@ -70,7 +70,7 @@ def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots
         np.full(rows, -1, dtype=np.int32),
         np.full((rows, max_copies), -1, dtype=np.int32),
         np.zeros(rows, dtype=np.int32),
-        np.zeros((scenarios, rows, max_copies), dtype=np.int64),
+        np.empty((scenarios, rows, max_copies), dtype=np.int64),
         ballast_WR,
         np.zeros((scenarios, ranks), dtype=np.int64),
         np.zeros(1, dtype=np.int64),
@@ -152,10 +152,14 @@ def copy_state(source: LayerLoads, target: LayerLoads) -> None:
     target.home_E[:] = source.home_E
     target.row_E[:] = source.row_E
     target.expert_N[:used] = source.expert_N[:used]
-    target.ranks_NC[:used] = source.ranks_NC[:used]
     target.count_N[:] = source.count_N
+    for row in range(used):
+        for copy in range(source.count_N[row]):
+            target.ranks_NC[row, copy] = source.ranks_NC[row, copy]
     for scenario in range(source.load_WR.shape[0]):
-        target.share_WNC[scenario, :used] = source.share_WNC[scenario, :used]
+        for row in range(used):
+            for copy in range(source.count_N[row]):
+                target.share_WNC[scenario, row, copy] = source.share_WNC[scenario, row, copy]
     target.load_WR[:] = source.load_WR
     target.used[0] = used
 

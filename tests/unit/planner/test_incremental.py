@@ -90,6 +90,7 @@ def test_bad_load_is_refused_in_one_line(load: list, says: str) -> None:
         ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
         ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
         ({"max_moves": 3, "current": None}, "limit moves from a placement that stands"),
+        ({"current": [[0, 1, 2, 3, 4, 5, 6, 7]]}, "current is a list: give a Placement"),
         ({"slots_per_rank": 2.0}, "slots_per_rank=2.0: give a whole number"),
         ({"load": np.full((2, 1, 8), 1.7e308)}, "too much to add up"),
         ({"load": np.ones((1, 8)) * 1j}, "not an array of numbers"),
