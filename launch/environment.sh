@@ -66,7 +66,7 @@ newer_megatron() { # version
     local folder=.venv/megatron-core-$1
     [ -d "$folder" ] && return 0
     rm -rf "$folder.partial"
-    .venv/bin/python -m pip install --quiet --no-deps --python-version 3.12 --ignore-requires-python \
+    .venv/bin/python -m pip install --quiet --retries 1 --no-deps --python-version 3.12 --ignore-requires-python \
         --only-binary=:all: --target "$folder.partial" "megatron-core==$1" && mv "$folder.partial" "$folder"
 }
 

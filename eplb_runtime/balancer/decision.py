@@ -294,7 +294,10 @@ class DecisionMaker:
         imbalance, problem = None, ""
         try:
             imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
-            even_share = share.even(1.0 if imbalance is None else float(imbalance.mean()))
+            mean_imbalance = 1.0 if imbalance is None else float(imbalance.mean())
+            if not share.at:
+                self.share = share = share.measured_at(mean_imbalance)
+            even_share = share.even(mean_imbalance)
             measurement = replace(measurement, even_share=even_share)
         except Exception as error:
             problem = self._failed_here(error)
@@ -502,17 +505,19 @@ class DecisionMaker:
             moe_share=measurement.even_share,
             horizon_steps=self._horizon,
             stall_seconds=measurement.stall_seconds,
-            crossing_seconds=self._crossing_seconds(measurement.token_bytes),
+            crossing_seconds=self._crossing_seconds(measurement.token_bytes, measurement.step_seconds),
             trust=self._track_record.trust,
         )
 
-    def _crossing_seconds(self, token_bytes: int) -> float:
+    def _crossing_seconds(self, token_bytes: int, step_seconds: float) -> float:
         """Crossing seconds for the cost: of the layers of one stage, on average; other stages' ranks transfer theirs
         meanwhile."""
-        if not self.history or self._topology.num_nodes == 1:
-            return 0.0
-        per_bucket_L = np.stack(self.history).sum(axis=2).mean(axis=0)
-        steps_per_bucket = self._steps_per_bucket or self._last_gap
+        if not self.history or self._topology.num_nodes == 1 or step_seconds <= 0:
+            return 0.0  # before a step is timed nobody knows what share of it crossing takes
+        if self._steps_per_bucket:
+            per_bucket_L, steps_per_bucket = np.stack(self.history).sum(axis=2).mean(axis=0), self._steps_per_bucket
+        else:  # rows are of unequal lengths
+            per_bucket_L, steps_per_bucket = self.history[-1].sum(axis=1), self._last_gap
         holders = self._job.ep_size * len(self._job.edp_ranks) * steps_per_bucket
         own = sum(self._job.layers_of_stage[stage] for stage in self._job.stages)
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)

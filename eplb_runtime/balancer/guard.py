@@ -100,6 +100,7 @@ class Guard:
         self._reported: set[str] = set()
         self._sampled_before_forward = False
         self._distinct = True
+        self._had_elements = {name: one.numel() > 0 for name, one in {**watched.experts, **watched.dense}.items()}
         self._comparisons = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
@@ -270,6 +271,10 @@ class Guard:
         if dense and self._gradient_sampler is not None and not freed:
             gradients = self._gradient_sampler.take() if decides else self._gradient_sampler.now(self._number() + 1)
         stays, lone = freed, None
+        if decides and freed:  # what other ranks compare next is chosen by how often each has taken
+            for sampler in (self._gradient_sampler, self.lone):
+                if sampler is not None:
+                    sampler.take()
         if decides and not freed:
             stays, lone = self._row_hooks() or self._left_behind(), self._lone()
         options = options_of(self._watched.optimizers) if dense else ("", "")
@@ -277,10 +282,14 @@ class Guard:
             what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, gradients, stays, lone, options
         )
 
+    def _is_emptied(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor that had elements has none now: an empty one is its ``.data``."""
+        return not tensor.numel() and self._had_elements.setdefault(name, tensor.numel() > 0)
+
     def _freed(self) -> str:
         """Name weights that have no memory now."""
-        watched = self._watched
-        name = next((name for name, one in {**watched.experts, **watched.dense}.items() if not has_memory(one)), "")
+        every = {**self._watched.experts, **self._watched.dense}
+        name = next((name for name, one in every.items() if not has_memory(one) or self._is_emptied(name, one)), "")
         return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
 
     def _left_behind(self) -> str:

@@ -233,9 +233,10 @@ class Rebalancer:
         if self._config.migration.moe_share is not None:
             return False
         interval = self._config.interval
+        if self._expert_clock.num_steps >= max(SAMPLED_STEPS, interval or 0):  # nobody has taken them: quiesced
+            return False
         if interval is None:
-            is_open = step >= self._next_sampled and self._expert_clock.num_steps < SAMPLED_STEPS
-            return is_open and not is_due(step, LONE_STEP_INTERVAL)
+            return step >= self._next_sampled and not is_due(step, LONE_STEP_INTERVAL)
         to_decision = interval - step % interval
         if step + to_decision < self._next_sampled:
             return False

@@ -187,6 +187,8 @@ def _watched_layer(model: nn.Module, layer: MoE) -> WatchedLayer:
         own = getattr(owner, layer.run)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not (clock.on and owner.training):
+                return own(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             name = next(iter(bound.arguments))
             bound.arguments[name], call = call_begins(clock, bound.arguments[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,10 +38,12 @@ class ExpertShare:
     Args:
         value: in (0, 1].
         source: ``"measured"``, ``"given"`` (``MigrationConfig(moe_share=...)``) or ``"assumed"``.
+        at: imbalance (max / mean rank load, mean over layers) of the steps that were measured; 0: as it is now.
     """
 
     value: float
     source: str
+    at: float = 0.0
 
     @classmethod
     def before_measuring(cls, given: float | None) -> ExpertShare:
@@ -54,13 +56,20 @@ class ExpertShare:
             return self
         return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")
 
+    def measured_at(self, imbalance: float) -> ExpertShare:
+        """The share with the imbalance of the steps that were measured just now."""
+        return replace(self, at=imbalance) if self.source == "measured" else self
+
     def even(self, imbalance: float) -> float:
         """Seconds of expert work with even load, in units of a step as it is now.
 
         Args:
             imbalance: max / mean rank load as it is now, mean over layers.
         """
-        return self.value / max(1.0, imbalance)
+        if not self.at:
+            return self.value / max(1.0, imbalance)
+        even = self.value / max(1.0, self.at)
+        return even / (1.0 - self.value + even * max(1.0, imbalance))
 
 
 @dataclass(frozen=True)

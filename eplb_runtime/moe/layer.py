@@ -159,7 +159,7 @@ class ExpertParallelLayer:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counted.counts)
         self._experts.ahead_of_forward()
         clock = self._dispatcher.expert_clock
-        begin = clock.mark() if clock.on else None
+        begin = clock.mark() if clock.on and training else None
         with phase("dispatch", "F", self.index, epoch):
             if metadata is None:
                 assert slots_TK is not None

@@ -240,7 +240,10 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
     bandwidths = (intra, inter)
     if state.measured is None:
         return Recorded(load, steps, job, bandwidths=bandwidths)
-    job = replace(job, step_seconds=float(state.measured["step_seconds"]))
+    step_seconds = float(state.measured["step_seconds"])
+    job = replace(job, step_seconds=step_seconds)
+    if state.share.source == "measured":  # of the same time as the seconds of a step
+        job = replace(job, expert_seconds=state.share.value * step_seconds)
     return Recorded(load, steps, job, float(state.measured["imbalance"].mean()), bandwidths)
 
 

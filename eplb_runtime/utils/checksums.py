@@ -45,7 +45,12 @@ def host_array(data: Tensor) -> NDArray[np.uint8]:
 
     For live memory, in the place of ``numpy()``: torch lets no storage of which that was taken be resized any more, for
     good, and jobs free weights between phases by ``resize_(0)``. Let go of the array before that.
+
+    Raises:
+        ValueError: the memory is freed.
     """
+    if data.untyped_storage().nbytes() < data.storage_offset() + data.numel():
+        raise ValueError("the memory of a tensor is freed, as jobs do between phases: load it first")
     return np.asarray(_HostMemory(data)) if data.numel() else np.empty(0, np.uint8)
 
 

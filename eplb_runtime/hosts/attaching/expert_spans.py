@@ -60,13 +60,18 @@ def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[]
     """
     running: list[tuple[ExpertCall | None, Any]] = []
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        running.clear()  # a repeated forward of activation checkpointing may have been broken off
+        if not (clock.on and module.training):
+            return args, kwargs
         hidden, call = call_begins(clock, kwargs[name] if name in kwargs else args[0])
         running.append((call, hidden))
         return (args, {**kwargs, name: hidden}) if name in kwargs else ((hidden, *args[1:]), kwargs)
 
     def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return call_ends(*running.pop(), out)
+        return call_ends(*running.pop(), out) if running else out
 
     hooks = experts.register_forward_pre_hook(before, with_kwargs=True), experts.register_forward_hook(after)
 

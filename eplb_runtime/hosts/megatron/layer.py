@@ -75,7 +75,7 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         running.clear()
-        if clock.on:
+        if clock.on and module.training:
             hidden_states, call = call_begins(clock, hidden_states)
             running.append((call, hidden_states))
         return own_preprocess(hidden_states, probs, routing_map)

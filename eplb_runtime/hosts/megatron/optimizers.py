@@ -92,7 +92,7 @@ class StepByMegatron:
             if mine:
                 _check_leaf(leaf, mine)
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
-        if self.varies_in_device and dist.get_rank() == 0:
+        if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
             logger.warning(
                 "optimizer_offload_fraction between 0 and 1: an expert is stepped on the device in one slot and in "
                 "host memory in another, and the two round differently: with experts moved, training is equal to "
@@ -270,7 +270,7 @@ def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
         if is_offloaded(leaf.optimizer) and given not in leaf.optimizer.param_to_inner_param:
             raise AttachError(
                 f"the optimizer would not find the master of {name} in host memory: optimizer_cpu_offload of "
-                "Megatron-Core 0.16.1 cannot step bf16 or fp16 without the distributed optimizer; set "
+                "Megatron-Core cannot step bf16 or fp16 without the distributed optimizer; set "
                 "use_distributed_optimizer=True"
             )
 

@@ -98,6 +98,8 @@ def rounding_of(*dtypes: torch.dtype) -> tuple[float, float]:
     return _ULPS * eps, _CHANGE if coarsest <= torch.finfo(torch.float32).eps else _CHANGE_HALF
 
 
+_MOST_DEVIATIONS = 8
+"""Steps of single experts that are kept until a decision judges them."""
 LONE_STEP_INTERVAL = 50
 """Steps between looks at single experts' steps where decisions have no interval."""
 
@@ -193,7 +195,9 @@ class LoneSteps:
         with self._or_never_again(optimizer):
             apart = step.compared()
             if apart is not None:
-                self._deviation.setdefault(id(optimizer), []).append(apart)
+                kept = self._deviation.setdefault(id(optimizer), [])
+                kept.append(apart)
+                del kept[:-_MOST_DEVIATIONS]  # decisions may be rare, or never come
 
     def take(self) -> dict[int, list[Deviation]]:
         """What was stepped since the last time, by the optimizer's id."""

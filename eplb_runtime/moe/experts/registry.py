@@ -91,6 +91,7 @@ class _Registered:
     name: str
     tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
+    numel: int
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -149,7 +150,8 @@ class ExpertTensors:
             )
         if any(entry.name == name for entry in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
-        self._layers[layer].append(_Registered(name, tensor, kind))
+        memory = tensor if isinstance(tensor, tuple) else (tensor,)
+        self._layers[layer].append(_Registered(name, tensor, kind, sum(part.numel() for part in memory)))
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """The state of registered parameters lives in this optimizer, too."""
@@ -222,6 +224,15 @@ class ExpertTensors:
         """
         return max((sum(tensor.row_bytes for tensor in self.of_home(layer)) for layer in self.layers), default=0)
 
+    def why_freed(self, layer: int) -> str:
+        """Which tensor of a layer is of another size than when it was registered; empty: none. Its ``.data`` may be an
+        empty tensor between phases, which would move as nothing."""
+        changed = (one for one in self._layers[layer] if sum(part.numel() for part in one.memory) != one.numel)
+        entry = next(changed, None)
+        return (
+            "" if entry is None else f"{entry.name}: its memory is freed or of another size: load it before a decision"
+        )
+
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.
 
@@ -231,7 +242,7 @@ class ExpertTensors:
         """
         named: dict[object, ExpertTensor] = {}
         for tensor in self._named_of_home(layer):
-            known = tensor.row_bytes and all(part.data_ptr() for part in tensor.memory)
+            known = tensor.row_bytes and all(part.data_ptr() and has_memory(part) for part in tensor.memory)
             named.setdefault(tuple(map(_place, tensor.memory)) if known else tensor.name, tensor)
         return list(named.values())
 

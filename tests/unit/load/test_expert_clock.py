@@ -138,3 +138,11 @@ def test_a_plan_saves_the_share_times_what_imbalance_falls_by() -> None:
     even = ExpertShare(0.4, "measured").even(2.0)
     assert 10.0 * even * (2.0 - 1.5) == pytest.approx(10.0 * 0.4 * (1 - 1.5 / 2.0)) == pytest.approx(1.0)
     assert ExpertShare(0.4, "measured").even(0.0) == 0.4, "no load: as it is"
+
+
+def test_a_share_of_before_a_rebalance_is_brought_to_the_imbalance_of_now() -> None:
+    """8 of 10 s at imbalance 4, so 2 s with even load; at 2 a step takes 2 + 4 s, and at 4 again 10 s."""
+    share = ExpertShare(0.8, "measured").measured_at(4.0)
+    assert share.even(2.0) == pytest.approx(2.0 / 6.0) and share.even(4.0) == pytest.approx(0.2)
+    assert ExpertShare(0.8, "given").measured_at(4.0).even(2.0) == pytest.approx(0.4), "a given one is that of now"
+    assert share.updated(3.0, 6.0).at == 0.0, "a new measurement has another imbalance"

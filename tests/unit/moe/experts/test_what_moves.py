@@ -259,3 +259,18 @@ def test_a_checksum_notices_every_single_bit() -> None:
             changed = data.clone()
             changed[position] ^= 1 << bit
             assert checksum([changed[:60], changed[60:]]) != whole
+
+
+def test_weights_that_are_emptied_between_phases_do_not_move_as_nothing() -> None:
+    registry, weights = ExpertTensors(1, 4), nn.Parameter(torch.zeros(4, 3))
+    rows = tuple(nn.Parameter(torch.zeros(3)) for _ in range(4))
+    registry.add(0, "w", weights)
+    registry.add(0, "of_slots", rows)
+    assert formats_of(registry, [0])[1] == ""
+    for freed in (weights, rows[2]):
+        kept, freed.data = freed.data, torch.empty(0)
+        found, problem = formats_of(registry, [0])
+        assert not found and problem
+        freed.data = kept
+    rows[2].data = torch.empty(0)
+    assert "of_slots: its memory is freed" in formats_of(registry, [0])[1]
