@@ -253,7 +253,7 @@ class GradientSampler:
         chosen: list[WatchedTensor | None] = []
         for name, parameter in fit[self._selection % stride :: stride][:most]:
             here = local(parameter)
-            elements, per_row = min(here.numel(), _ELEMENTS), here[0].numel() if here.ndim else 1
+            elements, per_row = min(here.numel(), _ELEMENTS), here.shape[1:].numel()
             places = [place * (here.numel() // elements) for place in range(elements)]
             rows = None if least_rows is None else tuple(place // per_row for place in places)
             chosen.append(WatchedTensor(name, parameter, elements, rows))
