@@ -24,7 +24,10 @@ from ..moe.routing.sources import split_for_rank
 from ..moe.routing.tables import SplitTables
 from ..placement import Placement
 from ..planner.evaluate import predicted_imbalance
-from ..planner.warmup import compile_kernels
+from ..planner.planning import plan
+from ..planner.policies import LAYOUTS
+from ..planner.search.explore import POURED_FROM
+from ..topology import Topology
 from ..utils.checksums_numba import warm_up as compile_copies
 from ..utils.jit import cache_folder, remove_older
 
@@ -48,7 +51,22 @@ def compile_here(policy: str) -> None:
     predicted_imbalance(np.ones((1, 2)), replicated)
     split_for_rank(np.ones((2, 2), dtype=np.int64), SplitTables.of(replicated), 0, 0, ranks_per_node=1)
     if policy:
-        compile_kernels(policy)
+        compile_planner(policy)
+
+
+def compile_planner(policy: str = "incremental") -> None:
+    """Plan and split a toy problem once, which compiles everything that ``policy`` and the splitter run.
+
+    Raises:
+        PlanError: no such policy.
+    """
+    load = np.arange(1.0, 17.0).reshape(2, 8)
+    in_home = "home" in LAYOUTS.get(policy, ())
+    current = Placement.initial(2, 8, 4, 1)
+    plan(load, Topology(4, 2), slots_per_rank=3, policy=policy, current=current if in_home else None)
+    if policy == "incremental":
+        plan(np.ones((1, POURED_FROM)), Topology(POURED_FROM), slots_per_rank=2)
+    split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
 
 def compile_apart(policy: str, ended: threading.Event | None = None) -> None:

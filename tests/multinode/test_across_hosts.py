@@ -42,8 +42,9 @@ def test_no_more_bytes_cross_a_cable_than_must(
     topology = results[0]["topology"]
     assert all(result["topology"] == topology for result in results)
     assert (topology["num_ranks"], topology["ranks_per_node"]) == (4, ranks_per_host)
-    # All ranks of a host share its cable, whatever else the machine does.
-    assert topology["inter_node_bandwidth"] < 150e6 / ranks_per_host
+    # The ranks of a host share its cable. One that measures while the other is not yet, or no longer, at it sees more
+    # than its part, but not the whole cable (125e6).
+    assert topology["inter_node_bandwidth"] < (150e6 if ranks_per_host == 1 else 110e6)
     if ranks_per_host > 1:
         assert topology["intra_node_bandwidth"] > topology["inter_node_bandwidth"]
     print(f"{hosts} hosts x {ranks_per_host} ranks: case, bytes sent, least, MB/s")

@@ -8,18 +8,18 @@ import sys
 import pytest
 
 from eplb_runtime.planner import PlanError
-from eplb_runtime.planner.warmup import compile_kernels
+from eplb_runtime.balancer.compile_ahead import compile_planner
 
 AFTER_WARMUP = """
 import numpy as np, numba
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
-from eplb_runtime.planner.warmup import compile_kernels
+from eplb_runtime.balancer.compile_ahead import compile_planner
 from eplb_runtime.topology import Topology
 import eplb_runtime.planner.search.descent as descent
 import eplb_runtime.planner.search.explore as explore
 import eplb_runtime.moe.routing.water_filling as water_filling
-compile_kernels()
+compile_planner()
 kernels = [descent.descend, explore.pour_anew, water_filling._split_layers]
 before = [len(kernel.signatures) for kernel in kernels]
 cost = CostModel(home_bytes=10, replica_bytes=1, step_seconds=1.0)
@@ -37,4 +37,4 @@ def test_after_the_warm_up_no_plan_compiles_anything() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown"):
-        compile_kernels("no such policy")
+        compile_planner("no such policy")
