@@ -9,8 +9,8 @@ set -euo pipefail
 # shellcheck source=launch/environment.sh
 . "$(dirname "$0")/environment.sh"
 install_project dev
-newer_megatron 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
 if [ $# = 0 ]; then
+    newer_megatron 0.19.2 || say "without Megatron-Core 0.19.2 its tests are skipped"
     command -v ip >/dev/null || debian_package iproute2 "hosts of network namespaces for the multi-node tests" ||
         say "without iproute2 the multi-node tests are skipped"
     command -v chromium >/dev/null || debian_package chromium "a browser for the tests of the live page" ||

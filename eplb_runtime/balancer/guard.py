@@ -100,7 +100,7 @@ class Guard:
         self._reported: set[str] = set()
         self._sampled_before_forward = False
         self._distinct = True
-        self._had_elements = {name: one.numel() > 0 for name, one in {**watched.experts, **watched.dense}.items()}
+        self._never_empty = {name for name, one in {**watched.experts, **watched.dense}.items() if one.numel()}
         self._comparisons = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
@@ -282,15 +282,14 @@ class Guard:
             what, problem, *names_of_kinds, HostCopy(together), sizes, sums, summed, gradients, stays, lone, options
         )
 
-    def _is_emptied(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor that had elements has none now: an empty one is its ``.data``."""
-        return not tensor.numel() and self._had_elements.setdefault(name, tensor.numel() > 0)
-
     def _freed(self) -> str:
-        """Name weights that have no memory now."""
+        """Name weights that have no memory now: no storage, or an empty tensor as their ``.data``."""
         every = {**self._watched.experts, **self._watched.dense}
-        name = next((name for name, one in every.items() if not has_memory(one) or self._is_emptied(name, one)), "")
-        return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
+        self._never_empty |= {name for name, one in every.items() if one.numel()}
+        for name, one in every.items():
+            if not has_memory(one) or (name in self._never_empty and not one.numel()):
+                return f"{_FREED} ({name}): load them before a decision; experts stay where they are"
+        return ""
 
     def _left_behind(self) -> str:
         """Name expert state that an optimizer has and that would not move."""

@@ -27,8 +27,8 @@ class ExpertCall:
 
 @torch.compiler.disable
 def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None]:
-    """The hidden states for the experts, and the call; None: the step is not sampled."""
-    begin = clock.mark() if clock.on else None
+    """The hidden states for the experts, and the call; None: nothing can be marked now. For a clock that is on."""
+    begin = clock.mark()
     if begin is None:
         return hidden, None
     call = ExpertCall(clock, begin)

@@ -39,6 +39,10 @@ _CHANGE, _CHANGE_HALF = 2e-4, 2e-2
 """That share; for what is kept in 16 bits, or comes of it."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, come near every place."""
+_MOST_DEVIATIONS = 8
+"""Steps of single experts that are kept until a decision judges them."""
+LONE_STEP_INTERVAL = 50
+"""Steps between looks at single experts' steps where decisions have no interval."""
 
 
 class SingleStepError(Exception):
@@ -96,12 +100,6 @@ def rounding_of(*dtypes: torch.dtype) -> tuple[float, float]:
     eps = torch.finfo(dtypes[0]).eps
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     return _ULPS * eps, _CHANGE if coarsest <= torch.finfo(torch.float32).eps else _CHANGE_HALF
-
-
-_MOST_DEVIATIONS = 8
-"""Steps of single experts that are kept until a decision judges them."""
-LONE_STEP_INTERVAL = 50
-"""Steps between looks at single experts' steps where decisions have no interval."""
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from eplb_runtime.planner import PlanError
 from eplb_runtime.balancer.compile_ahead import compile_planner
+from eplb_runtime.planner import PlanError
 
 AFTER_WARMUP = """
 import numpy as np, numba
