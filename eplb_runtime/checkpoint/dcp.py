@@ -50,6 +50,7 @@ class LogicalState:
     def state_dict(self) -> dict[str, Any]:
         """Nested; the tensors are the live ones, experts as ``ExpertRows``."""
         view = self._view
+        view.refuse_freed("state_dict")
         state: dict[str, Any] = {"model": {}}
         states: dict[str, dict[str, Any]] = {}
         for entry in view.entries():

@@ -56,6 +56,7 @@ class _Content:
 def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | None = None) -> None:
     """`saving.save` in our own format."""
     wait_for_saving(view)
+    view.refuse_freed("save")
     access = JointAccess.of(view, process_group)
     found: list[_Content] = []
     access.trying(lambda: found.append(_content(view, access)))
@@ -64,6 +65,7 @@ def save(folder: Path, view: LogicalView, process_group: dist.ProcessGroup | Non
 
 def async_save(folder: Path, view: LogicalView) -> Future[None]:
     """`saving.async_save` in our own format: what this rank writes is copied to the CPU when this returns."""
+    view.refuse_freed("async_save")
     access = JointAccess.of(view)
     if view.balancer is not None:
         access = JointAccess(view.balancer._background_group(), torch.device("cpu"))

@@ -39,6 +39,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
         OSError: this rank could not write; what was in the folder stays, or does not load.
     """
     view = LogicalView(model)
+    view.refuse_freed("export_pretrained")
     _folders(view, "save_pretrained").write(view, Path(folder), **options)
 
 
@@ -56,6 +57,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
             shape, or experts are stored in a way that cannot be read by expert; nothing is changed then.
     """
     view = LogicalView(model)
+    view.refuse_freed("load_pretrained")
     _folders(view, "from_pretrained").read(view, Path(folder))
 
 

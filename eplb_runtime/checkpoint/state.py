@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..balancer.balancer import Balancer
+from ..distributed.consensus import gather_rows
 from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
-from ..moe.experts.slices import keep_slices, local
+from ..moe.experts.slices import has_memory, keep_slices, local
 from .optimizers import Given, as_one
 
 logger = logging.getLogger("eplb_runtime")
@@ -145,6 +147,35 @@ class LogicalView:
     def num_experts(self) -> int:
         return self.balancer.placement.num_experts if self.balancer is not None else 0
 
+    def refuse_freed(self, what: str) -> None:
+        """Refuse state whose memory is freed, as jobs do between phases, on all ranks before any of them waits for
+        another. Collective when attached.
+
+        Args:
+            what: the call, by name.
+
+        Raises:
+            CheckpointError: some of it is freed, here or on another rank.
+        """
+        freed = self._freed()
+        freed = f"{what}: {freed}" if freed else ""
+        if self.balancer is not None:
+            group, device = self.balancer._gradient_group, self.balancer._runtime.device
+            here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
+            ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
+            freed = freed or (f"{what}: state of rank {ranks[0]} is freed; its own error says which" if ranks else "")
+        if freed:
+            raise CheckpointError(freed)
+
+    def _freed(self) -> str:
+        """Name a tensor that has no memory now; empty: all have."""
+        if self.balancer is not None:
+            registry = self.balancer._runtime.registry
+            if changed := next(filter(None, map(registry.why_freed, registry.layers)), ""):
+                return changed
+        freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
+        return next((f"{key}: its memory is freed: load it first" for key in freed), "")
+
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
@@ -181,6 +212,7 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
         ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
     """
     view = LogicalView(model, optimizer)
+    view.refuse_freed("logical_state_dict")
     entries = list(view.entries())
     _announce(view, entries)
     return {entry.key: whole_on_cpu(view, entry) for entry in entries}
@@ -221,6 +253,7 @@ def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[s
         CheckpointError: an entry is missing, has no place in the model, or another shape; nothing is changed then.
     """
     view = LogicalView(model, optimizer)
+    view.refuse_freed("load_logical_state_dict")
     copies: list[tuple[Tensor, Tensor]] = []
     unused = set(state)
 

@@ -423,3 +423,60 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
             action()
         assert words in str(raised.value) and "\n" not in str(raised.value)
     assert not (tmp_path / "odd").exists()
+
+
+# -- memory that is freed between phases ------------------------------------------------------------------------------
+
+
+def with_freed_memory(rank: int, folder: Path) -> dict[str, str]:
+    """What each call says while one rank has freed its weights, then all have emptied an expert parameter's data."""
+    model = make_model("olmoe", experts=4, layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(dense_gradients="allreduce"))
+    eplb.checkpoint.save(folder / "before", model, optimizer)
+    whole = eplb.checkpoint.logical_state_dict(model, optimizer)
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: eplb.checkpoint.save(folder / "a", model, optimizer),
+        "save by DCP": lambda: eplb.checkpoint.save(folder / "b", model, optimizer, format="dcp"),
+        "async_save": lambda: eplb.checkpoint.async_save(folder / "c", model, optimizer),
+        "logical_state_dict": lambda: eplb.checkpoint.logical_state_dict(model, optimizer),
+        "export_pretrained": lambda: eplb.checkpoint.export_pretrained(model, folder / "d"),
+        "load": lambda: eplb.checkpoint.load(folder / "before", model, optimizer),
+        "load_pretrained": lambda: eplb.checkpoint.load_pretrained(model, folder / "before"),
+        "load_logical_state_dict": lambda: eplb.checkpoint.load_logical_state_dict(model, optimizer, whole),
+    }
+    said: dict[str, str] = {}
+
+    def call_all(when: str) -> None:
+        for name, call in calls.items():
+            try:
+                call()
+                said[f"{name}, {when}"] = "nothing"
+            except eplb.checkpoint.CheckpointError as error:
+                said[f"{name}, {when}"] = str(error)
+
+    expert = model.get_parameter(next(iter(balancer.layer_of_parameter)))
+    values = expert.data.clone()
+    if rank == 1:
+        expert.untyped_storage().resize_(0)
+    call_all("freed on one rank")
+    if rank == 1:
+        expert.untyped_storage().resize_(values.nbytes)
+    expert.data = torch.empty(0)
+    call_all("emptied")
+    expert.data = values
+    eplb.checkpoint.load(folder / "before", model, optimizer)
+    said["control: loaded"] = str(torch.equal(expert, values))
+    balancer.close()
+    return said
+
+
+def test_freed_memory_is_neither_saved_nor_loaded_and_every_rank_hears_of_it(tmp_path: Path) -> None:
+    """Read by torch, such memory ends the process; a rank that finds it alone would let the others wait."""
+    first, second = run_ranks(2, with_freed_memory, tmp_path)
+    assert first.pop("control: loaded") == second.pop("control: loaded") == "True"
+    for call, said in second.items():
+        assert "memory is freed" in said and "\n" not in said, (call, said)
+    for call, said in first.items():
+        assert ("rank 1" if "one rank" in call else "memory is freed") in said, (call, said)
+    assert not {"a", "b", "c", "d"} & {path.name for path in tmp_path.iterdir()}

@@ -225,13 +225,12 @@ class ExpertTensors:
         return max((sum(tensor.row_bytes for tensor in self.of_home(layer)) for layer in self.layers), default=0)
 
     def why_freed(self, layer: int) -> str:
-        """Which tensor of a layer is of another size than when it was registered; empty: none. Its ``.data`` may be an
-        empty tensor between phases, which would move as nothing."""
-        changed = (one for one in self._layers[layer] if sum(part.numel() for part in one.memory) != one.numel)
-        entry = next(changed, None)
-        return (
-            "" if entry is None else f"{entry.name}: its memory is freed or of another size: load it before a decision"
-        )
+        """Name a tensor of a layer that is of another size than when it was registered; empty: none. Its ``.data`` may
+        be an empty tensor between phases, which would move as nothing."""
+        for entry in self._layers[layer]:
+            if sum(part.numel() for part in entry.memory) != entry.numel:
+                return f"{entry.name}: its memory is freed or of another size: load it first"
+        return ""
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.
