@@ -100,7 +100,13 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(assessment.fields())
         return
-    print_lines(*textwrap.wrap(assessment.paragraph(), COLUMNS, break_on_hyphens=False))
+    said = assessment.paragraph()
+    if assessment.left_out:
+        said += (
+            f" Windows of other numbers of steps than {found.steps_per_window}, as most have, were left out: "
+            f"{assessment.left_out} of {len(load)}."
+        )
+    print_lines(*textwrap.wrap(said, COLUMNS, break_on_hyphens=False))
     if assessment.pays is None:
         return
     _print_ways(assessment)

@@ -96,6 +96,7 @@ class Recorded:
         imbalance: max / mean rank load while ``job.step_seconds`` was measured; 0: that of experts in logical order.
         bandwidths: GB/s inside nodes and between them, as the job measured them; 0: unknown.
         takes_replicas: whether the job's framework can hold replicas.
+        left_out: number of windows of other numbers of steps, which ``load`` is without.
     """
 
     load: FloatArray
@@ -104,6 +105,7 @@ class Recorded:
     imbalance: float = 0.0
     bandwidths: tuple[float, float] = (0.0, 0.0)
     takes_replicas: bool = True
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class Assessment:
         share_source: where they are from: "given", "measured" (recorded) or "assumed".
         assumed: every figure that was neither recorded nor given.
         verdict, advice: a sentence that says whether it pays, and what to do next.
+        left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
     """
 
     pays: bool | None
@@ -173,6 +176,7 @@ class Assessment:
     saved: tuple[float, float, float] | None = None
     shares: tuple[float, float, float] | None = None
     share_source: str = "assumed"
+    left_out: int = 0
 
     def fields(self) -> dict[str, Any]:
         """As ``eplb-runtime assess --json`` prints it; what was not judged is null."""
@@ -226,25 +230,29 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
         return Recorded(load)
     job, steps_T = read_job(path), read_series(path)[1]
     steps = median_high(steps_T)
+    left_out = 0
     if len(steps_T) == len(load):  # a last window may be of fewer steps, and windows of an earlier job of others
-        load = load[np.array(steps_T) == steps]
+        same_T = np.array(steps_T) == steps
+        load, left_out = load[same_T], int((~same_T).sum())
+    found = Recorded(load, steps, job, left_out=left_out)
     if not holds_events(path):
-        return Recorded(load, steps, job)
+        return found
     try:
         state, _ = state_of_run(path)
     except FileError:
-        return Recorded(load, steps, job)
+        return found
     # A class of links that the job did not have was not measured.
     intra = state.job["intra_node_bandwidth"] / 1e9 if job.ranks_per_node > 1 else 0.0
     inter = state.job["inter_node_bandwidth"] / 1e9 if job.ranks > job.ranks_per_node > 0 else 0.0
     bandwidths = (intra, inter)
     if state.measured is None:
-        return Recorded(load, steps, job, bandwidths=bandwidths)
+        return replace(found, bandwidths=bandwidths)
     step_seconds = float(state.measured["step_seconds"])
     job = replace(job, step_seconds=step_seconds)
     if state.share.source == "measured":  # of the same time as the seconds of a step
         job = replace(job, expert_seconds=state.share.value * step_seconds)
-    return Recorded(load, steps, job, float(state.measured["imbalance"].mean()), bandwidths)
+    imbalance = float(state.measured["imbalance"].mean())
+    return replace(found, job=job, imbalance=imbalance, bandwidths=bandwidths)
 
 
 def count_plans(recorded: Recorded, given: Given) -> int:
@@ -275,7 +283,9 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     settled = _settle(recorded, given)
     why, advice = _why_not(recorded.load, settled)
     if why:
-        return Assessment(None, settled.ranks, settled.interval, settled.assumed, why, advice)
+        return Assessment(
+            None, settled.ranks, settled.interval, settled.assumed, why, advice, left_out=recorded.left_out
+        )
     settled, model, now_seconds = _calibrated(recorded, settled)
     topology = settled.topology
     series = Series(_judged_load(recorded.load, settled), settled.every_windows, None, settled.steps_per_window)
@@ -312,7 +322,8 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     hottest = float((series.load.max(axis=2) * settled.ranks / np.maximum(total_TL, 1)).mean())
     now, by_homes = judge("as it is", static), judge("homes moved", moved)
     by_replicas = None if replicated is None else judge(named, replicated, refresh)
-    return _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
+    found = _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
+    return replace(found, left_out=recorded.left_out)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
 from observed import job as job_record
 
+from eplb_runtime.cli import main
 from eplb_runtime.load.series import RecordedJob, SeriesWriter, read_series
 from eplb_runtime.observe.event_log import EventWriter
 from eplb_runtime.tools.assess import (
@@ -274,6 +275,22 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
     assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
+
+
+def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job without an interval writes them."""
+    writer = SeriesWriter(tmp_path, 2, 8, JOB)
+    load = skewed(40).astype(np.int64)
+    writer.append(load[:30], 4)
+    writer.append(load[30:], 7)
+    writer.close()
+    found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
+    assert (len(found.load), found.steps_per_window, found.left_out) == (30, 4, 10)
+    assert assess(found, GIVEN).left_out == 10
+    assert main(["assess", str(tmp_path)]) == 0
+    assert "than 4, as most have, were left out: 10 of 40." in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_measured_with(tmp_path: Path) -> None:
