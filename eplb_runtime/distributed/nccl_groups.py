@@ -42,7 +42,7 @@ class NcclGroups:
     def __init__(self, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         self._names = [f"{name}/{number}" for number in range(1 + SPARE)]
         self._next = 0
-        with _watchdog_that_ends_nothing():
+        with watchdog_that_ends_nothing():
             self._made = [nccl_backend(store, one, ranks, rank, timeout) for one in self._names]
 
     def take(self, control: dist.ProcessGroup) -> tuple[str, Any]:
@@ -89,7 +89,7 @@ def nccl_backend(store: dist.Store, name: str, ranks: Sequence[int], rank: int, 
 
 
 @contextlib.contextmanager
-def _watchdog_that_ends_nothing() -> Iterator[None]:
+def watchdog_that_ends_nothing() -> Iterator[None]:
     """Inside, NCCL groups are made whose watchdog leaves the process alone: who waits on them looks for himself."""
     before = os.environ.get(_NAME)
     os.environ[_NAME] = "1"

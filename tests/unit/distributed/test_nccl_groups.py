@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+import transport_contract
 
 from eplb_runtime.distributed import nccl_groups, private_groups
 from eplb_runtime.distributed.nccl_groups import SPARE, NcclGroups, NoGroupsLeft
@@ -107,3 +108,13 @@ def test_a_private_group_takes_the_backend_that_it_is_given(
     assert group._register_backend.call_args.args[2] is backend
     assert dist.distributed_c10d._world.pg_map[made][0] == "nccl"
     private_groups.forget(made)
+
+
+def test_faults_of_transports_are_tried_on_groups_without_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    given: list[Any] = []
+    monkeypatch.setattr(private_groups, "make", lambda *arguments: given.extend(arguments))
+    transport_contract.group_of_all(1, "nccl", "a case")
+    assert given[4] == "nccl"
+    assert not given[-1].watchdog_ends_the_process
