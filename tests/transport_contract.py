@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from eplb_runtime.distributed import nccl_groups, private_groups
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, as_bytes, block_hashes
@@ -33,7 +34,7 @@ def run_cases(rank: int, name: str, backend: str, device_of: Callable[[int], tor
         torch.cuda.set_device(device)
     said = {}
     for case in cases:
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT))
+        group = group_of_all(rank, backend, case.__name__)
         transport = TRANSPORTS[name](group, backend, device, TIMEOUT)
         try:
             transport.warm_up(soon())
@@ -43,8 +44,27 @@ def run_cases(rank: int, name: str, backend: str, device_of: Callable[[int], tor
             said[case.__name__] = f"rank {rank}:\n{traceback.format_exc()}"
         dist.barrier()
         transport.close()
-        dist.destroy_process_group(group)
+        give_back(group)
     return said
+
+
+def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
+    """A group in which messages may fail. NCCL's watchdog would end the process after one of them."""
+    timeout = timedelta(seconds=TIMEOUT)
+    if backend != "nccl":
+        return dist.new_group(backend=backend, timeout=timeout)
+    ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
+    with nccl_groups.watchdog_that_ends_nothing():
+        nccl = nccl_groups.nccl_backend(store, name, ranks, rank, 4 * timeout)
+    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's", nccl)
+
+
+def give_back(group: dist.ProcessGroup) -> None:
+    if not private_groups.is_private(group):
+        dist.destroy_process_group(group)
+        return
+    group.abort()
+    private_groups.forget(group)
 
 
 def soon(seconds: float = TIMEOUT) -> float:

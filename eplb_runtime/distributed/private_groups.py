@@ -36,7 +36,14 @@ class _Names(dict[dist.ProcessGroup, Any]):
 
 
 def make(
-    store: dist.Store, name: str, ranks: Sequence[int], rank: int, backend: str, timeout: timedelta, description: str
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    timeout: timedelta,
+    description: str,
+    nccl: Any = None,
 ) -> dist.ProcessGroup:
     """A group of these ranks; each of them calls it with the same name, in any order with other calls.
 
@@ -45,6 +52,7 @@ def make(
         ranks: global ones, in the order of the group.
         rank: this one's global number.
         backend: one of ``KNOWN``.
+        nccl: that backend, if it is NCCL, of `nccl_groups`.
 
     Raises:
         RuntimeError: a rank did not come within the timeout (some backends notice at the first call only).
@@ -60,12 +68,7 @@ def make(
         inner = _gloo(store, name, place, len(ranks), timeout)
     else:
         kind, device = kinds.NCCL, torch.device("cuda")
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
-        options.is_high_priority_stream = False
-        options._timeout = timeout
-        options.global_ranks_in_group = list(ranks)
-        options.group_name = name  # type: ignore[assignment]
-        inner = dist.ProcessGroupNCCL(prefixed, place, len(ranks), options)  # type: ignore[attr-defined]
+        inner = nccl
     inner._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(device, kind, inner)

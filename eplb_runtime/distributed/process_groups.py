@@ -6,12 +6,10 @@ anew that a rebalance uses, beside training, so that one slow moment does not en
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +20,7 @@ from torch import nn
 
 from . import private_groups
 from .consensus import first_problem, wait_on_host
+from .nccl_groups import NcclGroups
 from .ranks import GroupError, Job, Ranks, gather_job, job_ranks
 from .setting_up import SETUP_SECONDS, SettingUp, TooFewDescriptors, WatchedStore, lacks_descriptors
 from .store import JobStore, name_of_job
@@ -104,6 +103,7 @@ class ProcessGroups:
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
         self._background: dist.ProcessGroup | None = None
+        self._nccl: NcclGroups | None = None
         self._second_lane: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
@@ -141,7 +141,7 @@ class ProcessGroups:
             if any(len(ranks) > 1 for ranks in job.twin_sets):
                 self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_parts > 1 else None
                 self.twins = self._new(job.twin_sets, self.backend, "twins")
-            self.migration = self._new_migration(self._setup)
+            self.migration = self._new_migration(self.control, self._setup)
         except BaseException as error:
             cause = self.explain(error)
             self.close()
@@ -170,6 +170,7 @@ class ProcessGroups:
 
         Raises:
             TooFewDescriptors: for them.
+            NoGroupsLeft: over NCCL, after several times.
             RuntimeError: a rank did not come in time, or has given up.
         """
         job = self.job
@@ -179,7 +180,7 @@ class ProcessGroups:
         limit = timedelta(seconds=seconds)
         try:
             made.append(self._new([job.ranks], "gloo", f"control {attempt}", limit, place))
-            made.append(self._new_migration(limit, attempt, place))
+            made.append(self._new_migration(made[0], limit, attempt, place))
         except BaseException:
             self._retire(*made)
             raise
@@ -249,22 +250,36 @@ class ProcessGroups:
         gloo go with the last who holds a group: the others have let go of theirs."""
         self._retire(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
         self._background = None
+        self._drop_spare()
         del self.control, self.migration
         self.store.close()
 
     def close(self) -> None:
         """Give back all of them."""
         self._retire(*self._made)
+        self._drop_spare()
         self.store.close()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
     def _new_migration(
-        self, timeout: timedelta, attempt: int = 0, place: WatchedStore | None = None
+        self, control: dist.ProcessGroup, timeout: timedelta, attempt: int = 0, place: WatchedStore | None = None
     ) -> dist.ProcessGroup:
         purpose = f"migration {attempt}" if attempt else "migration"
-        with _watchdog_that_ends_nothing() if self.backend == "nccl" else contextlib.nullcontext():
+        if self.backend != "nccl":
             return self._new(self.job.row_sets, self.backend, purpose, self._of_migration(timeout), place)
+        ranks, rank, longest = self.job.row_ranks, dist.get_rank(), self._of_migration(self._setup)
+        if self._nccl is None:
+            name = f"{self._name}/migration of {ranks[0]}"
+            self._nccl = NcclGroups(self._meeting_place, name, ranks, rank, longest)
+        name, backend = self._nccl.take(control)
+        description = "eplb_runtime migration"
+        group = private_groups.make(self._watched, name, ranks, rank, "nccl", longest, description, backend)
+        return self._used_by_all(group, "nccl", self._of_migration(timeout))
+
+    def _drop_spare(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close()
 
     def _of_migration(self, timeout: timedelta) -> timedelta:
         """On a device backend the transport gives up by itself; the backend's own watchdog ends the process, so it must
@@ -313,8 +328,7 @@ class ProcessGroups:
         kind = purpose.rstrip("0123456789 ")
         description = f"eplb_runtime {kind}"
         usual = timeout if timeout is not None else host_timeout(backend)
-        # NCCL's other groups share the world's communicator where they can, and torch makes them.
-        if backend == "gloo" or (backend == "nccl" and kind == "migration"):
+        if backend == "gloo":
             group = private_groups.make(
                 place if place is not None else self._watched,
                 f"{self._name}/{purpose}/{self._times_made[purpose]} of {ranks[0]}",
@@ -327,10 +341,15 @@ class ProcessGroups:
             if timeout is None:
                 _give_time(group, backend, usual)
         else:
+            # They share the world's communicator where they can.
             group = self._new_of_torch(sets, backend, description, timeout)
+        return self._used_by_all(group, backend, timeout if timeout is not None else self._setup)
+
+    def _used_by_all(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+        """A new group, once all its ranks have used it."""
         self._made.append(group)
         try:
-            self._meet(group, backend, timeout if timeout is not None else self._setup)
+            self._meet(group, backend, timeout)
         except BaseException:
             self._retire(group)
             raise
@@ -392,21 +411,6 @@ def _give_time(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> No
     """Set how long collectives of a gloo group wait from here on. Other backends have no such wait."""
     if backend == "gloo":
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
-
-
-@contextlib.contextmanager
-def _watchdog_that_ends_nothing() -> Iterator[None]:
-    """Inside, NCCL groups are made whose watchdog leaves the process alone: who waits on them looks for himself."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def host_timeout(backend: str) -> timedelta:

@@ -19,6 +19,7 @@ import torch
 from ..utils.errors import one_line
 from ..utils.worker import Worker
 from .consensus import Agreement, is_one_value, two_sided
+from .nccl_groups import NoGroupsLeft
 from .points import Phase, Probe, unobserved
 from .process_groups import Connections, ProcessGroups
 from .setting_up import TooFewDescriptors
@@ -155,7 +156,7 @@ class Reconnection:
                 if self._try():
                     return
             except Exception as error:
-                lacking = isinstance(error, TooFewDescriptors) or _LACKING in str(error)
+                lacking = isinstance(error, TooFewDescriptors | NoGroupsLeft) or _LACKING in str(error)
                 level = logging.WARNING if lacking and not warned else logging.INFO
                 warned = warned or lacking
                 logger.log(level, "the ranks could not connect yet (%s); trying again", one_line(error))

@@ -224,6 +224,11 @@ class MigrationEngine:
         """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
+    @property
+    def in_order(self) -> bool:
+        """Whether rounds must be posted by the thread that trains, at the same place of a step on every rank."""
+        return self._executor.in_order
+
     def restart(self) -> None:
         """Free the memory of staged experts; no round is in flight."""
         self._executor.restart()

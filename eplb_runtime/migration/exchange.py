@@ -96,6 +96,11 @@ class RoundExecutor:
         """Device of the messages."""
         return self._transport.device
 
+    @property
+    def in_order(self) -> bool:
+        """Whether rounds must be posted by the thread that trains (`Transport.in_order`)."""
+        return self._transport.in_order
+
     def reconnect(self, transport: Transport) -> None:
         self._transport.close()
         self._transport = transport

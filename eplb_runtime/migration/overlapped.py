@@ -6,6 +6,10 @@ the next forward; a write is noticed before the ranks vote. A layer is committed
 token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
 decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
 again after the next step.
+
+Over NCCL messages are kernels that wait for their peers, as the collectives of training are, and launches in different
+orders on two ranks can keep both waiting. There the thread that trains posts all rounds of a step at its end, between
+the collectives of two steps on every rank; the other thread only receives them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ from torch import Tensor
 from ..distributed.ballot import Ballot, Verdict
 from ..distributed.consensus import Agreement
 from ..distributed.points import Phase
+from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
 from ..replicas.placement_maps import Maps
@@ -153,6 +159,7 @@ class Overlapped:
         self._starts = StartTimes(registry.num_layers)
         self._seconds_per_byte = 0.0
         self._times_replaced = 0
+        self._stream: Any = None
         self._forget()
 
     def _forget(self) -> None:
@@ -388,8 +395,22 @@ class Overlapped:
         gate = self._gate = threading.Event()
         if not self._as_sent:
             gate.set()
+        post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
+        if self._engine.in_order:
+            self._post_here(migration)
+            post = None
         follow = self._after_what_is_queued()
-        self._transferring = self._worker.submit(lambda: self._transfer_rounds(migration, flights, gate, follow))
+        self._transferring = self._worker.submit(lambda: self._transfer_rounds(flights, gate, follow, post))
+
+    def _post_here(self, migration: PreparedMigration) -> None:
+        """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
+        if self._transferring is not None and not self._transferring.done():
+            with self._waiting():  # late rounds still arrive in the memory that is used again
+                if not wait([self._transferring], self._timeout + _A_LITTLE_SECONDS).done:
+                    return
+        self._engine.restart()
+        for flight in self._flights:
+            flight.posted = self._engine.post(migration, flight.round_)
 
     def _patience(self, round_: Round, waited_for: bool) -> float:
         """Seconds that a forward waits for a round; negative: as long as anything is waited for."""
@@ -490,12 +511,16 @@ class Overlapped:
 
     def _transfer_rounds(
         self,
-        migration: PreparedMigration,
         flights: Sequence[InFlightRound],
         gate: threading.Event,
         follow: Callable[[], None],
+        post: Callable[[Round], PostedRound] | None,
     ) -> None:
-        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
+        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it.
+
+        Args:
+            post: None: the thread that trains has posted them.
+        """
         arrived: list[InFlightRound] = []
 
         def vote() -> None:
@@ -508,16 +533,13 @@ class Overlapped:
         try:
             follow()
             began = time.perf_counter()
-            self._engine.restart()
+            if post is not None:
+                self._engine.restart()
             for number, flight in enumerate(flights):
-                # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
-                # what this one waits for, the others have posted or can post.
-                for later in flights[number : number + 1 + _AHEAD]:
-                    if flight.posted is not None and self._engine.has_arrived(flight.posted):
-                        break  # its vote comes first: to post another may take as long as the bytes of that one do
-                    if later.posted is None:
-                        later.posted = self._engine.post(migration, later.round_)
-                assert flight.posted is not None
+                if post is not None:
+                    self._post_ahead(flights[number : number + 1 + _AHEAD], post)
+                if flight.posted is None:
+                    raise TransportError("the rounds of the step before did not end in time")
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
@@ -535,6 +557,17 @@ class Overlapped:
                 if flight.ballot.verdict is None:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
+    def _post_ahead(self, flights: Sequence[InFlightRound], post: Callable[[Round], PostedRound]) -> None:
+        """Post the first of them, and others that are not posted yet until it has arrived."""
+        # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
+        # what this one waits for, the others have posted or can post.
+        first = flights[0]
+        for flight in flights:
+            if first.posted is not None and self._engine.has_arrived(first.posted):
+                break  # its vote comes first: to post another may take as long as the bytes of that one do
+            if flight.posted is None:
+                flight.posted = post(flight.round_)
+
     def _measure_speed(self, seconds: float, nbytes: int) -> None:
         if nbytes:
             weight = _WEIGHT if self._seconds_per_byte else 1.0
@@ -548,9 +581,10 @@ class Overlapped:
         event.record(torch.cuda.current_stream(self._device))
 
         def follow() -> None:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_event(event)
-            torch.cuda.set_stream(stream)
+            if self._stream is None:  # one for good: torch has few, and the others that it gives out are the model's
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream.wait_event(event)
+            torch.cuda.set_stream(self._stream)
 
         return follow
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
+from ..config import launcher_environment
 from ..distributed.consensus import gather_bytes
+from ..distributed.transports.cuda_memory import identity_of
 from ..distributed.transports.neighbours import node_of_this_rank
 
 BACKEND = "CUDA"
@@ -24,6 +26,8 @@ BACKEND = "CUDA"
 LEAST_CHANNELS = 4
 """Two signals each way, for weights and for gradients."""
 _BYTES_OF_A_SIGNAL = 4
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""torch compares the GPUs of ranks by their numbers unless the environment has this."""
 
 
 def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
@@ -36,6 +40,23 @@ def why_not(device: torch.device, package: Any = _symmetric_memory) -> str:
     if backend != BACKEND:
         return f"torch's symmetric memory must be of the back end {BACKEND!r} here, and is of {backend!r}"
     return ""
+
+
+def _taken_for_one_gpu(numbers: Sequence[int | None], names: Sequence[str]) -> str:
+    """Why torch refuses the memory of these GPUs, in a line; empty: it does not.
+
+    Args:
+        numbers: that each rank of a node gives its own GPU.
+        names: of the GPUs, as `identity_of`.
+    """
+    if not all(names) or len(set(numbers)) == len(numbers):
+        return ""
+    if len(set(names)) < len(names):
+        return f"ranks of one node share a GPU: start as many as there are GPUs, or set {SHARING}=1 on all"
+    return (
+        "each rank has a GPU of its own, and several call theirs by one number, so that torch's symmetric memory takes "
+        f"them for one: let each rank see all GPUs of its node, or set {SHARING}=1 on all"
+    )
 
 
 @dataclass
@@ -88,11 +109,15 @@ class NodeMemory:
             RuntimeError: this node's ranks cannot open each other's memory.
         """
         pad = int(self._package.get_signal_pad_size())
-        word = json.dumps([node_of_this_rank(), pad]).encode()
+        shares = launcher_environment().get(SHARING) == "1"
+        word = json.dumps([node_of_this_rank(), pad, self._device.index, identity_of(self._device), shares]).encode()
         said = [json.loads(one) for one in gather_bytes(word, self._group, deadline=deadline)]
-        if len({node for node, _ in said}) > 1:
+        if len({node for node, *_ in said}) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
-        if len({pad for _, pad in said}) > 1:
+        problem = _taken_for_one_gpu([number for _, _, number, *_ in said], [gpu for *_, gpu, _ in said])
+        if problem and not all(shares for *_, shares in said):
+            raise RuntimeError(problem)
+        if len({pad for _, pad, *_ in said}) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
         self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
         if self.channels < LEAST_CHANNELS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..config import launcher_environment
+from ..distributed.consensus import gather_bytes
+from ..distributed.transports.cuda_memory import identity_of
+from ..distributed.transports.neighbours import node_of_this_rank
 
 
 class LaunchError(ValueError):
@@ -45,7 +49,7 @@ def process_group(device: str) -> Iterator[torch.device]:
         This rank's device.
 
     Raises:
-        LaunchError: there is no GPU, or fewer than ranks on this node.
+        LaunchError: there is no GPU, or fewer than ranks on this node, or ranks share one.
     """
     local_rank = int(launcher_environment().get("LOCAL_RANK", "0"))
     here = torch.device("cpu")
@@ -58,6 +62,7 @@ def process_group(device: str) -> Iterator[torch.device]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
+        refuse_shared_gpus(identity_of(here))
         yield here
     finally:
         dist.destroy_process_group()
@@ -77,12 +82,33 @@ def repeat_every_bit() -> None:
     torch.backends.cuda.enable_math_sdp(True)
 
 
+def refuse_shared_gpus(gpu: str) -> None:
+    """Refuse ranks that have the same GPU. Collective.
+
+    Args:
+        gpu: of this rank, as `identity_of`; "": none.
+
+    Raises:
+        LaunchError: some have; on all ranks.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    word = json.dumps([node_of_this_rank(), gpu]).encode()
+    rank_of: dict[bytes, int] = {}
+    for rank, said in enumerate(gather_bytes(word, world)):
+        if json.loads(said)[1] and rank_of.setdefault(said, rank) != rank:
+            raise LaunchError(
+                f"ranks {rank_of[said]} and {rank} have the same GPU: start as many ranks on a node as it has GPUs, or "
+                "give --device cpu"
+            )
+
+
 def _gpu(local_rank: int) -> torch.device:
+    """This rank's own; the only one that it sees, where the launcher shows each rank one."""
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if local_rank >= count != 1:
         raise LaunchError(
             f"this node has {count} GPUs and a rank {local_rank}: start as many ranks as GPUs, or give --device cpu"
         )
-    here = torch.device("cuda", local_rank)
+    here = torch.device("cuda", min(local_rank, count - 1))
     torch.cuda.set_device(here)
     return here

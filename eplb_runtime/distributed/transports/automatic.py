@@ -166,6 +166,10 @@ class Automatic(Transport):
     def one_by_one(self) -> bool:  # type: ignore[override]
         return self._carrier.one_by_one
 
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        return self._carrier.in_order
+
     def wait_at_most(self, seconds: float) -> None:
         self._carrier.wait_at_most(seconds)
 
@@ -225,6 +229,7 @@ class Mixed(Transport):
         self.device = within.device
         self.hashes = within.hashes and across.hashes
         self.one_by_one = within.one_by_one and across.one_by_one
+        self.in_order = within.in_order or across.in_order
         self._within = within
         self._across = across
         self._near = frozenset(near)

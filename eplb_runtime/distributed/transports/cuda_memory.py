@@ -38,6 +38,12 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
+def identity_of(device: torch.device) -> str:
+    """Name of a GPU that all processes of its node give it, whichever GPUs each of them sees: numbers differ, and are
+    all 0 where a launcher shows each rank one GPU. Empty: the device is no GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 class IpcHandle(NamedTuple):
     """What torch gives for a storage, in its order and by its names (``torch.multiprocessing.reductions``)."""
 

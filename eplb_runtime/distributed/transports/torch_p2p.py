@@ -41,6 +41,7 @@ class TorchPointToPoint(Transport):
         self._pinned = self._on_host and device.type == "cuda"
         self.device = torch.device("cpu") if self._on_host else device
         self.one_by_one = self._on_host
+        self.in_order = not self._on_host
         self._tags: Counter[tuple[int, bool]] = Counter()
 
     def warm_up(self, deadline: float) -> None:

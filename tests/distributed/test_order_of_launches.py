@@ -1,0 +1,136 @@
+"""With overlap over a device backend, experts and training's collectives are launched in one order on all ranks.
+
+A device backend's kernels wait for their peers on the device. Two ranks that launch them in different orders may wait
+for each other without end, so the record of a group that is no GPU's says whether they could.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import recorded_group
+from beside import RANKS, Job
+from ranks import run_ranks
+from recorded_group import Launch
+
+from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
+from eplb_runtime.events import RebalanceCommitted
+
+STAGING_BYTES = 40_000
+"""So that a migration takes several rounds."""
+
+
+def train(job: Job, migrations: int) -> tuple[list[float], list[Launch]]:
+    """Losses, and what was launched."""
+    recorded_group.launches.clear()
+    for _ in range(migrations):
+        job.until(RebalanceCommitted)
+    launched = list(recorded_group.launches)
+    job.balancer.close()
+    return job.losses, launched
+
+
+@contextmanager
+def transfers_that_last(job: Job, said: dict[str, Any]) -> Iterator[None]:
+    """The first rounds of this rank are under way when the step after them has ended."""
+    background, waiting, post_here = job.background, job.background._waiting, job.background._post_here
+    said["waited"] = 0
+
+    @contextmanager
+    def released() -> Iterator[None]:
+        said["waited"] += recorded_group.held.is_set()
+        recorded_group.held.clear()
+        with waiting():
+            yield
+
+    def posting(*arguments: Any) -> None:
+        background._waiting = released
+        post_here(*arguments)
+        background._waiting = waiting
+
+    background._post_here = posting
+    recorded_group.held.set()
+    yield
+    recorded_group.held.clear()
+
+
+def jobs(rank: int) -> dict[str, Any]:
+    recorded_group.begin_recording()
+    said: dict[str, Any] = {}
+    job = Job(rank, overlap=True, staging_bytes=STAGING_BYTES)
+    with transfers_that_last(job, said):
+        said["trained"] = train(job, 2)
+    said["late rounds"] = job.background.late_rounds
+    said["control"] = posted_by_the_other_thread(rank)
+    fixed = Job(rank, overlap=False, interval=None)
+    for _ in said["trained"][0]:
+        fixed.step()
+    said["fixed"] = fixed.losses
+    fixed.balancer.close()
+    return said
+
+
+def posted_by_the_other_thread(rank: int) -> tuple[list[float], list[Launch]]:
+    """As before: one rank's thread comes to its messages when training has launched more than on the others."""
+    job = Job(rank, overlap=True, staging_bytes=STAGING_BYTES)
+    transport = job.engine._executor._transport
+    assert isinstance(transport, TorchPointToPoint)
+    assert transport.in_order
+    transport.in_order = False
+    seen: list[int] = []
+
+    def late() -> None:
+        if not seen:
+            with recorded_group.recorded_more:
+                seen.append(len(recorded_group.launches))
+                recorded_group.recorded_more.wait_for(lambda: len(recorded_group.launches) > seen[0] + 3, 10.0)
+
+    if rank == 1:
+        recorded_group.before_message.append(late)
+    try:
+        return train(job, 1)
+    finally:
+        recorded_group.before_message.clear()
+
+
+def collectives(launched: Sequence[Launch]) -> list[tuple[str, str]]:
+    return [(one.group, one.kind) for one in launched if one.peer < 0]
+
+
+def messages(launched: Sequence[Launch]) -> dict[tuple[str, int], list[int]]:
+    """Of each kind and peer: how many collectives were launched before each message."""
+    before, found = 0, defaultdict(list)
+    for one in launched:
+        if one.peer < 0:
+            before += 1
+        else:
+            found[one.kind, one.peer].append(before)
+    return dict(found)
+
+
+def in_one_order(of_ranks: Sequence[Sequence[Launch]]) -> bool:
+    """Whether all ranks launch the same collectives, and each message between the same two of them at both its ends."""
+    sent = [messages(launched) for launched in of_ranks]
+    return all(collectives(launched) == collectives(of_ranks[0]) for launched in of_ranks) and all(
+        found == sent[peer].get(("recv" if kind == "send" else "send", rank))
+        for rank, of_rank in enumerate(sent)
+        for (kind, peer), found in of_rank.items()
+    )
+
+
+def test_experts_and_collectives_are_launched_in_one_order_on_all_ranks() -> None:
+    results = run_ranks(RANKS, jobs)
+    of_ranks = [result["trained"][1] for result in results]
+    assert all(any(one.peer >= 0 for one in launched) for launched in of_ranks)
+    assert in_one_order(of_ranks)
+    assert {one.thread for launched in of_ranks for one in launched} == {"MainThread"}
+    # Whatever moved when, the losses are those of experts that stay.
+    assert all(result["trained"][0] == result["fixed"] for result in results)
+    assert all(result["waited"] == 1 and result["late rounds"] > 0 for result in results)
+    # Control: the record notices what another thread does.
+    control = [result["control"][1] for result in results]
+    assert not in_one_order(control)
+    assert {one.thread for launched in control for one in launched if one.peer >= 0} == {"eplb_runtime"}
