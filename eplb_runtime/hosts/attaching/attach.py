@@ -345,9 +345,7 @@ class _Attaching:
                 self._register_as_they_are(index, name, layer)
                 continue
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
-            homes = [
-                layer.parameter(n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
-            ]
+            homes = [layer.parameter(n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters]
             if self.config.replica_slots:
                 self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
                 homes = self.banks[index].parameters

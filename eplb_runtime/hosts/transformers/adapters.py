@@ -132,9 +132,7 @@ def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Ten
 # -- finding them ------------------------------------------------------------------------------------------------------
 
 
-def adapted_experts(
-    model: nn.Module, is_experts: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, AdaptedExperts]]:
+def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
     """``(name of the outermost wrapper, what it adapts)`` of every experts module that is wrapped.
 
     Raises:
@@ -217,9 +215,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
 # -- what PEFT may do with them ----------------------------------------------------------------------------------------
 
 
-def follow(
-    model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
-) -> None:
+def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]) -> None:
     """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
 
     Args:
@@ -245,7 +241,9 @@ def unmerge_disabled(adapted: AdaptedExperts) -> None:
 
 
 def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
-    raise AttachError(f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it")
+    raise AttachError(
+        f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it"
+    )
 
 
 def _refuse_unload(*_: Any, **__: Any) -> None:

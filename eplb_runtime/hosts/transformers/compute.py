@@ -182,7 +182,7 @@ def _grouped_mm(
 ) -> Tensor:
     """The steps of the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying.
 
-    With ``weights_M`` gradients come unweighted; see `_LastLinear`. ``added``: to products with matrices of these names.
+    With ``weights_M`` gradients come unweighted; see `_LastLinear`. ``added``: to products with the matrices named.
     """
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
     spare_M = counts_S.is_spare(rows_MD.shape[0]) if experts.has_bias and counts_S.spare else None
