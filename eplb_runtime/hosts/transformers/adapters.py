@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -58,6 +57,12 @@ class LowRank:
     def linears(self) -> tuple[nn.Module, nn.Module]:
         """The modules that hold them."""
         return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """The two tensors, as they are now."""
+        a, b = self.linears
+        return a.get_parameter("weight"), b.get_parameter("weight")
 
     @property
     def scaling(self) -> float:
@@ -139,13 +144,28 @@ def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -
         AttachError: something around an experts module cannot be split by expert.
     """
     inside: set[int] = set()
+    saver = peft_model(model)
     for name, module in model.named_modules():
         if id(module) in inside or not isinstance(getattr(module, "base_layer", None), nn.Module):
             continue
         wrappers, innermost, path = _wrappers(module)
         inside.update(id(wrapper) for _, wrapper in wrappers)
         if is_experts(innermost):
+            if saver is None or not name.startswith(saver[0]):
+                raise AttachError(
+                    f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
+                    "get_peft_model and attach what it gives"
+                )
             yield name, _described(name, wrappers, innermost, path)
+
+
+def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """``(what stands before its names, it)`` of PEFT's model in this one, which saves adapters; None: there is none."""
+    for name, module in model.named_modules():
+        of_library = isinstance(module, PreTrainedModel) or not hasattr(type(module), "save_pretrained")
+        if not of_library and hasattr(module, "peft_config"):
+            return f"{name}." if name else "", module
+    return None
 
 
 def _wrappers(outer: nn.Module) -> tuple[list[tuple[str, nn.Module]], nn.Module, str]:
@@ -204,7 +224,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bo
             f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
             "target the experts' matrices alone"
         )
-    a, b = (linear.weight for linear in one.linears)
+    a, b = one.pair
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
     if not is_cut and a.shape[0] != experts_here * wrapper.r[adapter]:
@@ -256,8 +276,7 @@ def _merge_by_expert(one: LowRank) -> None:
     def get_delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
         """Of the experts that are here, as PEFT's."""
         matrix = getattr(experts, one.matrix)
-        a, b = (linear.weight for linear in one.linears)
-        left, right = factors(a, b, matrix, bool(experts.is_transposed))
+        left, right = factors(*one.pair, matrix, bool(experts.is_transposed))
         return torch.bmm(left, right) * one.scaling
 
     def written(change: Callable[..., None], *arguments: Any, **options: Any) -> None:
@@ -300,7 +319,10 @@ def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, 
 def _save_together(
     model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
 ) -> None:
-    own = model.save_pretrained
+    found = peft_model(model)
+    assert found is not None
+    prefix, saver = found
+    own = saver.save_pretrained
     of_peft = {
         f"{layer.name}.{name}": back
         for layer, adapted in layers
@@ -317,17 +339,19 @@ def _save_together(
         come("save_pretrained of an attached model")
         view = LogicalView(model)
         meeting = JointAccess.of(view)
-        state = model.state_dict()
+        state = saver.state_dict()
+        balancer = view.balancer
+        assert balancer is not None
         for name, back in of_peft.items():
             layer = view.layer_of(name)
-            assert view.balancer is not None and layer is not None
-            state[name] = back(view.balancer.gather_experts(layer, view.parameters[name].detach(), device="cpu"))
-        is_first = dist.get_rank() == view.balancer._runtime.job.ranks[0] if view.balancer is not None else True
-        if is_first:
-            meeting.trying(lambda: own(save_directory, *arguments, is_main_process=True, state_dict=state, **options))  # type: ignore[operator]
+            assert layer is not None
+            stack = balancer.gather_experts(layer, view.parameters[name].detach(), device="cpu")
+            state[name.removeprefix(prefix)] = back(stack)
+        write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)  # type: ignore[arg-type]
+        meeting.trying(write, first_only=True)
         meeting.agree(f"{save_directory} was not written")
 
-    object.__setattr__(model, "save_pretrained", save_pretrained)
+    object.__setattr__(saver, "save_pretrained", save_pretrained)
 
 
 def is_saved_with_adapters(model: nn.Module) -> bool:
