@@ -130,7 +130,7 @@ class BalancedTrainerMixin(_TrainerToCome):
             return super()._wrap_model(model, training, *arguments, **options)
         if model is self.model:
             model._is_accelerate_prepared = False  # type: ignore[assignment]  # an evaluation ahead of training says so
-        # Where adapters of experts are all that is trained, DistributedDataParallel refuses a model of which none is left.
+        # DistributedDataParallel refuses a model in which adapters of experts are all that is trained.
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         alone = self.balancer.config.dense_gradients == "allreduce" or trained <= self._trained_experts
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=alone)

@@ -322,7 +322,7 @@ def _save_together(
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
-    own = saver.save_pretrained
+    own: Any = saver.save_pretrained
     of_peft = {
         f"{layer.name}.{name}": back
         for layer, adapted in layers
@@ -347,7 +347,7 @@ def _save_together(
             assert layer is not None
             stack = balancer.gather_experts(layer, view.parameters[name].detach(), device="cpu")
             state[name.removeprefix(prefix)] = back(stack)
-        write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)  # type: ignore[arg-type]
+        write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
         meeting.trying(write, first_only=True)
         meeting.agree(f"{save_directory} was not written")
 
