@@ -114,7 +114,7 @@ class BalancedTrainerMixin(_TrainerToCome):
             self.optimizer.load_state_dict(whole)
             self._taken = folder, whole["param_groups"]
         self.balancer = attach(self.model, self.optimizer, config=self._balancer_config, ep_group=self._ep_group)
-        if self._trains_experts and not _is_whole(self.model):
+        if self._trained_experts - self._expert_adapters and not _is_whole(self.model):
             self.balancer.close()
             raise AttachError(
                 "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
@@ -130,7 +130,9 @@ class BalancedTrainerMixin(_TrainerToCome):
             return super()._wrap_model(model, training, *arguments, **options)
         if model is self.model:
             model._is_accelerate_prepared = False  # type: ignore[assignment]  # an evaluation ahead of training says so
-        alone = self.balancer.config.dense_gradients == "allreduce"
+        # DistributedDataParallel refuses a model in which adapters of experts are all that is trained.
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        alone = self.balancer.config.dense_gradients == "allreduce" or trained <= self._trained_experts
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=alone)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -189,8 +191,9 @@ class BalancedTrainerMixin(_TrainerToCome):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """All experts in logical order, so from all ranks; what else is in the folder, from those that save."""
-        if self._exports and not self.args.should_save:
+        """All experts, or adapters of them, in logical order, so from all ranks; what else is in the folder, from those
+        that save."""
+        if (self._exports or self._expert_adapters) and not self.args.should_save:
             self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
             return
         super()._save(output_dir, None if self._exports else state_dict)
@@ -203,7 +206,7 @@ class BalancedTrainerMixin(_TrainerToCome):
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.balancer is None or not self._trains_experts:
+        if self.balancer is None or not self._trained_experts:
             super()._save_optimizer_and_scheduler(output_dir)
             if self.balancer is not None:
                 state = self.balancer.state_dict()
@@ -250,7 +253,7 @@ class BalancedTrainerMixin(_TrainerToCome):
             # The schedule that was made meanwhile has set the learning rates of its first step.
             for group, saved in zip(self._bare_optimizer.param_groups, self._taken[1], strict=True):
                 group.update({option: value for option, value in saved.items() if option != "params"})
-        elif self._trains_experts:
+        elif self._trained_experts:
             raise CheckpointError(
                 f"{folder} was saved without the balancer, and its optimizer is for whole experts: make a new "
                 "BalancedTrainer to resume from it"
@@ -301,10 +304,17 @@ class BalancedTrainerMixin(_TrainerToCome):
         return self.balancer is not None and _is_whole(self.model)
 
     @property
-    def _trains_experts(self) -> bool:
+    def _trained_experts(self) -> set[str]:
+        """Names of what is trained and moves with experts: their own weights, or adapters of these."""
         assert self.balancer is not None
         experts = self.balancer.layer_of_parameter
-        return any(name in experts and p.requires_grad for name, p in self.model.named_parameters())
+        return {name for name, p in self.model.named_parameters() if name in experts and p.requires_grad}
+
+    @property
+    def _expert_adapters(self) -> frozenset[str]:
+        """Those of them that are adapters, which the library saves alone."""
+        stage = self.model.__dict__.get("_eplb_runtime_stage")
+        return frozenset() if stage is None else stage.host.adapters
 
 
 def _is_whole(model: nn.Module) -> bool:

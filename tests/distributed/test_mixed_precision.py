@@ -481,7 +481,7 @@ def refusals(rank: int) -> dict[str, str]:
 
 def test_what_is_not_supported_is_refused_with_one_line() -> None:
     expected = {
-        "adapters around": "model.layers.1.mlp.experts (Wrapper) adapts all experts with one pair of matrices",
+        "adapters around": "model.layers.1.mlp.experts has a Wrapper around the experts",
         "parametrized": "the weights of model.layers.0.mlp.experts are parametrized",
         "float8": "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
         "sharded": "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first",

@@ -427,6 +427,44 @@ def test_adapters_on_attention_train_and_resume(tmp_path: Path) -> None:
         assert len(found) == 8  # two layers, two modules, two matrices
 
 
+def adapted_experts(rank: int, folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+    def model() -> Any:
+        base = make_model("olmoe")
+        torch.manual_seed(3)
+        return get_peft_model(base, LoraConfig(r=32, target_parameters=targets, init_lora_weights=False))
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    plain = train(Trainer, folder / "plain", model=model(), **saving)
+    ours = train(Moving, folder / "ours", model=model(), **saving)
+    again = trainer_of(Moving, folder / "ours", model=model(), **saving)
+    again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-2"))
+    return {
+        "losses": [logged(trainer) for trainer in (plain, ours, again)],
+        "same": same(state_of(again), state_of(ours)),
+        "moved": ours.balancer.placement.epoch,
+    }
+
+
+def test_adapters_on_experts_train_and_resume_and_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from safetensors.torch import load_file
+
+    for found in run_ranks(2, adapted_experts, tmp_path):
+        plain, ours, again = found["losses"]
+        assert ours == pytest.approx(plain, abs=2e-4) and again == ours
+        assert found["moved"] > 0 and found["same"]
+    plain, ours = (
+        load_file(tmp_path / kind / "checkpoint-4" / "adapter_model.safetensors") for kind in ("plain", "ours")
+    )
+    assert plain.keys() == ours.keys()
+    for name in plain:
+        torch.testing.assert_close(ours[name], plain[name], atol=2e-3, rtol=0)
+
+
 def tuned(rank: int, folder: Path) -> list[list[float]]:
     from datasets import Dataset as Table
     from tokenizers import Tokenizer, models

@@ -345,16 +345,14 @@ class _Attaching:
                 self._register_as_they_are(index, name, layer)
                 continue
             spread, rows = spread_of(layer.experts) is not None, rows_LH[index]
-            homes = [
-                getattr(layer.experts, n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters
-            ]
+            homes = [layer.parameter(n) if spread else cut(layer, n, rows, self.device) for n in layer.parameters]
             if self.config.replica_slots:
                 self.banks[index] = ReplicaBank(homes, slots, zeros, replica_gradients, shared_rows, parts)
                 homes = self.banks[index].parameters
             for own_name, parameter in zip(layer.parameters, homes, strict=True):
-                if parameter is not (old := getattr(layer.experts, own_name)):
+                if parameter is not (old := layer.parameter(own_name)):
                     self.replaced[f"{name}.{own_name}"] = weakref.ref(old)
-                    install(layer.experts, own_name, parameter, None if spread else rows, _of_torch(self.optimizers))
+                    install(layer, own_name, parameter, None if spread else rows, _of_torch(self.optimizers))
                 self.registry.add(index, own_name, parameter)
                 self.layer_of_parameter[f"{name}.{own_name}"] = index
                 self.parameters[f"{name}.{own_name}"] = parameter

@@ -42,6 +42,8 @@ class MoELayer:
             order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts
             spread already, in logical order.
         alignment: ``compute`` wants every slot's rows filled up to a multiple of so many.
+        by_expert: how whole parameters are seen as ``[E, ...]`` whose own first dimension is another. They are
+            ``[E/R, ...]`` from then on.
     """
 
     name: str
@@ -53,10 +55,20 @@ class MoELayer:
     standing: Callable[[], Sequence[Tensor]] | None = None
     slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     alignment: int = 1
+    by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now."""
         return self.experts.get_parameter(name)
+
+    def of_experts(self, name: str, whole: Tensor) -> Tensor:
+        """A whole parameter, or optimizer state of it, as ``[E, ...]``."""
+        return self.by_expert[name](whole) if name in self.by_expert else whole
+
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """In the place of one of ``parameters``."""
+        inside, _, own_name = name.rpartition(".")
+        setattr(self.experts.get_submodule(inside), own_name, parameter)
 
     def tensors(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """What moves with an expert, by name: ``[E/R, ...]``, or a tensor for each slot."""
@@ -129,6 +141,7 @@ class HostModel:
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
+        adapters: names in the model of expert parameters that are adapters, where the framework saves adapters alone.
     """
 
     layers: tuple[MoELayer, ...]
@@ -144,6 +157,7 @@ class HostModel:
     dense_is_equal: bool = True
     problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
+    adapters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

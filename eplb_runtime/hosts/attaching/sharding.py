@@ -40,7 +40,7 @@ def shard_stage(
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
         for layer, rows in zip(host.layers, rows_LH, strict=True):
             for name in layer.parameters:
-                setattr(layer.experts, name, cut(layer, name, rows, device))
+                layer.put(name, cut(layer, name, rows, device))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
     except BaseException as error:
         said = as_all_say(error, groups)
@@ -59,15 +59,16 @@ def rows_of_rank(placement: Placement, rank: int) -> Tensor:
 
 def cut(layer: MoELayer, name: str, rows: Tensor, device: torch.device) -> nn.Parameter:
     """These experts' rows of a full parameter."""
-    full = getattr(layer.experts, name)
+    full = layer.parameter(name)
+    stack = layer.of_experts(name, full.detach())
     if full.is_meta:
-        local = blank(torch.Size([len(rows), *full.shape[1:]]), full.dtype, device)
+        local = blank(torch.Size([len(rows), *stack.shape[1:]]), full.dtype, device)
         return nn.Parameter(local, requires_grad=full.requires_grad)
-    return nn.Parameter(full.detach()[rows.to(full.device)], requires_grad=full.requires_grad)
+    return nn.Parameter(stack[rows.to(full.device)].contiguous(), requires_grad=full.requires_grad)
 
 
 def install(
-    experts: nn.Module,
+    layer: MoELayer,
     name: str,
     local: nn.Parameter,
     rows: Tensor | None,
@@ -78,13 +79,16 @@ def install(
     Args:
         rows: int64 ``[E/R]``, which rows of what was there are its own; None: all.
     """
-    old = getattr(experts, name)
+    old = layer.parameter(name)
     local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
+
+    def take(state: Tensor) -> Tensor:
+        return state if rows is None else layer.of_experts(name, state.detach())[rows.to(state.device)].contiguous()
+
     for optimizer in optimizers:
         if any(p is old for group in optimizer.param_groups for p in group["params"]):
-            take = (lambda state: state) if rows is None else (lambda state: state.detach()[rows.to(state.device)])
             replace_parameter(optimizer, old, local, take)
-    setattr(experts, name, local)
+    layer.put(name, local)
 
 
 STEADY_ROW_BYTES = 128

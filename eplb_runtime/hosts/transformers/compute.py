@@ -8,9 +8,9 @@ sorting are run here on the rows as they are, after a first batch has shown that
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ...moe.experts.compute import SlotCounts, weigh_gradients
+from .adapters import LowRank, factors
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -29,11 +30,15 @@ class RowCompute:
     Args:
         experts: the module, before its forward is replaced.
         names: of its parameters, in the order in which weights are given.
+        low_rank: LoRA on some of them. Behind the module's own weights two are given for each, ``[S, r, in]`` and
+            ``[S, out, r]``. They are added as grouped products of their own, or to the matrix, as PEFT does, where the
+            module's own code computes, or the GPU's grouped products do not take rows of r numbers.
     """
 
-    def __init__(self, experts: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, experts: nn.Module, names: Sequence[str], low_rank: Sequence[LowRank] = ()) -> None:
         self._experts = experts
         self._names = names
+        self._low_rank = low_rank
         self._own_forward = experts.forward
         self._same_unsorted: bool | None = None
 
@@ -45,27 +50,53 @@ class RowCompute:
             return False
         slots, width = parameters[0].shape[0], rows_MD.shape[1]
         if self._same_unsorted is None:
+            parameters = parameters[: len(self._names)]
             made_up = torch.linspace(-1, 1, 2 * slots * width, dtype=rows_MD.dtype, device=rows_MD.device)
             with _reading(self._experts, self._names, parameters):
                 self._sorting_changes_nothing(made_up.view(-1, width), SlotCounts.of([2] * slots, made_up.device))
         return bool(self._same_unsorted)
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        with _reading(self._experts, self._names, parameters):
+        own, added = self._split(parameters)
+        with _reading(self._experts, self._names, own):
             if self._needs_no_sorting(rows_MD, counts_S):
-                return _grouped_mm(self._experts, rows_MD, counts_S, None)
+                return _grouped_mm(self._experts, rows_MD, counts_S, None, added)
+        with _reading(self._experts, self._names, self._folded(own, added)):
             return self._sorted_again(rows_MD, counts_S)
 
     def weighing(
         self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor
     ) -> Tensor:
         """As `moe.experts.compute.WeighingCompute` says; ``grouped_mm`` keeps no results for the weights' gradient."""
-        with _reading(self._experts, self._names, parameters):
-            if not self._needs_no_sorting(rows_MD, counts_S):
-                return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
-            if _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
-                return _grouped_mm(self._experts, rows_MD, counts_S, weights_M)
-            return weigh_gradients(_grouped_mm(self._experts, rows_MD, counts_S, None), weights_M)
+        own, added = self._split(parameters)
+        with _reading(self._experts, self._names, own):
+            if self._needs_no_sorting(rows_MD, counts_S):
+                if _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
+                    return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
+                return weigh_gradients(_grouped_mm(self._experts, rows_MD, counts_S, None, added), weights_M)
+        with _reading(self._experts, self._names, self._folded(own, added)):
+            return weigh_gradients(self._sorted_again(rows_MD, counts_S), weights_M)
+
+    def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, _Added]]:
+        """The module's own weights, and what is added to the products with them. What has to be added to a weight
+        itself, is."""
+        own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
+        added = {
+            one.matrix: _Added(pairs[2 * number], pairs[2 * number + 1], one.scaling)
+            for number, one in enumerate(self._low_rank)
+            if one.is_on
+        }
+        alone = {name for name, pair in added.items() if name in _MATRICES and pair.fits(own[self._names.index(name)])}
+        own = self._folded(own, {name: pair for name, pair in added.items() if name not in alone})
+        return own, {name: added[name] for name in alone}
+
+    def _folded(self, own: Sequence[Tensor], added: Mapping[str, _Added]) -> list[Tensor]:
+        """The module's weights with this added to them, as PEFT does."""
+        transposed = bool(self._experts.is_transposed)
+        return [
+            added[name].onto(matrix, transposed) if name in added else matrix
+            for name, matrix in zip(self._names, own, strict=True)
+        ]
 
     def _needs_no_sorting(self, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
         return _is_grouped_mm(self._experts) and self._sorting_changes_nothing(rows_MD, counts_S)
@@ -84,7 +115,7 @@ class RowCompute:
         if self._same_unsorted is None:
             own_MD = self._sorted_again(rows_MD, counts_S)
             try:
-                ours_MD = _grouped_mm(self._experts, rows_MD, counts_S, None)
+                ours_MD = _grouped_mm(self._experts, rows_MD, counts_S, None, {})
             except (AttributeError, ImportError, TypeError) as error:
                 ours_MD, why = None, f"{type(error).__name__}: {error}"
             else:
@@ -94,6 +125,31 @@ class RowCompute:
             if not self._same_unsorted:
                 logger.info("%s sorts rows that are sorted already: %s", type(self._experts).__name__, why)
         return self._same_unsorted
+
+
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+"""What ``grouped_mm`` multiplies rows with."""
+_GROUPED_ROW_BYTES = 16
+"""Rows of matrices in a GPU's grouped products are multiples of it."""
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Low-rank matrices of all slots here: ``a_SRI [S, r, in]``, ``b_SOR [S, out, r]``."""
+
+    a_SRI: Tensor
+    b_SOR: Tensor
+    scaling: float
+
+    def fits(self, matrix: Tensor) -> bool:
+        """Whether grouped products, in the matrix's dtype, take rows of r numbers."""
+        return self.a_SRI.shape[1] * matrix.element_size() % _GROUPED_ROW_BYTES == 0
+
+    def onto(self, matrix: Tensor, transposed: bool) -> Tensor:
+        """The matrix of each slot with what is added to it."""
+        left, right = factors(self.a_SRI, self.b_SOR, matrix, transposed)
+        with torch.autocast(matrix.device.type, enabled=False):
+            return torch.baddbmm(matrix, left, right, alpha=self.scaling)
 
 
 def _is_grouped_mm(experts: nn.Module) -> bool:
@@ -121,19 +177,28 @@ def _norm_follows(experts: nn.Module) -> bool:
     return getattr(experts, "has_post_expert_norm", False)
 
 
-def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
+def _grouped_mm(
+    experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None, added: Mapping[str, _Added]
+) -> Tensor:
     """The steps of the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying.
 
-    With ``weights_M`` gradients come unweighted; see `_LastLinear`.
+    With ``weights_M`` gradients come unweighted; see `_LastLinear`. ``added``: to products with the matrices named.
     """
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
     spare_M = counts_S.is_spare(rows_MD.shape[0]) if experts.has_bias and counts_S.spare else None
-    linear = partial(_linear, experts, counts_S.offsets_S, slot_M, spare_M)
+
+    def linear(rows_MI: Tensor, name: str, weights_M: Tensor | None = None) -> Tensor:
+        rows_MO = _linear(experts, counts_S.offsets_S, slot_M, spare_M, rows_MI, name, weights_M)
+        if name not in added:
+            return rows_MO
+        dtype = getattr(experts, name).dtype
+        return rows_MO + _low_rank_linear(rows_MI, added[name], dtype, counts_S.offsets_S, weights_M)
+
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows_MD, "gate_up_proj"))
     else:
         inner = experts.act_fn(linear(rows_MD, "up_proj"))
-    out_MD = linear(inner, "down_proj") if weights_M is None else linear(inner, "down_proj", weights_M)
+    out_MD = linear(inner, "down_proj", weights_M)
     if _norm_follows(experts):
         out_MD = experts.post_expert_norm(out_MD)
     return out_MD.to(rows_MD.dtype)
@@ -146,7 +211,7 @@ def _linear(
     spare_M: Tensor | None,
     rows_MI: Tensor,
     name: str,
-    weights_M: Tensor | None = None,
+    weights_M: Tensor | None,
 ) -> Tensor:
     from transformers.integrations.moe import _grouped_linear
 
@@ -163,6 +228,21 @@ def _linear(
     rows_MI = rows_MI.to(matrix_SDI.dtype)
     bias = None if bias_SD is None else (bias_SD.detach(), slot_M)
     weighed: Tensor = _LastLinear.apply(rows_MI, matrix_SDI, bias_MD, weights_M, offsets_S, bias, experts.is_transposed)
+    return weighed
+
+
+def _low_rank_linear(
+    rows_MI: Tensor, added: _Added, dtype: torch.dtype, offsets_S: Tensor, weights_M: Tensor | None
+) -> Tensor:
+    """Rows through both matrices of their slot; ``weights_M`` as for `_linear`."""
+    from transformers.integrations.moe import _grouped_linear
+
+    low_MR = _grouped_linear(rows_MI, added.a_SRI.to(dtype), offsets_S) * added.scaling
+    b_SOR = added.b_SOR.to(dtype)
+    if weights_M is None:
+        out_MO: Tensor = _grouped_linear(low_MR, b_SOR, offsets_S)
+        return out_MO
+    weighed: Tensor = _LastLinear.apply(low_MR, b_SOR, None, weights_M, offsets_S, None, False)
     return weighed
 
 

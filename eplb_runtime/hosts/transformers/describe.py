@@ -8,7 +8,7 @@ the rows that arrive here, whatever the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ...moe.custom_ops import OutsideGraphs
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
+from .adapters import AdaptedExperts, adapted_experts, follow, unmerge_disabled
 from .compute import RowCompute
 
 
@@ -32,18 +33,23 @@ def describe(model: nn.Module) -> HostModel:
     Raises:
         AttachError: an experts module holds tensors whose expert dimension cannot be told.
     """
-    _refuse_adapters(model)
+    adapted = dict(adapted_experts(model, follows_experts_interface))
+    inside = {id(one.experts) for one in adapted.values()}
     layers = tuple(
-        _describe_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
+        _describe_layer(name, module, adapted.get(name))
+        for name, module in model.named_modules()
+        if name in adapted or (follows_experts_interface(module) and id(module) not in inside)
     )
     padding = _Padding()
+    with_adapters = [(layer, adapted[layer.name]) for layer in layers if layer.name in adapted]
     return HostModel(
         layers,
         padding.real_tokens,
         lambda: padding.watch(model, padding.told),
         getattr(model, "_init_weights", lambda module: None),
-        lambda come: _save_together(model, come),
+        lambda come: _save_together(model, with_adapters, come),
         _Folders(),
+        adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
     )
 
 
@@ -82,23 +88,15 @@ def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) ->
     return experts.register_forward_pre_hook(before_forward, with_kwargs=True).remove
 
 
-def _refuse_adapters(model: nn.Module) -> None:
-    """PEFT's adapters on expert tensors keep all experts in one pair of low-rank matrices, around the module."""
-    for name, module in model.named_modules():
-        inner = getattr(module, "base_layer", None)
-        if isinstance(inner, nn.Module) and follows_experts_interface(inner):
-            raise AttachError(
-                f"{name} ({type(module).__name__}) adapts all experts with one pair of matrices, which cannot be split "
-                "by expert: target other modules, or keep adapters [E, ...] as parameters of the experts module"
-            )
-
-
 def follows_experts_interface(module: nn.Module) -> bool:
     """Whether the library's ``use_experts_implementation`` decorator made this module's class."""
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
+def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None) -> MoELayer:
+    """``outer``: the experts module, or the outermost adapter around it."""
+    experts = outer if adapted is None else adapted.experts
+    path = "" if adapted is None else adapted.path
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     if experts._is_expert_parallel:
         raise AttachError(f"{name} is expert-parallel already: load the model without an expert-parallel plan")
@@ -108,7 +106,7 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
             "parametrizations first"
         )
     tensors = [*experts.named_parameters(), *experts.named_buffers()]
-    spread = spread_of(experts)
+    spread = spread_of(outer)
     rows = num_experts if spread is None else spread.rows
     odd = [key for key, tensor in tensors if tensor.ndim == 0 or tensor.shape[0] != rows or "." in key]
     if odd or not tensors:
@@ -120,29 +118,37 @@ def _describe_layer(name: str, experts: nn.Module) -> MoELayer:
     if buffers:
         raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
     names = tuple(key for key, _ in experts.named_parameters())
-    compute = RowCompute(experts, names)
+    compute = RowCompute(experts, names, () if adapted is None else adapted.low_rank)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if adapted is not None:
+                unmerge_disabled(adapted)
             return layer(hidden_states, top_k_index, top_k_weights)
 
-        experts.forward = forward  # type: ignore[method-assign]
+        outer.forward = forward  # type: ignore[method-assign]
 
     return MoELayer(
         name=name,
-        experts=experts,
+        experts=outer,
         num_experts=num_experts,
-        parameters=names,
+        parameters=(*(path + key for key in names), *(() if adapted is None else adapted.parameters)),
         compute=compute,
         install=install,
+        by_expert={} if adapted is None or spread is not None else adapted.by_expert(),
     )
 
 
-def _save_together(model: nn.Module, come: Callable[[str], None]) -> None:
+def _save_together(
+    model: nn.Module, adapted: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
+) -> None:
     """``save_pretrained`` of an attached model writes all of it, from all ranks."""
     for inner in model.modules():
         if inner is not model and isinstance(inner, PreTrainedModel):
             object.__setattr__(inner, "save_pretrained", _refuse_part)
+    if adapted:
+        follow(model, adapted, come)
+        return
     if not isinstance(model, PreTrainedModel):
         return  # PEFT's folders hold adapters, which are whole on every rank
     own = model.save_pretrained

@@ -25,6 +25,7 @@ from ...checkpoint.tensor_file import TensorFile, TensorSpec
 from ...distributed.ranks import Job
 from ...moe.experts.gathering import rows_per_call
 from ...utils.files import write_file
+from .adapters import is_saved_with_adapters
 from .naming import Convert, Piece, State, converter, pieces_of, saved_entries
 
 SHARD_SIZE = "5GB"
@@ -107,9 +108,9 @@ def _refuse(view: LogicalView) -> None:
         raise CheckpointError(f"{type(model).__name__} has no save_pretrained: use checkpoint.save")
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError("the model is quantised: load it with dequantize=True to export it")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if is_saved_with_adapters(model):
         raise CheckpointError(
-            "the model has adapters, which are whole on every rank: save_pretrained on one rank writes them"
+            "the model has adapters, and its folders hold nothing else: call its own save_pretrained, on every rank"
         )
     if len(_job(view).stage_sets) > 1 or len(_job(view).stages) > 1:
         raise CheckpointError("a pipeline stage is no whole model: use checkpoint.save")

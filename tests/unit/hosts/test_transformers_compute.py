@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from moe_models import FAMILIES, make_model
 from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.hosts.transformers import compute as room
+from eplb_runtime.hosts.transformers.adapters import LowRank, a_by_expert, a_of_peft, b_by_expert, b_of_peft
 from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts, weigh_gradients
 
@@ -25,6 +27,7 @@ def one_thread() -> Iterator[None]:
 
 COUNTS = (0, 5, 1, 17, 0, 64, 3, 8)
 WIDTH = 32
+FLOAT = torch.float32
 
 
 class Calls(TorchFunctionMode):
@@ -169,3 +172,100 @@ def test_slots_of_rows_and_counts_are_told_from_offsets() -> None:
     assert counts.slot_of_rows(5).tolist() == [0, 0, 2, 2, 2]
     assert counts.slot_of_rows(7).tolist() == [0, 0, 2, 2, 2, 2, 2]
     assert SlotCounts(counts.offsets_S, None).known() == [2, 0, 3]
+
+
+# -- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def with_low_rank(family: str, rank: int, **state: bool) -> tuple[room.RowCompute, list[torch.Tensor]]:
+    """LoRA on all matrices of the experts, and the weights with those of it."""
+    compute, weights = compute_of(family, "grouped_mm")
+    generator = torch.Generator().manual_seed(4)
+    low_rank, pairs = [], []
+    for name, matrix in zip(compute._names, weights, strict=True):
+        if matrix.ndim < 3:
+            continue
+        wrapper = SimpleNamespace(
+            parameter_name=name,
+            scaling={"default": 0.7},
+            active_adapters=["default"],
+            **{"disable_adapters": False, "merged": False, **state},
+        )
+        low_rank.append(LowRank(wrapper, "", "default"))
+        wide, narrow = matrix.shape[1:] if compute._experts.is_transposed else matrix.shape[:0:-1]
+        pairs += [
+            torch.randn(matrix.shape[0], rank, wide, generator=generator) * 0.1,
+            torch.randn(matrix.shape[0], narrow, rank, generator=generator) * 0.1,
+        ]
+    return room.RowCompute(compute._experts, compute._names, low_rank), [*weights, *pairs]
+
+
+def folded(compute: room.RowCompute):
+    """The module's own forward with matrices to which the products are added."""
+
+    def call(rows: torch.Tensor, counts: SlotCounts, weights: list[torch.Tensor]) -> torch.Tensor:
+        own, pairs = dict(zip(compute._names, weights, strict=False)), weights[len(compute._names) :]
+        for number, one in enumerate(compute._low_rank):
+            delta = torch.einsum("sri,sor->soi", pairs[2 * number], pairs[2 * number + 1]) * 0.7
+            own[one.matrix] = own[one.matrix] + (delta.mT if compute._experts.is_transposed else delta)
+        return sorted_again(compute)(rows, counts, list(own.values()))
+
+    return call
+
+
+@pytest.mark.parametrize("rank", [4, 3], ids=["grouped products", "rows that grouped products do not take"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str, rank: int) -> None:
+    compute, weights = with_low_rank(family, rank)
+    router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)) + 0.5
+    own = folded(compute)
+    wanted = run_weighing(lambda rows, counts, of, w: weigh_gradients(own(rows, counts, of), w), weights, FLOAT, router)
+    for found in (
+        run_weighing(compute.weighing, weights, FLOAT, router),
+        [*run(compute, weights, FLOAT), None],
+    ):
+        plain = run(own, weights, FLOAT) if found[-1] is None else wanted
+        for one, other in zip(found[: len(plain)], plain, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+            assert other.abs().max() > 0
+    with Calls() as calls:
+        run(compute, weights, FLOAT)
+    assert ("baddbmm" in calls.names) == (rank == 3) and not {"sort", "argsort"} & set(calls.names)
+
+
+@pytest.mark.parametrize("state", ["disable_adapters", "merged"])
+def test_adapters_that_are_off_or_merged_add_nothing(state: str) -> None:
+    compute, weights = with_low_rank("olmoe", 4, **{state: True})
+    plain, own = compute_of("olmoe", "grouped_mm")
+    for one, other in zip(run(compute, weights, FLOAT)[:4], run(plain, own, FLOAT), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rank", [4, 3])
+def test_spare_rows_pass_low_rank_matrices_by(rank: int) -> None:
+    compute, weights = with_low_rank("gpt_oss", rank)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(sum(COUNTS), WIDTH, generator=generator)
+    assert compute.takes_spare_rows(rows, weights)
+    spare = torch.full((7, WIDTH), 1e30)
+    results = []
+    for given, counts in (
+        (rows, SlotCounts.of(COUNTS, rows.device)),
+        (torch.cat([rows, spare]), SlotCounts(SlotCounts.of(COUNTS, rows.device).offsets_S, None, spare=True)),
+    ):
+        given, leaves = given.clone().requires_grad_(), [weight.clone().requires_grad_() for weight in weights]
+        out = compute(given, counts, leaves)[: sum(COUNTS)]
+        out.sum().backward()
+        results.append([out.detach(), given.grad[: sum(COUNTS)], *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pefts_layout_is_split_by_expert_and_put_together_again() -> None:
+    experts, rank, wide, narrow = 4, 3, 5, 6
+    a, b = torch.randn(experts * rank, wide), torch.randn(narrow, rank * experts)
+    a_E, b_E = a_by_expert(experts, a), b_by_expert(experts, b)
+    assert a_E.shape == (experts, rank, wide) and b_E.shape == (experts, narrow, rank)
+    by_peft = torch.einsum("ore,eri->eoi", b.reshape(narrow, -1, experts), a.reshape(experts, -1, wide))
+    torch.testing.assert_close(b_E @ a_E, by_peft)
+    assert torch.equal(a_of_peft(a_E), a) and torch.equal(b_of_peft(b_E), b)

@@ -1,0 +1,361 @@
+"""LoRA of PEFT on expert matrices: which tensors it is, how they are split by expert, and what PEFT may do with them.
+
+PEFT wraps the experts module, once for each matrix that it adapts (``ParamWrapper``), and keeps r rows for each expert
+in one pair of matrices: ``lora_A [E*r, in]`` and ``lora_B [out, r*E]``. Here they are ``[E, r, in]`` and
+``[E, out, r]``, and move as the experts do; PEFT's folders keep PEFT's layout. Without PEFT nothing here is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ...checkpoint.joint_access import JointAccess
+from ...checkpoint.state import LogicalView
+from ..attaching.description import AttachError, MoELayer, spread_of
+
+MERGE = (
+    "experts are spread over ranks: merge_adapter() merges where they are; to get a whole model, save_pretrained (on "
+    "every rank) and merge_and_unload in a process of its own"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """LoRA on one matrix of an experts module.
+
+    Args:
+        wrapper: PEFT's, around the experts module or around another wrapper.
+        path: of the wrapper within the outermost one, with a dot behind it; empty: it is that.
+        adapter: PEFT's name for it.
+    """
+
+    wrapper: Any
+    path: str
+    adapter: str
+
+    @property
+    def matrix(self) -> str:
+        """What it adapts: a parameter of the experts module."""
+        return str(self.wrapper.parameter_name)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of its two tensors, within the outermost wrapper."""
+        return f"{self.path}lora_A.{self.adapter}.weight", f"{self.path}lora_B.{self.adapter}.weight"
+
+    @property
+    def linears(self) -> tuple[nn.Module, nn.Module]:
+        """The modules that hold them."""
+        return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """The two tensors, as they are now."""
+        a, b = self.linears
+        return a.get_parameter("weight"), b.get_parameter("weight")
+
+    @property
+    def scaling(self) -> float:
+        """PEFT's factor, also rank-stabilised."""
+        return float(self.wrapper.scaling[self.adapter])
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is added to the matrix now: neither disabled nor merged into it."""
+        wrapper = self.wrapper
+        return not wrapper.disable_adapters and not wrapper.merged and self.adapter in wrapper.active_adapters
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedExperts:
+    """An experts module with LoRA around it.
+
+    Args:
+        outer: the outermost wrapper.
+        experts: the module that is wrapped.
+        path: of that within ``outer``, with a dot behind it.
+        low_rank: for each matrix that is adapted.
+    """
+
+    outer: nn.Module
+    experts: nn.Module
+    path: str
+    low_rank: tuple[LowRank, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the adapters' tensors within ``outer``: each pair, in the order of ``low_rank``."""
+        return tuple(name for one in self.low_rank for name in one.names)
+
+    def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """How PEFT's tensors are seen as ``[E, ...]``."""
+        experts = int(self.experts.num_experts)  # type: ignore[arg-type]
+        views: dict[str, Callable[[Tensor], Tensor]] = {}
+        for one in self.low_rank:
+            a, b = one.names
+            views[a], views[b] = partial(a_by_expert, experts), partial(b_by_expert, experts)
+        return views
+
+
+def a_by_expert(experts: int, matrix: Tensor) -> Tensor:
+    """``[E*r, in] -> [E, r, in]``, a view."""
+    return matrix.view(experts, -1, matrix.shape[1])
+
+
+def b_by_expert(experts: int, matrix: Tensor) -> Tensor:
+    """``[out, r*E] -> [E, out, r]``, a view."""
+    return matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def a_of_peft(stack: Tensor) -> Tensor:
+    """``[E, r, in] -> [E*r, in]``."""
+    return stack.reshape(-1, stack.shape[2])
+
+
+def b_of_peft(stack: Tensor) -> Tensor:
+    """``[E, out, r] -> [out, r*E]``."""
+    return stack.permute(1, 2, 0).reshape(stack.shape[1], -1)
+
+
+def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The two factors, in the matrix's dtype, whose product has the shape of ``matrix``: ``[S, out, in]``, or
+    ``[S, in, out]`` of a transposed one."""
+    left, right = (a.transpose(1, 2), b.transpose(1, 2)) if transposed else (b, a)
+    return left.to(matrix.dtype), right.to(matrix.dtype)
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+
+def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
+    """``(name of the outermost wrapper, what it adapts)`` of every experts module that is wrapped.
+
+    Raises:
+        AttachError: something around an experts module cannot be split by expert.
+    """
+    inside: set[int] = set()
+    saver = peft_model(model)
+    for name, module in model.named_modules():
+        if id(module) in inside or not isinstance(getattr(module, "base_layer", None), nn.Module):
+            continue
+        wrappers, innermost, path = _wrappers(module)
+        inside.update(id(wrapper) for _, wrapper in wrappers)
+        if is_experts(innermost):
+            if saver is None or not name.startswith(saver[0]):
+                raise AttachError(
+                    f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
+                    "get_peft_model and attach what it gives"
+                )
+            yield name, _described(name, wrappers, innermost, path)
+
+
+def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """``(what stands before its names, it)`` of PEFT's model in this one, which saves adapters; None: there is none."""
+    for name, module in model.named_modules():
+        of_library = isinstance(module, PreTrainedModel) or not hasattr(type(module), "save_pretrained")
+        if not of_library and hasattr(module, "peft_config"):
+            return f"{name}." if name else "", module
+    return None
+
+
+def _wrappers(outer: nn.Module) -> tuple[list[tuple[str, nn.Module]], nn.Module, str]:
+    """The wrappers from the outermost on, each with its path within that; what is wrapped, and its path."""
+    wrappers, module, path = [], outer, ""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        wrappers.append((path, module))
+        module, path = inner, f"{path}base_layer."
+    return wrappers, module, path
+
+
+def _described(name: str, wrappers: Sequence[tuple[str, nn.Module]], experts: nn.Module, path: str) -> AdaptedExperts:
+    library = sys.modules.get("peft.tuners.lora.layer")
+    of_peft = () if library is None else getattr(library, "ParamWrapper", ())
+    outer = wrappers[0][1]
+    if spread_of(experts) is not None:
+        raise AttachError(
+            f"{name} ({type(outer).__name__}) was put around experts that shard_experts had cut: get_peft_model first, "
+            "then shard_experts"
+        )
+    low_rank = []
+    for inner_path, wrapper in wrappers:
+        if not isinstance(wrapper, of_peft):
+            raise AttachError(
+                f"{name} has a {type(wrapper).__name__} around the experts, and of adapters on expert matrices only "
+                "PEFT's LoRA (LoraConfig(target_parameters=...)) is known here by expert: use that, target other "
+                "modules, or keep adapters [E, ...] as parameters of the experts module"
+            )
+        low_rank.append(_low_rank(name, inner_path, wrapper, experts, spread_of(outer) is not None))
+    # The innermost wrapper first, as PEFT adds them.
+    return AdaptedExperts(outer, experts, path, tuple(reversed(low_rank)))
+
+
+def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module, is_cut: bool) -> LowRank:
+    """One wrapper, if its adapter can be split by expert and gives what PEFT gives."""
+    where = f"{name}: LoRA on {wrapper.parameter_name}"
+    if len(wrapper.lora_A) != 1:
+        raise AttachError(
+            f"{where} has {len(wrapper.lora_A)} adapters ({', '.join(wrapper.lora_A)}), and one moves with an expert: "
+            "delete_adapter the others, or merge them first"
+        )
+    (adapter,) = wrapper.lora_A
+    if wrapper.merged:
+        raise AttachError(f"{where} is merged into the experts: unmerge_adapter() before attach")
+    odd = {
+        "DoRA or another variant": bool(wrapper.lora_variant) or bool(wrapper.use_dora.get(adapter)),
+        "dropout": not isinstance(wrapper.lora_dropout[adapter], nn.Identity),
+        "a bias": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
+    }
+    if wrong := [what for what, is_so in odd.items() if is_so]:
+        raise AttachError(f"{where} has {' and '.join(wrong)}, which has no form by expert here: leave it out")
+    one = LowRank(wrapper, path, adapter)
+    matrix, experts_here = getattr(experts, one.matrix), int(experts.num_experts)  # type: ignore[arg-type]
+    if matrix.ndim != 3:
+        raise AttachError(
+            f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
+            "target the experts' matrices alone"
+        )
+    a, b = one.pair
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
+    if not is_cut and a.shape[0] != experts_here * wrapper.r[adapter]:
+        raise AttachError(f"{where} has {a.shape[0]} rows for {experts_here} experts of rank {wrapper.r[adapter]}")
+    return one
+
+
+# -- what PEFT may do with them ----------------------------------------------------------------------------------------
+
+
+def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]) -> None:
+    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word.
+
+    Args:
+        model: attached; what PEFT knows by name is found in it when it is called.
+        come: returns when all ranks have come to the same.
+    """
+    for layer, adapted in layers:
+        for one in adapted.low_rank:
+            _merge_by_expert(one)
+            _load_by_expert(model, layer, adapted, one)
+            object.__setattr__(one.wrapper, "update_layer", partial(_refuse_another, layer.name))
+    for module in model.modules():
+        if hasattr(type(module), "_unload_and_optionally_merge"):
+            object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
+    _save_together(model, layers, come)
+
+
+def unmerge_disabled(adapted: AdaptedExperts) -> None:
+    """As PEFT does ahead of a forward: what is disabled does not stay merged."""
+    for one in adapted.low_rank:
+        if one.wrapper.disable_adapters and one.wrapper.merged:
+            one.wrapper.unmerge()
+
+
+def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
+    raise AttachError(
+        f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it"
+    )
+
+
+def _refuse_unload(*_: Any, **__: Any) -> None:
+    raise AttachError(MERGE)
+
+
+def _merge_by_expert(one: LowRank) -> None:
+    wrapper, experts = one.wrapper, one.wrapper.get_base_layer()
+
+    def get_delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
+        """Of the experts that are here, as PEFT's."""
+        matrix = getattr(experts, one.matrix)
+        left, right = factors(*one.pair, matrix, bool(experts.is_transposed))
+        return torch.bmm(left, right) * one.scaling
+
+    def written(change: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """PEFT writes by ``.data``: no version says so, and the memory may be another afterwards."""
+        matrix = getattr(experts, one.matrix)
+        memory = matrix.data
+        with torch.no_grad():
+            change(*arguments, **options)
+        if matrix.data.data_ptr() != memory.data_ptr():
+            memory.copy_(matrix.data)
+            matrix.data = memory
+        torch.autograd.graph.increment_version(matrix)
+
+    object.__setattr__(wrapper, "get_delta_weight", get_delta_weight)
+    object.__setattr__(wrapper, "merge", partial(written, wrapper.merge))
+    object.__setattr__(wrapper, "unmerge", partial(written, wrapper.unmerge))
+
+
+def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, one: LowRank) -> None:
+    """Take PEFT's layout where its tensors are loaded: this rank's experts of them."""
+    views = adapted.by_expert()
+    for name, linear in zip(one.names, one.linears, strict=True):
+        rank = one.wrapper.r[one.adapter]
+
+        def loading(state: dict[str, Any], prefix: str, *_: Any, name: str = name, rank: int = rank) -> None:
+            whole = state.get(f"{prefix}weight")
+            if not isinstance(whole, Tensor) or whole.ndim != 2:
+                return
+            view = LogicalView(model)
+            index = view.layer_of(f"{layer.name}.{name}")
+            rows = whole.shape[1 if name == one.names[1] else 0]
+            if index is None or rows != layer.num_experts * rank:
+                return  # torch says that shapes differ
+            here = torch.tensor(view.experts_here(index), device=whole.device)
+            state[f"{prefix}weight"] = views[name](whole)[here].contiguous()
+
+        linear._register_load_state_dict_pre_hook(loading)
+
+
+def _save_together(
+    model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], come: Callable[[str], None]
+) -> None:
+    found = peft_model(model)
+    assert found is not None
+    prefix, saver = found
+    own: Any = saver.save_pretrained
+    of_peft = {
+        f"{layer.name}.{name}": back
+        for layer, adapted in layers
+        for one in adapted.low_rank
+        for name, back in zip(one.names, (a_of_peft, b_of_peft), strict=True)
+    }
+
+    def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
+        """As the library's, adapters in PEFT's layout. Collective: every rank calls it, the first one writes, whatever
+        ``is_main_process`` is."""
+        if options.pop("state_dict", None) is not None:
+            raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
+        options.pop("is_main_process", None)
+        come("save_pretrained of an attached model")
+        view = LogicalView(model)
+        meeting = JointAccess.of(view)
+        state = saver.state_dict()
+        balancer = view.balancer
+        assert balancer is not None
+        for name, back in of_peft.items():
+            layer = view.layer_of(name)
+            assert layer is not None
+            stack = balancer.gather_experts(layer, view.parameters[name].detach(), device="cpu")
+            state[name.removeprefix(prefix)] = back(stack)
+        write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
+        meeting.trying(write, first_only=True)
+        meeting.agree(f"{save_directory} was not written")
+
+    object.__setattr__(saver, "save_pretrained", save_pretrained)
+
+
+def is_saved_with_adapters(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` of this model writes adapters and nothing else."""
+    if isinstance(model, PreTrainedModel):
+        return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "peft_config")

@@ -1,0 +1,351 @@
+"""PEFT's LoRA on expert matrices: adapters move with their experts; PEFT merges, saves and loads them as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import eplb_runtime as eplb
+from eplb_runtime.moe.experts.registry import ExpertTensors
+from eplb_runtime.planner.shuffle import plan_shuffle
+
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+STEPS, EXPERTS, RANKS = 10, 8, 2
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is adapted, and how it is computed: ``grouped_mm`` adds grouped products, where rows of ``r`` fit."""
+
+    family: str = "olmoe"
+    implementation: str = "grouped_mm"
+    options: dict[str, Any] = field(default_factory=lambda: {"r": 16})
+    dtype: torch.dtype = torch.float64
+    replica_slots: int = 0
+
+
+def with_lora(job: Job, **more: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers.integrations import moe
+
+    has_grouped_products = job.dtype is not torch.float64
+    moe._can_use_grouped_mm = lambda *_: has_grouped_products
+    base = make_model(job.family, experts=EXPERTS).to(job.dtype)
+    base.set_experts_implementation(job.implementation)
+    torch.manual_seed(3)
+    chosen = {"target_modules": ["q_proj"], "target_parameters": TARGETS, "init_lora_weights": False, "lora_alpha": 24}
+    return get_peft_model(base, LoraConfig(**{**chosen, **job.options, **more}))
+
+
+def made(job: Job) -> tuple[Any, torch.optim.Optimizer]:
+    model = with_lora(job)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def attached(job: Job, *, move: bool) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
+    model, optimizer = made(job)
+    config = eplb.BalancerConfig(
+        interval=1,
+        policy="incremental" if move else "static",
+        gate="always",
+        dense_gradients="allreduce",
+        replica_slots=job.replica_slots,
+        migration=eplb.MigrationConfig(lag=0),
+    )
+    balancer = eplb.attach(model, optimizer, config=config)
+    if move and not job.replica_slots:
+        balancer._plan_with(plan_shuffle)
+    model.train()
+    return model, optimizer, balancer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], steps: int = STEPS) -> list[float]:
+    """With the batches of these ranks."""
+    losses = []
+    for step in range(steps):
+        found = []
+        for rank in ranks:
+            ids = batch_of(rank, step)
+            loss = model(input_ids=ids, labels=ids).loss / len(ranks)
+            loss.backward()
+            found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(found))
+    return losses
+
+
+def in_layout_of_peft(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A logical state dict, adapters of experts as a model that nobody balances has them."""
+    found = {}
+    for name, tensor in state.items():
+        if ".experts." in name and tensor.ndim == 3 and "lora_A" in name:
+            tensor = tensor.reshape(-1, tensor.shape[2])
+        elif ".experts." in name and tensor.ndim == 3 and "lora_B" in name:
+            tensor = tensor.permute(1, 2, 0).reshape(tensor.shape[1], -1)
+        found[name] = tensor
+    return found
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+def runs(rank: int, job: Job, with_control: bool) -> dict[str, Any]:
+    """Without us on one rank, all homes fixed, all homes moved in each step, and moved without optimizer state."""
+    model, optimizer = made(job)
+    model.train()
+    losses = train(model, optimizer, list(range(RANKS)))
+    whole = eplb.logical_state_dict(model, optimizer)
+    states, epochs, moved = [], [], []
+    for move in (False, True)[job.replica_slots :]:
+        model, optimizer, balancer = attached(job, move=move)
+        moved.append(train(model, optimizer, [rank]))
+        states.append(eplb.logical_state_dict(model, optimizer))
+        epochs.append(balancer.placement.epoch)
+        registry, rows = balancer._runtime.registry, balancer._runtime.registry.of_home(0)
+        balancer.close()
+    left: list[str] = []
+    if with_control:
+        of_home = ExpertTensors.of_home
+        ExpertTensors.of_home = lambda self, layer: [t for t in of_home(self, layer) if "exp_avg" not in t.name]
+        model, optimizer, balancer = attached(job, move=True)
+        train(model, optimizer, [rank])
+        left = differing(states[0], eplb.logical_state_dict(model, optimizer))
+        balancer.close()
+        ExpertTensors.of_home = of_home
+    return {
+        "losses": (losses, moved[0], moved[-1]),
+        "epochs": epochs,
+        "static is moved": differing(states[0], states[-1]),
+        "beside PEFT": farthest(in_layout_of_peft(states[-1]), whole),
+        "state left": left,
+        "moves": {(tensor.name, tensor.row_bytes) for tensor in rows},
+        "bytes": registry.largest_home_bytes(),
+    }
+
+
+JOBS = {
+    "grouped products": Job(),
+    "rank-stabilised, eager": Job(implementation="eager", options={"r": 16, "use_rslora": True}),
+    "transposed, rows that grouped products do not take": Job("gpt_oss", options={"r": 3}),
+    "torch's grouped products": Job(dtype=torch.float32, options={"r": 32}),
+    "copies": Job(replica_slots=1),
+}
+
+
+def all_runs(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: runs(rank, job, name == "grouped products") for name, job in JOBS.items()}
+
+
+@pytest.fixture(scope="module")
+def of_jobs() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(RANKS, all_runs)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any]]], name: str) -> None:
+    job, found = JOBS[name], [one[name] for one in of_jobs]
+    exact = job.dtype is torch.float64
+    for one in found:
+        assert one["beside PEFT"] < (1e-10 if exact else 1e-3)
+        if job.replica_slots:
+            assert one["epochs"][0] > 0
+            continue
+        assert one["epochs"] == [0, STEPS] and one["static is moved"] == []
+        assert one["losses"][1] == one["losses"][2]
+    means = [sum(losses) / RANKS for losses in zip(*(one["losses"][2] for one in found), strict=True)]
+    assert means == pytest.approx(found[0]["losses"][0], abs=1e-6 if exact else 1e-4)
+
+
+def test_control_adapters_that_move_without_optimizer_state_are_noticed(
+    of_jobs: list[dict[str, dict[str, Any]]],
+) -> None:
+    for found in of_jobs:
+        left = found["grouped products"]["state left"]
+        assert all("lora" in name for name in left) and any("lora_B" in name for name in left)
+
+
+def test_the_base_moves_without_optimizer_state_and_is_counted_so(of_jobs: list[dict[str, dict[str, Any]]]) -> None:
+    width, rank, each = 32, 16, 8
+    found = of_jobs[0]["grouped products"]
+    base = {name: size for name, size in found["moves"] if "lora" not in name}
+    assert base == {
+        "base_layer.base_layer.gate_up_proj": 2 * width * width * each,
+        "base_layer.base_layer.down_proj": width * width * each,
+    }
+    adapters = (width + 2 * width) * rank + (width + width) * rank
+    assert found["bytes"] == sum(base.values()) + 3 * adapters * each
+
+
+# -- what PEFT does with them ----------------------------------------------------------------------------------------
+
+
+def used(rank: int, folder: Path) -> dict[str, Any]:
+    from peft import PeftModel
+
+    found: dict[str, Any] = {}
+    job = Job()
+    models = {}
+    for name, move in (("static", False), ("moved", True)):
+        model, optimizer, balancer = attached(job, move=move)
+        train(model, optimizer, [rank], 3)
+        model.save_pretrained(folder / name)
+        models[name] = model, balancer
+    model, balancer = models["moved"]
+    model.eval()
+    logical = eplb.logical_state_dict(model)
+    ids = batch_of(rank, 77)
+
+    def loss(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(model(input_ids=ids, labels=ids).loss)
+
+    adapted = loss(model)
+    base = make_model("olmoe", experts=EXPERTS).double().eval()
+    with model.disable_adapter():
+        found["disabled"] = loss(model), loss(base), adapted
+    merged = PeftModel.from_pretrained(base, folder / "moved").merge_and_unload()
+    found["saved, merged elsewhere"] = loss(merged), adapted
+    merged = {name: tensor for name, tensor in merged.state_dict().items() if ".experts." in name}
+    other = PeftModel.from_pretrained(make_model("olmoe", experts=EXPERTS).double(), folder / "static")
+    of_static = {k: v for k, v in other.merge_and_unload().state_dict().items() if ".experts." in k}
+    found["merged after moves"] = differing(merged, of_static)
+    model.merge_adapter(safe_merge=True)
+    here = eplb.logical_state_dict(model)
+    found["merged here"] = max(
+        (here[f"model.base_model.model.{name.replace('experts.', 'experts.base_layer.base_layer.')}"] - tensor)
+        .abs()
+        .max()
+        .item()
+        for name, tensor in merged.items()
+    )
+    found["merged loss"] = loss(model), adapted
+    with model.disable_adapter():
+        found["merged and disabled"] = loss(model), found["disabled"][1]
+    found["unmerged"] = farthest(eplb.logical_state_dict(model), logical)
+    # Adapters in PEFT's layout go to the experts that are here, wherever these have moved to.
+    model, balancer = models["moved"]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.zero_()
+    model.load_adapter(folder / "moved", "default", is_trainable=True)
+    found["loaded"] = [name for name in differing(eplb.logical_state_dict(model), logical) if "lora" in name]
+    found["moved"] = balancer.placement.home.tolist() != models["static"][1].placement.home.tolist()
+    found["refused"] = [
+        said(model.merge_and_unload),
+        said(model.unload),
+        said(lambda: model.add_adapter("second", model.peft_config["default"])),
+        said(lambda: eplb.checkpoint.export_pretrained(model, folder / "exported")),
+    ]
+    for _, balancer in models.values():
+        balancer.close()
+    return found
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    close = {"abs": 1e-6}
+    for found in run_ranks(RANKS, used, tmp_path):
+        assert found["moved"] and found["merged after moves"] == [] and found["loaded"] == []
+        disabled, base, adapted = found["disabled"]
+        assert disabled == pytest.approx(base, **close) and abs(adapted - base) > 1e-3
+        for what in ("saved, merged elsewhere", "merged loss", "merged and disabled"):
+            assert found[what][0] == pytest.approx(found[what][1], **close), what
+        assert found["merged here"] < 1e-12 and found["unmerged"] < 1e-12
+        merging, unloading, another, exported = found["refused"]
+        assert merging == unloading and "merge_adapter() merges where they are" in merging
+        assert "'second'" in another and "comes after attach" in another
+        assert "its own save_pretrained" in exported
+        assert all("\n" not in line for line in found["refused"])
+    one, other = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("static", "moved"))
+    assert differing(one, other) == [] and len(one) == 2 * (2 + 4)
+    assert {tuple(one[name].shape) for name in one if ".experts." in name and "lora_A" in name} == {(EXPERTS * 16, 32)}
+
+
+# -- refused at attach -----------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> dict[str, str]:
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+
+    found = {}
+
+    def tried(case: str, model: Any) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found[case] = said(lambda: eplb.attach(model, torch.optim.AdamW(trained)))
+
+    model = with_lora(Job())
+    model.add_adapter("second", LoraConfig(r=4, target_parameters=TARGETS))
+    tried("several", model)
+    model = with_lora(Job())
+    model.merge_adapter()
+    tried("merged", model)
+    tried("biases", with_lora(Job("gpt_oss"), target_parameters=["mlp.experts.down_proj_bias"]))
+    tried("no PeftModel", inject_adapter_in_model(LoraConfig(target_parameters=TARGETS), make_model("olmoe")))
+    base = make_model("olmoe", experts=EXPERTS)
+    eplb.shard_experts(base)
+    tried("after shard_experts", get_peft_model(base, LoraConfig(r=4, target_parameters=TARGETS)))
+    return found
+
+
+def test_what_cannot_be_split_is_refused_at_attach() -> None:
+    wanted = {
+        "several": "has 2 adapters (default, second), and one moves with an expert",
+        "merged": "unmerge_adapter() before attach",
+        "no PeftModel": "no PeftModel is around it",
+        "biases": "one pair of matrices for all experts",
+        "after shard_experts": "get_peft_model first, then shard_experts",
+    }
+    for found in run_ranks(RANKS, refusals):
+        for case, line in wanted.items():
+            assert line in found[case] and "\n" not in found[case], case
+
+
+def cut_before(rank: int) -> tuple[list[str], int]:
+    """``shard_experts`` of a model that has its adapters, then attach, as against attach alone."""
+    job, states = Job(), []
+    for cut in (False, True):
+        model = with_lora(job)
+        if cut:
+            eplb.shard_experts(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        config = eplb.BalancerConfig(interval=2, gate="always", dense_gradients="allreduce")
+        balancer = eplb.attach(model, optimizer, config=config)
+        balancer._plan_with(plan_shuffle)
+        model.train()
+        train(model, optimizer, [rank], 4)
+        states.append(eplb.logical_state_dict(model, optimizer))
+        balancer.close()
+    return differing(*states), balancer.placement.epoch
+
+
+def test_experts_may_be_cut_before_the_optimizer_is_made() -> None:
+    for differ, epoch in run_ranks(RANKS, cut_before):
+        assert differ == [] and epoch > 0
