@@ -17,6 +17,7 @@ from ...moe.experts.compute import Compute
 
 if TYPE_CHECKING:
     from ...checkpoint.pretrained import PretrainedFolders
+    from ...checkpoint.weights import Weight
 
 
 class AttachError(ValueError):
@@ -129,6 +130,9 @@ class HostModel:
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
+        weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
+            the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
+            own names.
     """
 
     layers: tuple[MoELayer, ...]
@@ -144,6 +148,7 @@ class HostModel:
     dense_is_equal: bool = True
     problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
+    weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
 
 
 @dataclass(frozen=True)

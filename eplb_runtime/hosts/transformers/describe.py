@@ -8,10 +8,10 @@ the rows that arrive here, whatever the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
 from .compute import RowCompute
+
+if TYPE_CHECKING:
+    from ...checkpoint.weights import Weight
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -44,6 +47,7 @@ def describe(model: nn.Module) -> HostModel:
         getattr(model, "_init_weights", lambda module: None),
         lambda come: _save_together(model, come),
         _Folders(),
+        weights=_weights,
     )
 
 
@@ -180,6 +184,12 @@ class _Folders:
         from . import weights
 
         weights.read(view, folder)
+
+
+def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
+    from .streamed import weights
+
+    return weights(model, first_layer)
 
 
 class _Hooks:
