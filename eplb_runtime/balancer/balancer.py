@@ -38,7 +38,7 @@ from ..moe.experts.slices import is_sliced
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
-from .exports import EXPORT_SECONDS, TensorStream, WeightExport, in_logical_order
+from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
@@ -582,10 +582,10 @@ class Balancer:
 
         Collective over the job, between steps. Every rank runs through all of it, at its own pace within a bucket;
         ranks wait for each other at the next one. A rank that leaves its loop, or closes the stream, ends it on all
-        ranks: the others raise, with a line that names it, at their next bucket; if all leave, nobody raises. A rank
-        whose consumer has raised is waited for until its exception is let go of, at most ``timeout_seconds``; inside
-        ``with balancer.named_logical_tensors() as tensors:`` the others learn it at once. What moves or steps experts
-        on a rank ends its stream.
+        ranks: the others raise, with a line that names it, at their next bucket; if all leave, nobody raises. In
+        ``with balancer.named_logical_tensors() as tensors:`` they learn at once what a consumer has raised. Outside,
+        a variable may hold the stream open after that; it is waited for no longer than ``timeout_seconds``. What moves
+        or steps experts on a rank ends its stream.
 
         A rank holds, beside its model, one bucket, and what the consumer still has of those before: tensors of one
         bucket share its memory, but for its last one. Twice that where one rank receives, and of tensors that stack
@@ -611,7 +611,9 @@ class Balancer:
                 memory now, or the framework does not let them be named.
             RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting anew.
         """
-        stream = self._export.stream(bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds))
+        stream = self._export.stream(
+            bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
+        )
         self._stream = weakref.ref(stream)
         return stream
 
@@ -682,7 +684,7 @@ class Balancer:
             self._after_move()
             self._refresh_replicas()
 
-        with in_logical_order(self._rebalancer, lambda: self._runtime.barrier("logical_order()"), moved):
+        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()"), moved):
             self._is_in_logical_order = True
             try:
                 yield

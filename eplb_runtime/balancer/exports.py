@@ -61,9 +61,7 @@ class WeightExport(Protocol):
 
 
 @contextmanager
-def in_logical_order(
-    rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]
-) -> Iterator[None]:
+def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
     """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out.
 
     Args:

@@ -195,5 +195,3 @@ def pairs_of(tensors: object) -> Iterable[tuple[str, Tensor]]:
     """What a user gives to be verified: pairs, a mapping, or a function that returns either."""
     found = tensors() if callable(tensors) else tensors
     return found.items() if isinstance(found, Mapping) else found  # type: ignore[return-value]
-
-

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .export_check import ExportCheck, pairs_of
-from .logical_tensors import LogicalTensorList, LogicalTensors, StreamOptions
+from .logical_tensors import ExportError, LogicalTensorList, LogicalTensors, StreamOptions
 from .weights import Weight
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ class Exporter:
         self._balancer = balancer
         self._weights_of_stages = weights_of_stages
 
-    def stream(
-        self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float
-    ) -> LogicalTensors:
+    def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
         options = StreamOptions(bucket_bytes, dtype, rank, seconds)
         ranks = self._balancer._runtime.job.ranks
@@ -54,5 +52,6 @@ class Exporter:
         except ValueError as error:
             problem = problem or str(error)
         tensors = LogicalTensorList(self._balancer, weights, dtype)
-        self._balancer._rebalancer.run(lambda: tensors.agree(options, problem))
+        if found := self._balancer._rebalancer.run(lambda: tensors.agree(options, problem)):
+            raise ExportError(f"weights cannot be exported: {found}")
         return tensors

@@ -161,41 +161,43 @@ class LogicalTensorList:
     def _leaving(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
 
-    def agree(self, options: str, problem: str) -> None:
-        """Learn the tensors of all stages, or that the ranks cannot go on. Collective on the control group.
+    def agree(self, options: str, problem: str) -> str:
+        """Learn the tensors of all stages, or why the ranks cannot go on. Collective on the control group.
 
-        Raises:
-            ExportError: a rank has a problem, other options, or other tensors than those that share its stages.
+        Args:
+            options: must be the same on all ranks.
+            problem: why this rank cannot go on; empty: it can.
+
+        Returns:
+            Empty, or what is wrong on which rank, the same on all ranks: a problem, other options, or other tensors
+            than those of the ranks that share its stages.
         """
         control, job = self._groups.control, self._job
+        own: dict[int, list[Item]] = {}
         try:
             own = {} if problem else self.own_items()
             problem = problem or self.problem()
         except Exception as error:
             problem = one_line(error, with_type=True)
         if found := first_problem(problem, control):
-            raise ExportError(f"weights cannot be exported: {found}")
-        asked = xxhash.xxh3_128(options.encode()).digest()
-        if odd := all_equal(asked, "choice of options", control):
-            raise ExportError(f"weights cannot be exported: {odd}")
+            return str(found)
+        if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
+            return odd
         text = json.dumps({str(stage): [_fields_of(item) for item in items] for stage, items in own.items()})
         if odd := all_equal(xxhash.xxh3_128(text.encode()).digest(), "list of tensors", control, job.data_sets):
-            raise ExportError(f"weights cannot be exported: {odd}")
+            return odd
         stages = dict(own)
-        if len(job.data_sets) > 1:
-            for ranks in job.data_sets:
-                said = json.loads(_from_rank(text, ranks[0], control))
-                stages.update({int(stage): [_item_of(int(stage), row) for row in rows] for stage, rows in said.items()})
+        for ranks in job.data_sets if len(job.data_sets) > 1 else ():
+            said = json.loads(_from_rank(text, ranks[0], control))
+            stages.update({int(stage): [_item_of(int(stage), row) for row in rows] for stage, rows in said.items()})
         named: dict[str, Item] = {}
         for stage in sorted(stages):
             for item in stages[stage]:
                 known = named.setdefault(item.name, item)
                 if known.spec != item.spec:
-                    raise ExportError(
-                        f"weights cannot be exported: stages {known.stage} and {item.stage} have a {item.name} each, "
-                        f"of other shapes or dtypes"
-                    )
+                    return f"stages {known.stage} and {item.stage} have a {item.name} each, of other shapes or dtypes"
         self.items = list(named.values())
+        return ""
 
     # -- which rank has what -----------------------------------------------------------------------------------------
 
@@ -228,9 +230,7 @@ class LogicalTensorList:
         if item.is_stacked:
             assert item.layer is not None
             rows = range(item.spec.shape[0])
-            return [
-                Chunk(number, e, e, self._owner_of_expert(item.stage, item.layer, e), False) for e in rows
-            ]
+            return [Chunk(number, e, e, self._owner_of_expert(item.stage, item.layer, e), False) for e in rows]
         if item.expert is not None:
             assert item.layer is not None
             owner = self._owner_of_expert(item.stage, item.layer, item.expert)
