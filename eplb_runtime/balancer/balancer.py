@@ -670,8 +670,8 @@ class Balancer:
         `load_state_dict()` are refused inside; a periodic decision waits for the first step after.
 
         Raises:
-            RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the body
-                has raised already, it is logged instead.
+            RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
+                body has raised already, it is logged instead.
         """
         self._refuse_if_closed("logical_order()")
         self._refuse_inside_a_step("logical_order()")

@@ -60,7 +60,7 @@ class StreamOptions:
 
 
 @dataclass(frozen=True)
-class Item:
+class StreamItem:
     """One tensor of the stream.
 
     Args:
@@ -128,7 +128,7 @@ class LogicalTensorList:
         self._dtype = dtype
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
         self._placement = balancer.placement
-        self.items: list[Item] = []
+        self.items: list[StreamItem] = []
 
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
@@ -138,17 +138,17 @@ class LogicalTensorList:
                     return f"the memory of {next(iter(weight.made))} is freed, as jobs do between phases: load it first"
         return ""
 
-    def own_items(self) -> dict[int, list[Item]]:
+    def own_items(self) -> dict[int, list[StreamItem]]:
         """The tensors of each stage of this rank, in order."""
         return {stage: list(self._items_of(stage, weights)) for stage, weights in self._weights.items()}
 
-    def _items_of(self, stage: int, weights: Sequence[Weight]) -> Iterator[Item]:
+    def _items_of(self, stage: int, weights: Sequence[Weight]) -> Iterator[StreamItem]:
         for number, weight in enumerate(weights):
             specs = {name: self._leaving(spec) for name, spec in weight.made.items()}
             if weight.layer is None or weight.by_expert is None:
                 joint = weight.is_sharded or weight.layer is not None
                 for name, spec in specs.items():
-                    yield Item(name, spec, stage, number, name, weight.layer, None, joint)
+                    yield StreamItem(name, spec, stage, number, name, weight.layer, None, joint)
                 continue
             seen: set[str] = set()
             for expert, places in enumerate(weight.by_expert):
@@ -156,7 +156,7 @@ class LogicalTensorList:
                     if name not in seen:
                         seen.add(name)
                         one = expert if row is None else None
-                        yield Item(name, specs[name], stage, number, key, weight.layer, one, False)
+                        yield StreamItem(name, specs[name], stage, number, key, weight.layer, one, False)
 
     def _leaving(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
@@ -173,7 +173,7 @@ class LogicalTensorList:
             than those of the ranks that share its stages.
         """
         control, job = self._groups.control, self._job
-        own: dict[int, list[Item]] = {}
+        own: dict[int, list[StreamItem]] = {}
         try:
             own = {} if problem else self.own_items()
             problem = problem or self.problem()
@@ -190,7 +190,7 @@ class LogicalTensorList:
         for ranks in job.data_sets if len(job.data_sets) > 1 else ():
             said = json.loads(_from_rank(text, ranks[0], control))
             stages.update({int(stage): [_item_of(int(stage), row) for row in rows] for stage, rows in said.items()})
-        named: dict[str, Item] = {}
+        named: dict[str, StreamItem] = {}
         for stage in sorted(stages):
             for item in stages[stage]:
                 known = named.setdefault(item.name, item)
@@ -306,7 +306,7 @@ class LogicalTensorList:
         return "" if same else "experts have moved since the export began: begin it anew"
 
 
-def _fields_of(item: Item) -> list[Any]:
+def _fields_of(item: StreamItem) -> list[Any]:
     return [
         item.name,
         item.spec.shape,
@@ -319,9 +319,9 @@ def _fields_of(item: Item) -> list[Any]:
     ]
 
 
-def _item_of(stage: int, fields: Sequence[Any]) -> Item:
+def _item_of(stage: int, fields: Sequence[Any]) -> StreamItem:
     name, shape, dtype, weight, key, layer, expert, joint = fields
-    return Item(name, TensorSpec(tuple(shape), DTYPES[dtype]), stage, weight, key, layer, expert, joint)
+    return StreamItem(name, TensorSpec(tuple(shape), DTYPES[dtype]), stage, weight, key, layer, expert, joint)
 
 
 def _from_rank(text: str, rank: int, group: dist.ProcessGroup) -> str:
