@@ -1,6 +1,6 @@
-"""What the balancer asks of the room that exports weights, and the time that a model spends in logical order.
+"""Protocols of weight exports, and a migration to logical order and back.
 
-Weights leave by `checkpoint`, which hosts hand in; moving experts to where they were at launch, and back, is here.
+Weights are exported by `checkpoint`, which the hosts' room hands to the balancer.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
 
 _EQUAL, _BY_LOCAL_INDEX, _DIFFERS = 1, 2, 3
-"""What is known of a chunk that was given; 0: it was not. The largest over ranks counts."""
+"""State of a chunk that was given; 0: it was not. The largest over ranks counts."""
 _MOST_NAMED = 8
 
 Checksums = NDArray[np.uint8]
@@ -143,13 +143,14 @@ class ExportCheck:
         }
 
     def _key(self, chunk: Chunk) -> tuple[tuple[int, int, str], int, int]:
-        """What a chunk is to its expert, its layer and its expert."""
+        """Kind of tensor within its expert, layer, and expert of a chunk."""
         item = self._tensors.items[chunk.item]
         assert item.layer is not None and chunk.expert is not None
         return (item.stage, item.weight, item.key), item.layer, chunk.expert
 
     def _said(self, found: NDArray[np.uint8]) -> str:
-        differing, missing = defaultdict(set), defaultdict(set)
+        differing: dict[int, set[int]] = defaultdict(set)
+        missing: dict[int, set[int]] = defaultdict(set)
         others: list[str] = []
         for chunk, state in zip(self._chunks, found.tolist(), strict=True):
             item = self._tensors.items[chunk.item]
@@ -192,6 +193,6 @@ def _more(count: int) -> str:
 
 
 def pairs_of(tensors: object) -> Iterable[tuple[str, Tensor]]:
-    """What a user gives to be verified: pairs, a mapping, or a function that returns either."""
+    """Pairs of what a user gives to be verified: pairs, a mapping, or a function that returns either."""
     found = tensors() if callable(tensors) else tensors
     return found.items() if isinstance(found, Mapping) else found  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Weights that leave an attached model: what `Balancer` calls to stream them, and to compare them with an export."""
+"""Exports of an attached model, for `Balancer`: streams of its weights, and comparisons with them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What all ranks ask for alike.
+    """Options of a stream, the same on all ranks.
 
     Args:
         bucket_bytes: of tensors that travel together; a larger tensor is a bucket of its own.
@@ -91,7 +91,7 @@ class StreamItem:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one rank adds to a tensor.
+    """Part of a tensor that one rank adds.
 
     Args:
         item: number of the tensor.
@@ -221,7 +221,7 @@ class LogicalTensorList:
         return ranks[int(self._places[layer, expert]) // (self._placement.num_experts // len(ranks))]
 
     def chunks_of(self, number: int, to: int | None = None) -> list[Chunk]:
-        """What each rank adds to a tensor.
+        """Return the parts of a tensor, each from one rank.
 
         Args:
             to: the only rank that needs it; None: all do.
@@ -248,15 +248,15 @@ class LogicalTensorList:
 
     @cached_property
     def _sliced(self) -> bool:
-        """Whether each EDP rank has a slice of each expert."""
+        """Return whether each EDP rank has a slice of each expert."""
         return self._balancer._sliced and not self._job.divided_rows and self._groups.expert_data is not None
 
     def is_mine(self, chunk: Chunk) -> bool:
         return chunk.everywhere or chunk.owner == self._job.rank
 
     def value(self, chunk: Chunk) -> Tensor | None:
-        """What a rank adds, on its owner (everywhere: on every rank), else None. Of what is not plain, collective over
-        the ranks that make it together; others return at once."""
+        """Return a chunk on its owner (one that is everywhere: on every rank), else None. What is not plain is collective
+        over the ranks that make it together; others return at once."""
         item = self.items[chunk.item]
         if item.stage not in self._weights:
             return None
@@ -271,7 +271,7 @@ class LogicalTensorList:
         return made if self.is_mine(chunk) else None
 
     def _made(self, what: tuple[int, int, int | None], weight: Weight, key: str) -> Tensor:
-        """What a weight's conversion gives under a key; it is kept for the next tensors that it makes."""
+        """Return what a weight's conversion gives under a key. All that it gives is held for the tensors that follow."""
         if self._last[0] != what:
             self.forget()
             expert = what[2]

@@ -54,7 +54,7 @@ def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> l
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state dict has of tensors."""
+    """Yield the tensors of a state dict."""
     yield from model.named_parameters()
     passing = {
         f"{prefix}.{name}".lstrip(".")

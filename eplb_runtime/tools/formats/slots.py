@@ -1,6 +1,4 @@
-"""What an engine's map cannot say of a placement: empty slots are filled on the way out, homes found on the way in.
-And what it can say: which tensors of a model's belong into each of its slots.
-"""
+"""Slots of engines' maps: empty ones are filled on the way out, homes found on the way in, and each gets its tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class SlotTensor(NamedTuple):
 
 
 def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | ArrayLike) -> Iterator[SlotTensor]:
-    """What belongs into each physical slot of an engine that balances its experts itself: the same tensor for each of
-    an expert's slots. Tensors of no expert come as they are.
+    """Yield the tensors of each physical slot of an engine that balances its experts itself: an expert's tensor for
+    each of its slots. Tensors of no expert come as they are.
 
     Args:
         tensors: `Balancer.named_logical_tensors`, which this runs through; collective as that is.
@@ -53,8 +51,8 @@ def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | Arr
     layers = 1 + max((layer for layer, _ in tensors.experts.values()), default=-1)
     if rows.ndim != 2 or len(rows) != layers:
         raise ConvertError(
-            f"the map has shape {list(rows.shape)}, and the model {layers} MoE layers: give [layers, slots] without rows "
-            "of dense layers"
+            f"the map has shape {list(rows.shape)}, and the model {layers} MoE layers: give [layers, slots] without "
+            "rows of dense layers"
         )
     for name, tensor in tensors:
         layer, expert = tensors.experts.get(name, (None, None))
