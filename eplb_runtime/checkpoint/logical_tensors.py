@@ -255,8 +255,8 @@ class LogicalTensorList:
         return chunk.everywhere or chunk.owner == self._job.rank
 
     def value(self, chunk: Chunk) -> Tensor | None:
-        """Return a chunk on its owner (one that is everywhere: on every rank), else None. What is not plain is collective
-        over the ranks that make it together; others return at once."""
+        """Return a chunk on its owner (one that is everywhere: on every rank), else None. What is not plain is
+        collective over the ranks that make it together; others return at once."""
         item = self.items[chunk.item]
         if item.stage not in self._weights:
             return None
@@ -271,7 +271,7 @@ class LogicalTensorList:
         return made if self.is_mine(chunk) else None
 
     def _made(self, what: tuple[int, int, int | None], weight: Weight, key: str) -> Tensor:
-        """Return what a weight's conversion gives under a key. All that it gives is held for the tensors that follow."""
+        """Return what a weight's conversion gives under a key; the rest is held for the tensors that follow."""
         if self._last[0] != what:
             self.forget()
             expert = what[2]

@@ -1,4 +1,4 @@
-"""Slots of engines' maps: empty ones are filled on the way out, homes found on the way in, and each gets its tensors."""
+"""Slots of engines' maps: empty ones are filled on the way out, homes found on the way in, each gets its tensors."""
 
 from __future__ import annotations
 
