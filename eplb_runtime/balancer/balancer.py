@@ -38,6 +38,7 @@ from ..moe.experts.slices import is_sliced
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
+from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
@@ -96,7 +97,11 @@ class Balancer:
     """
 
     def __init__(
-        self, runtime: Runtime, transport: Transport, hook_optimizers: Callable[[Balancer], OptimizerHooks]
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        hook_optimizers: Callable[[Balancer], OptimizerHooks],
+        export_with: Callable[[Balancer], WeightExport],
     ) -> None:
         config, groups = runtime.config, runtime.groups
         self.config = config
@@ -163,6 +168,9 @@ class Balancer:
             runtime.maps.replicas.adds = self._gradients.arrives
             runtime.maps.replicas.follow(runtime.placement)
         self._optimizer_hooks = hook_optimizers(self)
+        self._export = export_with(self)
+        self._stream: weakref.ref[TensorStream] | None = None
+        self._is_in_logical_order = False
 
     @property
     def _searches_outside(self) -> bool:
@@ -224,6 +232,7 @@ class Balancer:
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
         self._refuse_inside_schedule("the end of a training step (optimizer.step())")
+        self._end_stream("the end of a training step")
         self._gradients.begin()
         self._in_step = False
         self._runtime.watch.at(f"its own code, or a decision, after {self._runtime.counter.closed_steps + 1} steps")
@@ -252,7 +261,9 @@ class Balancer:
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
+        self._refuse_in_logical_order("rebalance()")
         self._rebalancer.refuse_if_broken()
+        self._end_stream("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self._runtime.barrier("rebalance()")
         if not self._training:
@@ -325,6 +336,16 @@ class Balancer:
                 f"{what} between a backward pass and the optimizer's step, where experts have gradients: call it after "
                 "optimizer.step() and before the next forward, or clear the gradients (zero_grad) first"
             )
+
+    def _refuse_in_logical_order(self, what: str) -> None:
+        if self._is_in_logical_order:
+            raise RuntimeError(f"{what} inside logical_order(): experts stay in logical order until its end")
+
+    def _end_stream(self, what: str) -> None:
+        """End a stream of weights that is still open on this rank, which goes on to something else."""
+        stream, self._stream = self._stream() if self._stream is not None else None, None
+        if stream is not None:
+            stream.close(f"it went on to {what} with its stream of weights open")
 
     def _refuse_if_closed(self, what: str) -> None:
         if self._closed:
@@ -546,6 +567,130 @@ class Balancer:
         """
         return on_one_rank(rows, first, last, source, destination, self._runtime.groups)
 
+    # -- weights that leave --------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def named_logical_tensors(
+        self,
+        *,
+        bucket_bytes: int = 1 << 29,
+        dtype: torch.dtype | None = None,
+        rank: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> TensorStream:
+        """Stream the model's weights in logical order, wherever experts are: to load an inference engine, or to save.
+
+        Collective over the job, between steps. Every rank runs through all of it, at its own pace within a bucket;
+        ranks wait for each other at the next one. A rank that leaves its loop, or closes the stream, ends it on all
+        ranks: the others raise, with a line that names it, at their next bucket; if all leave, nobody raises. In
+        ``with balancer.named_logical_tensors() as tensors:`` they learn at once what a consumer has raised. Outside,
+        a variable may hold the stream open after that; it is waited for no longer than ``timeout_seconds``. What moves
+        or steps experts on a rank ends its stream.
+
+        A rank holds, beside its model, one bucket, and what the consumer still has of those before: tensors of one
+        bucket share its memory, but for its last one. Twice that where one rank receives, and of tensors that stack
+        experts. What only the whole experts of a layer make (no known model of Transformers) is held whole.
+
+        Args:
+            bucket_bytes: of tensors that travel together; a larger tensor travels alone.
+            dtype: of floating point, to which such tensors are cast before they travel; None: as they are.
+            rank: of the job, which alone receives tensors; the loops of all others run empty. None: every rank receives
+                all of them.
+            timeout_seconds: that ranks wait for each other at a bucket: longer than a consumer needs for one. None: 120
+                or the config's, whichever is longer.
+
+        Returns:
+            An iterator over ``(name, tensor)``, in the order of the layers, each whole and a copy, on the device of the
+            experts. Names are those of a Hugging Face folder (Transformers), those of Megatron's modules with layers
+            numbered over the whole model and experts over all ranks
+            (``decoder.layers.5.mlp.experts.linear_fc1.weight17``), or the model's own, with experts stacked. Its
+            ``experts`` maps names of expert tensors to ``(MoE layer, logical expert)``, None for all of a layer.
+
+        Raises:
+            ExportError (RuntimeError): a rank has stopped or failed, or was given something else; the weights have no
+                memory now, or the framework does not let them be named.
+            RuntimeError: a rank did not come, the balancer is closed, or the ranks are connecting anew.
+        """
+        stream = self._export.stream(
+            bucket_bytes, dtype, rank, self._begin_export("named_logical_tensors()", timeout_seconds)
+        )
+        self._stream = weakref.ref(stream)
+        return stream
+
+    @torch.compiler.disable
+    def verify_export(
+        self,
+        tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Callable[[], object],
+        *,
+        dtype: torch.dtype | None = None,
+        timeout_seconds: float | None = None,
+    ) -> str:
+        """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
+
+        Args:
+            tensors: what was exported, under the names of `named_logical_tensors`: pairs ``(name, tensor)``, a mapping,
+                or a function that returns either. Each rank gives what it has, on any device; together they give every
+                expert. Other tensors may be left out.
+            dtype: to which the export casts tensors of floating point; None: it does not.
+            timeout_seconds: that ranks wait for the slowest to go through its tensors; None: as for
+                `named_logical_tensors`.
+
+        Returns:
+            A line that says how many tensors are equal.
+
+        Raises:
+            ExportError (RuntimeError): on all ranks, a line: which experts differ, and whether as if a walk by local
+                index (``ep_rank * E/R + i``) had named them; which were not given; or a name, shape or dtype that is
+                not the model's.
+        """
+        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
+
+    def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
+        """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
+        self._refuse_if_closed(what)
+        self._refuse_inside_schedule(what)
+        self._rebalancer.refuse_if_broken()
+        self._end_stream(what)
+        self._runtime.barrier(what)
+        self._rebalancer.drain()
+        return max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
+
+    @torch.compiler.disable
+    @contextmanager
+    def logical_order(self) -> Iterator[None]:
+        """Bring every expert to its initial rank and row, and back at the end, also if the body raises. Inside, what
+        walks the modules of a rank and takes expert ``i`` for ``ep_rank * E/R + i`` is right.
+
+        Collective, in and out, between steps; both are migrations of weights, optimizer state and all. The logger
+        ``eplb_runtime`` says their bytes and seconds at INFO. `named_logical_tensors` moves nothing, and costs less
+        where a walk can be replaced.
+
+        Inside, replica slots are empty: no tokens go there, and what they hold is of no expert. They are no part of the
+        model's parameters. At the end they are filled again, with the same experts. `rebalance()` and
+        `load_state_dict()` are refused inside; a periodic decision waits for the first step after.
+
+        Raises:
+            RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
+                body has raised already, it is logged instead.
+        """
+        self._refuse_if_closed("logical_order()")
+        self._refuse_inside_a_step("logical_order()")
+        self._refuse_in_logical_order("logical_order()")
+        self._rebalancer.refuse_if_broken()
+        self._end_stream("logical_order()")
+
+        def moved() -> None:
+            self._end_stream("the end of logical_order()")
+            self._after_move()
+            self._refresh_replicas()
+
+        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()"), moved):
+            self._is_in_logical_order = True
+            try:
+                yield
+            finally:
+                self._is_in_logical_order = False
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def logical_expert_ids(self, layer: int) -> list[int]:
@@ -761,7 +906,9 @@ class Balancer:
         """
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")
+        self._refuse_in_logical_order("load_state_dict()")
         self._rebalancer.refuse_if_broken()
+        self._end_stream("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
         self._after_move()
         self._refresh_replicas()
@@ -822,6 +969,7 @@ class Balancer:
     def _before_optimizer(self) -> None:
         """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
+        self._end_stream("optimizer.step()")
         self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
         self._rebalancer.overlapped.withdraw()
         self._guard.before_reduction()
@@ -844,6 +992,7 @@ class Balancer:
         more, since nobody refreshes them. In a process that was forked from a rank it does nothing."""
         if self._closed or self._in_a_child:
             return
+        self._end_stream("close()")
         self._closed = True
         for handle in self._hooks:
             handle.remove()

@@ -346,19 +346,40 @@ class Rebalancer:
             raise PlacementError(f"no placement could be made for the saved load: {decision.failure}")
         return decision.target, decision.summary or {}
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
         """Do work on the control group once the decision in flight has left it, and wait for the result.
+
+        Args:
+            seconds: for all of it; None: the balancer's timeout.
 
         Raises:
             RuntimeError: it failed, was not done in time, or the ranks are connecting anew.
         """
         self._refuse_alone("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
+        seconds = self._config.timeout_seconds if seconds is None else seconds
         try:
-            return self._worker.do(work, self._config.timeout_seconds + A_LITTLE_SECONDS)
+            return self._worker.do(work, seconds + A_LITTLE_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             self._pause(one_line(error))
             raise RuntimeError(str(error)) from error
+
+    def say(self, word: Callable[[Agreement], object]) -> None:
+        """Say a word to the other ranks on the control group, in its turn, without waiting for it."""
+        if not self._reconnection.under_way and not self._worker.closed:
+            self._worker.submit(partial(word, self._agreement))
+
+    @property
+    def agreement(self) -> Agreement:
+        """Comparisons of ranks on the current control group; on the worker's thread (`run`)."""
+        return self._agreement
+
+    def move_to(self, target: Placement) -> MigrationProgress:
+        """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
+        steps."""
+        self._refuse_alone("a migration")
+        self.drain()
+        return self._migrate(target)
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or

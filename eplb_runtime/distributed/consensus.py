@@ -357,16 +357,19 @@ class Agreement:
         """A positive number, larger for a lower rank: the maximum over ranks names the lowest rank."""
         return len(self._ranks) - self._rank
 
-    def highest(self, words: Tensor) -> Tensor:
+    def highest(self, words: Tensor, seconds: float | None = None) -> Tensor:
         """Return the element-wise maximum of int64 words over all ranks, after ``ceil(log2 R)`` steps.
 
         In step ``i`` each rank sends what it knows to the rank ``2^i`` places further on.
 
+        Args:
+            seconds: that it waits for another rank; None: the group's timeout.
+
         Raises:
-            RuntimeError: a rank did not come within the group's timeout.
+            RuntimeError: a rank did not come in time.
         """
         known, arrived, distance = words.clone(), torch.empty_like(words), 1
-        limit = timeout_of(self._control)
+        limit = timeout_of(self._control) if seconds is None else timedelta(seconds=seconds)
         while distance < len(self._ranks):
             to = self._ranks[(self._rank + distance) % len(self._ranks)]
             source = self._ranks[(self._rank - distance) % len(self._ranks)]
@@ -430,6 +433,29 @@ class Agreement:
             text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         dist.broadcast(text, src=rank, group=self._control)
         return f"rank {rank}: {bytes(text.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+
+    def go_on(self, problem: str, stops: bool, seconds: float) -> str:
+        """Agree to go on with work that is done in several parts, ahead of each of them.
+
+        Args:
+            problem: why this rank cannot go on; empty: it can. Every rank learns it.
+            stops: whether this rank takes no part any more, and calls this no more.
+            seconds: that it waits for the others.
+
+        Returns:
+            Empty: all go on, or all stop. Else which rank does not, and why; then none goes on.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        priority = self.rank_priority
+        words = torch.tensor([priority * bool(problem), priority * stops, int(not stops and not problem)])
+        failed, stopped, going = self.highest(words, seconds).tolist()
+        if failed:
+            return self.problem_of(failed, problem)
+        if stopped and going:
+            return f"rank {self._ranks[len(self._ranks) - stopped]} has stopped before the end"
+        return ""
 
     def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
         """Vote, and come to the one decision. A rank that has said yes asks for it until the store answers.

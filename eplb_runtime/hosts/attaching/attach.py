@@ -28,6 +28,8 @@ from ...balancer.gradients.division import Divisors
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Runtime
+from ...checkpoint.exporter import Exporter
+from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment
 from ...distributed.bandwidth import measure
 from ...distributed.hang_watchdog import BackwardCheck, ForwardTag, Watch
@@ -236,6 +238,7 @@ class _Attaching:
             ),
             self.transport,
             self._hook_optimizers,
+            self._export_with,
         )
         self.balancer._close_on_all_ranks_with(self.dispatcher.close)
 
@@ -294,6 +297,13 @@ class _Attaching:
         named = {stage.prefix + name: p for stage in self.stages for name, p in stage.model.named_parameters()}
         self.hooked = Optimizers(balancer, named)
         return self.hooked
+
+    def _export_with(self, balancer: Balancer) -> Exporter:
+        listed = {
+            stage.number: partial(stage.host.weights or weights_of, stage.model, self._job.first_layer(stage.number))
+            for stage in self.stages
+        }
+        return Exporter(balancer, listed)
 
     @property
     def _come(self) -> Callable[[str], None]:

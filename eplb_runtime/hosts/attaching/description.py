@@ -17,6 +17,7 @@ from ...moe.experts.compute import Compute
 
 if TYPE_CHECKING:
     from ...checkpoint.pretrained import PretrainedFolders
+    from ...checkpoint.weights import Weight
 
 
 class AttachError(ValueError):
@@ -142,6 +143,9 @@ class HostModel:
         problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
         adapters: names in the model of expert parameters that are adapters, where the framework saves adapters alone.
+        weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
+            the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
+            own names.
     """
 
     layers: tuple[MoELayer, ...]
@@ -158,6 +162,7 @@ class HostModel:
     problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
     adapters: frozenset[str] = frozenset()
+    weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
 
 
 @dataclass(frozen=True)

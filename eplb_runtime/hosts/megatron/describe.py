@@ -32,6 +32,7 @@ from ..settings import problems
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .settings import RULES, MegatronJobSettings, live_settings
+from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -67,6 +68,7 @@ def describe(model: nn.Module) -> HostModel:
         dense_is_equal=not layers or _dense_is_equal(model),
         problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
+        weights=partial(weights, layers),
     )
 
 

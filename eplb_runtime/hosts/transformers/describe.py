@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLay
 from ..attaching.expert_spans import mark_calls
 from .adapters import AdaptedExperts, adapted_experts, follow, unmerge_disabled
 from .compute import RowCompute
+
+if TYPE_CHECKING:
+    from ...checkpoint.weights import Weight
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -50,6 +53,7 @@ def describe(model: nn.Module) -> HostModel:
         lambda come: _save_together(model, with_adapters, come),
         _Folders(),
         adapters=frozenset(f"{layer.name}.{name}" for layer, one in with_adapters for name in one.parameters),
+        weights=_weights,
     )
 
 
@@ -186,6 +190,12 @@ class _Folders:
         from . import weights
 
         weights.read(view, folder)
+
+
+def _weights(model: nn.Module, first_layer: int) -> Sequence[Weight]:
+    from .streamed import weights
+
+    return weights(model, first_layer)
 
 
 class _Hooks:

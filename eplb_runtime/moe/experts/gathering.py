@@ -43,7 +43,7 @@ def in_logical_order(
         count = min(step, here - first)
         for position, rank in enumerate(groups.job.row_ranks):
             if position == groups.job.row_rank:
-                _whole_rows(rows, first, block[:count], groups)
+                whole_rows(rows, first, block[:count], groups)
             dist.broadcast(as_bytes(block[:count]), rank, group=groups.rows)
             experts = torch.from_numpy(homes_RH[position, first : first + count].astype("int64"))
             whole.index_copy_(0, experts.to(device), block[:count].to(device))
@@ -87,7 +87,7 @@ def on_one_rank(
     if groups.job.ep_rank == source:
         mine = local(rows)[first:last].detach()
         if is_sliced(rows):
-            mine = _whole_rows(rows, first, mine.new_empty(shape), groups)
+            mine = whole_rows(rows, first, mine.new_empty(shape), groups)
     if destination not in groups.job.ep_ranks:
         return None
     to = groups.job.ep_ranks.index(destination)
@@ -105,7 +105,7 @@ def on_one_rank(
     return received.view(rows.dtype).view(shape) if groups.job.ep_rank == to else None
 
 
-def _whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
+def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
     """Fill ``out`` with rows of this rank from ``first`` on; slices come from the EDP ranks (collective over them)."""
     here = local(rows)[first : first + out.shape[0]].detach()
     if not is_sliced(rows) or groups.expert_data is None or groups.job.divided_rows:

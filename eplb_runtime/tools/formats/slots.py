@@ -1,11 +1,70 @@
-"""What an engine's map cannot say of a placement: empty slots are filled on the way out, homes found on the way in."""
+"""Slots of engines' maps: empty ones are filled on the way out, homes found on the way in, each gets its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ...placement import EMPTY, Placement
+from .arrays import expert_ids
+from .errors import ConvertError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...balancer.exports import TensorStream
+
+
+class SlotTensor(NamedTuple):
+    """A tensor of an exported model, for an engine that keeps experts in slots of its own.
+
+    Attributes:
+        name: as the checkpoint has it, with the number of the logical expert.
+        layer: MoE layer of the whole model, from 0 on; None: no expert's.
+        slot: physical slot, ``0..P-1`` over the engine's ranks; None: no expert's.
+    """
+
+    name: str
+    tensor: Tensor
+    layer: int | None
+    slot: int | None
+
+
+def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | ArrayLike) -> Iterator[SlotTensor]:
+    """Yield the tensors of each physical slot of an engine that balances its experts itself: an expert's tensor for
+    each of its slots. Tensors of no expert come as they are.
+
+    Args:
+        tensors: `Balancer.named_logical_tensors`, which this runs through; collective as that is.
+        physical_to_logical: the engine's map as it is now, ``[L, P]`` over the MoE layers alone
+            (`convert.read_placement` reads vLLM's and SGLang's files); the same on every rank.
+
+    Raises:
+        ConvertError: the map is for another number of layers, or leaves out an expert; also experts, which it must have
+            from 0 on.
+    """
+    given = physical_to_logical
+    rows = given.physical_to_logical if isinstance(given, Placement) else expert_ids(given, "the map")
+    layers = 1 + max((layer for layer, _ in tensors.experts.values()), default=-1)
+    if rows.ndim != 2 or len(rows) != layers:
+        raise ConvertError(
+            f"the map has shape {list(rows.shape)}, and the model {layers} MoE layers: give [layers, slots] without "
+            "rows of dense layers"
+        )
+    for name, tensor in tensors:
+        layer, expert = tensors.experts.get(name, (None, None))
+        if layer is None:
+            yield SlotTensor(name, tensor, None, None)
+            continue
+        for logical, one in [(expert, tensor)] if expert is not None else enumerate(tensor):
+            slots = np.flatnonzero(rows[layer] == logical)
+            if not len(slots):
+                raise ConvertError(f"the map of layer {layer} has no slot for expert {logical}, which the model has")
+            for slot in slots.tolist():
+                yield SlotTensor(name, one, layer, slot)
 
 
 def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:

@@ -1,0 +1,120 @@
+"""Protocols of weight exports, and a migration to logical order and back.
+
+Weights are exported by `checkpoint`, which the hosts' room hands to the balancer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..placement import Placement
+from .rebalancer import Rebalancer
+
+logger = logging.getLogger("eplb_runtime")
+
+EXPORT_SECONDS = 120.0
+"""Ranks wait so long for each other between buckets of an export, if the balancer's timeout is no longer."""
+
+
+class TensorStream(Protocol):
+    """Named tensors one after another, of which all ranks take all."""
+
+    @property
+    def experts(self) -> Mapping[str, tuple[int, int | None]]:
+        """MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer, stacked."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Itself."""
+
+    def __next__(self) -> tuple[str, Tensor]:
+        """Return the next tensor. Collective at the begin of each bucket."""
+
+    def __enter__(self) -> TensorStream:
+        """Itself; what is raised inside is said to the other ranks."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`."""
+
+    def close(self, reason: str = "") -> None:
+        """Stop on this rank, without waiting for the others, which learn it at their next bucket."""
+
+
+class WeightExport(Protocol):
+    """The exports of one balancer."""
+
+    def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> TensorStream:
+        """`Balancer.named_logical_tensors`."""
+
+    def verify(self, tensors: object, dtype: torch.dtype | None, seconds: float) -> str:
+        """`Balancer.verify_export`."""
+
+
+@contextmanager
+def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
+    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out.
+
+    Args:
+        barrier: returns when all ranks are here.
+        moved: follows a change of the placement.
+    """
+    barrier()
+    before = rebalancer.placement()
+    sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
+    rebalancer.quiesced += 1
+    try:
+        _go(rebalancer, Placement.initial(*sizes), moved, "experts are in logical order")
+        failed = False
+        try:
+            yield
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            try:
+                barrier()
+                _go(rebalancer, before, moved, "experts are back from logical order")
+            except RuntimeError as error:
+                if not failed:
+                    raise
+                # What the body raised must not be hidden; experts are in one place on all ranks either way.
+                logger.error("%s; they are in placement epoch %d", error, rebalancer.placement().epoch)
+    finally:
+        rebalancer.quiesced -= 1
+
+
+def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], what: str) -> None:
+    """Migrate, and say what it took.
+
+    Raises:
+        RuntimeError: the migration was dropped, or a part of it; the same on every rank.
+    """
+    began = time.perf_counter()
+    if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
+        return
+    progress = rebalancer.move_to(target)
+    moved()
+    if progress.failed_phase is not None:
+        raise RuntimeError(
+            f"experts could not be moved into logical order or back ({progress.failed_phase.value}): {progress.cause}"
+        )
+    nbytes = 0
+    if progress.transfers is not None:
+        nbytes = int(np.asarray(progress.record_bytes)[progress.transfers[:, 0]].sum())
+    logger.info(
+        "%s: %d experts moved, %.4g GiB over all ranks of an EP group, in %.3g s",
+        what,
+        progress.moved_experts,
+        nbytes / 2**30,
+        time.perf_counter() - began,
+    )
