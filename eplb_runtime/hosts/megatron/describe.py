@@ -125,6 +125,16 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
         ep=groups.pop(),
         stages=(_stage(model, pipeline_size),) if is_stage else (0,),
         gradient_divisor=1 if wrapped else None,
+        divided_state=_divides_experts(model),
+    )
+
+
+def _divides_experts(model: nn.Module) -> bool:
+    """Whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the job."""
+    ddp = getattr(model, "ddp_config", None)
+    return (
+        bool(getattr(ddp, "use_distributed_optimizer", False))
+        and dist.get_world_size(parallel_state.get_expert_data_parallel_group()) > 1
     )
 
 
