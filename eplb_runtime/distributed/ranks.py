@@ -317,9 +317,10 @@ def _exchange(
     mine[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + len(stages)] = torch.tensor(layers)
     said = []
     for row in gather_rows(mine, control).tolist():
-        *words, count = row[:_WORDS]
+        rank, ep_first, ep_size, ep_name, divisor, divided_rows, divided_state, count = row[:_WORDS]
         held, counts = row[_WORDS : _WORDS + count], row[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + count]
-        said.append(_Said(*words, tuple(held), tuple(counts)))
+        numbers = rank, ep_first, ep_size, ep_name, divisor, divided_rows
+        said.append(_Said(*numbers, bool(divided_state), tuple(held), tuple(counts)))
     return said
 
 

@@ -281,11 +281,16 @@ class RoundExecutor:
             return
         for source_part, destination_part in product(range(rows.holders), repeat=2):
             source, destination = first_of_source + source_part, first_of_destination + destination_part
-            if self._row_rank in (source, destination):
-                ends_there = End(source_row, source_part), End(destination_row, destination_part)
-                leaves, arrives = (piece(record_format, *ends_there, here=end) for end in ends_there)
-                if arrives.fields:
-                    yield Shipment(transfer, source, destination, (leaves, 0), (arrives, 0))
+            if self._row_rank not in (source, destination):
+                continue
+            ends_of_piece = End(source_row, source_part), End(destination_row, destination_part)
+            pieces = [
+                piece(record_format, *ends_of_piece, here=end)
+                for end, rank in zip(ends_of_piece, (source, destination), strict=True)
+                if rank == self._row_rank
+            ]
+            if pieces[0].fields:
+                yield Shipment(transfer, source, destination, (pieces[0], 0), (pieces[-1], 0))
 
     def _expect(self, own: Sequence[Shipment], exchange: Exchange) -> list[Message]:
         """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""

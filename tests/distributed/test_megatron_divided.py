@@ -8,10 +8,8 @@ Ranges are read from Megatron's own objects, and put together and in order by `B
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from torch import Tensor
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.gradients import norm_of_ranges
-from eplb_runtime.hosts import AttachError
 from eplb_runtime.planner.shuffle import plan_shuffle
 
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ Each logical expert counts once, and sums are taken in logical order: the norm d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def squares_of_experts(
     device = logical_of_rows_LH.device
     squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]
-    of_divided = iter(())
+    of_divided: Iterator[Tensor] = iter(())
     if divided:
         assert groups.expert_data is not None
         place = groups.job.edp_ranks.index(groups.job.rank)
