@@ -140,7 +140,7 @@ class Rebalancer:
             self._registry,
             transport,
             self._agreement,
-            self._placement.home_rows(job.row_parts, job.state_parts),
+            self._placement.home_rows(job.row_parts, job.state_holders),
             job.migration_rank,
             self._config.migration.staging_bytes,
             self._config.timeout_seconds,

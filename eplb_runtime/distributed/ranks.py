@@ -161,7 +161,7 @@ class Job:
         return self.migration_ranks.index(self.rank)
 
     @property
-    def state_parts(self) -> int:
+    def state_holders(self) -> int:
         """Over how many ranks the optimizer's state of an expert is divided; 1 where it is not."""
         return len(self.edp_ranks) if self.divided_state else 1
 

@@ -1,4 +1,4 @@
-"""Squared norms of experts whose gradients are cut over the ranks that hold them, equal to the bit wherever the cuts are.
+"""Squared norms of experts whose gradients are cut over ranks: equal to the bit wherever the cuts are.
 
 An expert's flat gradient is summed in fixed blocks of its own elements, each in one fixed tree of additions. A block
 that is cut is brought together first.
