@@ -141,27 +141,18 @@ class Job:
         return experts
 
     def tensors(self, placement: eplb.Placement | None) -> dict[str, dict[Any, Any]]:
-        """What this rank has: whole tensors, and ranges of an expert's state with where they begin."""
+        """`tensors_of` this rank."""
         from megatron.core import parallel_state
 
         if self.model.ddp_config.overlap_param_gather:  # weights of the last step are still to be gathered
             self.model.start_param_sync(force_sync=True)
+        dense = {
+            ("dense", name): tensor
+            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]
+            if ".experts." not in name and torch.is_tensor(tensor)
+        }
         first = parallel_state.get_expert_model_parallel_rank() * self.experts // 2
-        leaf, whole, ranges = self.leaf(), {}, {}
-        for row, module in enumerate(layers_of(self.model)):
-            for slot, expert in enumerate(module.experts.local_experts, start=first):
-                number = slot if placement is None else int(placement.physical_to_logical[row, slot])
-                for name, parameter in expert.named_parameters():
-                    whole[(row, number, name, "weight")] = parameter
-                    if parameter not in leaf.model_param_group_index_map:
-                        continue
-                    begin = leaf._get_model_param_range_map(parameter)["param"].start
-                    for what, value in leaf._get_main_param_and_optimizer_states(parameter).items():
-                        ranges[(row, number, name, what)] = (begin, value.detach().clone().flatten())
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if ".experts." not in name and torch.is_tensor(tensor):
-                whole[("dense", name)] = tensor
-        return {"whole": {key: value.detach().clone().flatten() for key, value in whole.items()}, "ranges": ranges}
+        return tensors_of(dict(enumerate(layers_of(self.model))), dense, [self.leaf()], first, placement)
 
     def kept_here(self) -> list[tuple[int, int]]:
         """For each expert tensor of this rank, how many of its elements are stepped here, and of all."""
@@ -176,6 +167,30 @@ class Job:
             for module in layers_of(self.model)
             for parameter in module.experts.parameters()
         ]
+
+
+def tensors_of(
+    layers: dict[int, Any], dense: dict[Any, Tensor], leaves: list[Any], first: int, placement: eplb.Placement | None
+) -> dict[str, dict[Any, Any]]:
+    """What a rank has: whole tensors, and ranges of an expert's state with where they begin.
+
+    Args:
+        leaves: the optimizers that step experts.
+        first: slot of the rank.
+    """
+    whole, ranges = dict(dense), {}
+    for row, module in layers.items():
+        for slot, expert in enumerate(module.experts.local_experts, start=first):
+            number = slot if placement is None else int(placement.physical_to_logical[row, slot])
+            for name, parameter in expert.named_parameters():
+                whole[(row, number, name, "weight")] = parameter
+                for leaf in leaves:
+                    if parameter not in leaf.model_param_group_index_map:
+                        continue
+                    begin = leaf._get_model_param_range_map(parameter)["param"].start
+                    for what, value in leaf._get_main_param_and_optimizer_states(parameter).items():
+                        ranges[(row, number, name, what)] = (begin, value.detach().clone().flatten())
+    return {"whole": {key: value.detach().clone().flatten() for key, value in whole.items()}, "ranges": ranges}
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -294,7 +309,7 @@ def saved_and_read_back(folder: Path) -> dict[str, Any]:
     before = job.tensors(None)
     state = dist_checkpointing.load(state_of(job, loading=True), str(folder))
     job.model.load_state_dict(state["model"])
-    give_steps(state["optimizer"])
+    give_steps()
     job.optimizer.load_state_dict(state["optimizer"])
     return {
         "saved": {"tensors": saved},
@@ -304,17 +319,17 @@ def saved_and_read_back(folder: Path) -> dict[str, Any]:
     }
 
 
-def give_steps(state: Any) -> None:
+def give_steps() -> None:
     """0.16.1 does not find the number of steps where torch's AdamW keeps it, also without us; TransformerEngine's and
-    Apex's keep it in their groups."""
-    if isinstance(state, dict):
-        for group in state.get("param_groups", []):
-            group.setdefault("step", float(STEPS))
-        for value in state.values():
-            give_steps(value)
-    elif isinstance(state, list):
-        for value in state:
-            give_steps(value)
+    Apex's have no such tensor."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    own = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def take(leaf: Any, parameter: Tensor, tensors: dict[str, Tensor]) -> None:
+        own(leaf, parameter, {"step": torch.tensor(float(STEPS)), **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = take
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:
