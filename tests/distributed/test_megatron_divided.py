@@ -248,7 +248,7 @@ def forget_state(balancer: eplb.Balancer) -> None:
 
 
 def parts_stay(balancer: eplb.Balancer) -> None:
-    """State moves along its EDP rank alone, as if each kept the same range of every slot."""
+    """Pieces travel along their EDP rank alone, as if each kept the same range of every slot."""
     from eplb_runtime.migration import exchange
 
     own = exchange.RoundExecutor._shipments
@@ -277,7 +277,7 @@ def norm_of_each_rank_alone(balancer: eplb.Balancer) -> None:
     balancer._end_with(Undo(lambda: setattr(norm_of_ranges, "BLOCK", BLOCK)))
 
 
-CONTROLS = {"state stays": forget_state, "state stays on its EDP rank": parts_stay}
+CONTROLS = {"state stays": forget_state, "pieces stay on their EDP rank": parts_stay}
 
 
 def saved_and_read_back(folder: Path) -> dict[str, Any]:
@@ -396,7 +396,7 @@ def test_experts_with_divided_state_move_and_no_bit_changes(results: list[dict[s
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_control_state_that_stays_shows(results: list[dict[str, Any]], control: str) -> None:
+def test_control_what_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
     static = whole([of_rank[CUT]["static"] for of_rank in results])
     broken = [of_rank[control] for of_rank in results]
     with_ranges = {key for of_rank in broken for key in of_rank["tensors"]["ranges"]}

@@ -1,5 +1,5 @@
-"""Megatron-Core's distributed optimizer over several ranks that hold the same experts, in pipeline stages: 8 ranks, PP 2 x
-EP 2 x EDP 2, with every home moved after each step."""
+"""Megatron-Core's distributed optimizer over several ranks that hold the same experts, in pipeline stages, with every
+home moved after each step: 8 ranks, PP 2 x EP 2 x EDP 2."""
 
 from __future__ import annotations
 

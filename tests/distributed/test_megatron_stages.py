@@ -166,11 +166,9 @@ class Job:
         )
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                place = (
-                    parallel_state.get_expert_model_parallel_rank(),
-                    parallel_state.get_pipeline_model_parallel_rank(),
-                )
-                generator = torch.Generator().manual_seed(hash_of(name) + place[0] + 2 * place[1])
+                place = parallel_state.get_expert_model_parallel_rank()
+                place += 2 * parallel_state.get_pipeline_model_parallel_rank()
+                generator = torch.Generator().manual_seed(hash_of(name) + place)
                 parameter.data.normal_(std=0.3, generator=generator)
         wrapped = Float16Module(config, model) if config.bf16 else model
         return DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
