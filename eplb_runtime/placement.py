@@ -38,11 +38,13 @@ class HomeRows:
     Args:
         slots_per_rank, homes_per_rank: S and E/R.
         parts: D, over how many ranks the homes of each are divided; divides E/R.
+        holders: how many ranks that hold the same homes take part in a migration, each numbered after the other.
     """
 
     slots_per_rank: int
     homes_per_rank: int
     parts: int = 1
+    holders: int = 1
 
     @property
     def rows(self) -> int:
@@ -246,9 +248,9 @@ class Placement:
         number of ranks: where those of a rank are divided over several (`distributed.ranks.Ranks`)."""
         return self.homes_LRH.reshape(self.num_layers, num_ranks, -1)
 
-    def home_rows(self, parts: int = 1) -> HomeRows:
-        """Who has the rows of homes, where those of each rank are divided over so many."""
-        return HomeRows(self.slots_per_rank, self.homes_per_rank, parts)
+    def home_rows(self, parts: int = 1, holders: int = 1) -> HomeRows:
+        """Who has the rows of homes, where those of each rank are divided over so many, or held by so many at once."""
+        return HomeRows(self.slots_per_rank, self.homes_per_rank, parts, holders)
 
     def with_epoch(self, epoch: int) -> Placement:
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)

@@ -258,7 +258,8 @@ class Guard:
         self._sample_number += 1
         freed = self._freed() if what == "weights" else ""
         names, pieces = [], []
-        for kind in (self._watched.dense if what == "gradients" else {}, self._watched.experts):
+        experts = self._watched.experts if what == "gradients" else self._comparable(self._watched.experts)
+        for kind in (self._watched.dense if what == "gradients" else {}, experts):
             chosen = self._chosen(list(kind))
             names.append(chosen)
             found = [kind[name] if what == "weights" else kind[name].grad for name in chosen]
@@ -303,9 +304,14 @@ class Guard:
         """Sum the bits of tensors that other ranks share."""
         job, watched = self._groups.job, self._watched
         dense = _unsharded(watched.dense) if len(job.data_ranks) > 1 else {}
-        experts = _unsharded(watched.experts) if len(job.edp_ranks) > 1 else {}
+        experts = _unsharded(self._comparable(watched.experts)) if len(job.edp_ranks) > 1 else {}
         sums = bit_sums([*dense.values(), *experts.values()], self._device)
         return HostCopy(sums), (tuple(dense), tuple(experts))
+
+    def _comparable(self, experts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of them whose weights are equal on the ranks that hold the same now: of divided state none, since what
+        another rank has stepped may come in the next forward alone."""
+        return {} if self._groups.job.divided_state else experts
 
     def _row_hooks(self) -> str:
         """Name foreign gradient hooks on experts. They may go by row: nobody can tell."""

@@ -38,8 +38,9 @@ class Connections:
 
     Args:
         control: gloo, all ranks of the job: counts, plans, votes.
-        migration: the device's backend, ranks that have each row of an expert tensor once (one EP group, unless rows
-            are divided), in the order of the rows: experts on their way.
+        migration: the device's backend, `Job.migration_ranks`: those that have each row of an expert tensor once (one
+            EP group, unless rows or the optimizer's state are divided), in the order of the rows: experts on their
+            way.
     """
 
     control: dist.ProcessGroup
@@ -174,7 +175,7 @@ class ProcessGroups:
             RuntimeError: a rank did not come in time, or has given up.
         """
         job = self.job
-        self._refuse_without_descriptors([len(job.ranks), *[len(job.row_ranks)] * (self.backend == "gloo")])
+        self._refuse_without_descriptors([len(job.ranks), *[len(job.migration_ranks)] * (self.backend == "gloo")])
         made: list[dist.ProcessGroup] = []
         place = WatchedStore(self._meeting_place, f"{self._name}/{key}")
         limit = timedelta(seconds=seconds)
@@ -267,8 +268,8 @@ class ProcessGroups:
     ) -> dist.ProcessGroup:
         purpose = f"migration {attempt}" if attempt else "migration"
         if self.backend != "nccl":
-            return self._new(self.job.row_sets, self.backend, purpose, self._of_migration(timeout), place)
-        ranks, rank, longest = self.job.row_ranks, dist.get_rank(), self._of_migration(self._setup)
+            return self._new(self.job.migration_sets, self.backend, purpose, self._of_migration(timeout), place)
+        ranks, rank, longest = self.job.migration_ranks, dist.get_rank(), self._of_migration(self._setup)
         if self._nccl is None:
             name = f"{self._name}/migration of {ranks[0]}"
             self._nccl = NcclGroups(self._meeting_place, name, ranks, rank, longest)
@@ -291,7 +292,7 @@ class ProcessGroups:
         if self.backend != "gloo":
             return []
         everyone, experts, rows = len(job.ranks), len(job.ep_ranks), len(job.row_ranks)
-        sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, rows]
+        sizes = [everyone, len(job.data_ranks), experts, experts, experts, rows, rows, len(job.migration_ranks)]
         return [*sizes, len(job.edp_ranks), len(job.edp_ranks)]
 
     def _refuse_without_descriptors(self, sizes: Sequence[int]) -> None:

@@ -19,6 +19,8 @@ from .consensus import gather_rows
 
 MAX_STAGES = 16
 """Pipeline stages that one rank can hold."""
+_WORDS = 8
+"""Numbers that ranks exchange before those of stages and layers."""
 
 
 class GroupError(ValueError):
@@ -41,6 +43,9 @@ class Ranks:
             on one of them (FSDP along dimension 0): of the E/R homes of an EP rank, each of D EDP ranks has E/(R D), in
             their order. The host then brings them together to compute, and reduces their gradients itself. There may be
             several such sets of D, one after the other, that hold the same (HSDP). 0: each EDP rank has all of them.
+        divided_state: the host divides the optimizer's state of experts over the ranks that hold the same, cutting
+            experts where it comes to that (Megatron's distributed optimizer); weights are whole on each. Not together
+            with ``divided_rows``.
     """
 
     ep: tuple[int, ...] | None = None
@@ -48,6 +53,7 @@ class Ranks:
     stages: tuple[int, ...] = (0,)
     gradient_divisor: int | None = None
     divided_rows: int = 0
+    divided_state: bool = False
 
     @classmethod
     def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
@@ -66,7 +72,7 @@ class Job:
         stages_of_set: the pipeline stages that the ranks of each EP group hold.
         layers_of_stage: MoE layers of each stage; layers are numbered over the whole model, stage by stage.
         gradient_divisor: of expert gradients.
-        divided_rows: see `Ranks`.
+        divided_rows, divided_state: see `Ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -76,6 +82,7 @@ class Job:
     layers_of_stage: tuple[int, ...]
     gradient_divisor: int
     divided_rows: int = 0
+    divided_state: bool = False
 
     @property
     def is_planner(self) -> bool:
@@ -131,6 +138,32 @@ class Job:
             for ep_sets in sets
             for first in range(0, len(ep_sets), self.divided_rows)
         ]
+
+    @cached_property
+    def migration_sets(self) -> list[tuple[int, ...]]:
+        """Ranks among which experts travel: those that have each row once, or, with divided state, all that hold the
+        same stages, the EDP ranks of the first EP rank first."""
+        if not self.divided_state:
+            return self.row_sets
+        return [
+            tuple(rank for same in zip(*self.ep_sets_of(stages), strict=True) for rank in same)
+            for stages in self.stage_sets
+        ]
+
+    @cached_property
+    def migration_ranks(self) -> tuple[int, ...]:
+        """Those with this one."""
+        return next(ranks for ranks in self.migration_sets if self.rank in ranks)
+
+    @cached_property
+    def migration_rank(self) -> int:
+        """This rank's place among ``migration_ranks``."""
+        return self.migration_ranks.index(self.rank)
+
+    @property
+    def state_holders(self) -> int:
+        """Over how many ranks the optimizer's state of an expert is divided; 1 where it is not."""
+        return len(self.edp_ranks) if self.divided_state else 1
 
     @property
     def row_parts(self) -> int:
@@ -202,6 +235,7 @@ class _Said:
     ep_name: int
     divisor: int
     divided_rows: int
+    divided_state: bool
     stages: tuple[int, ...]
     layers: tuple[int, ...]
 
@@ -234,6 +268,10 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
         raise GroupError(f"the ranks give different gradient divisors, {sorted(divisors)}")
     if len({one.divided_rows for one in said}) > 1:
         raise GroupError("some ranks say that rows of experts are divided over EDP ranks, and others that they are not")
+    if len({one.divided_state for one in said}) > 1:
+        raise GroupError("some ranks say that EDP ranks divide the optimizer's state, and others that they do not")
+    if ranks.divided_rows and ranks.divided_state:
+        raise GroupError("EDP ranks divide rows of experts or the optimizer's state, not both")
     job = Job(
         ranks=everyone,
         rank=rank,
@@ -242,6 +280,7 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
         layers_of_stage=tuple(layers[stage] for stage in range(len(layers))),
         gradient_divisor=divisors.pop(),
         divided_rows=ranks.divided_rows,
+        divided_state=ranks.divided_state,
     )
     if len(job.edp_ranks) % job.row_parts:
         raise GroupError(
@@ -260,8 +299,8 @@ def _exchange(
     # Without an EP group: all ranks with the same stages, which are not known yet; they are told apart by their stages.
     ep = tuple(sorted(ranks.ep)) if ranks.ep is not None else ()
     name = hashlib.blake2b(repr((ep, () if ep else stages)).encode(), digest_size=7).digest()
-    mine = torch.full((7 + 2 * MAX_STAGES,), -1, dtype=torch.int64)
-    mine[:7] = torch.tensor(
+    mine = torch.full((_WORDS + 2 * MAX_STAGES,), -1, dtype=torch.int64)
+    mine[:_WORDS] = torch.tensor(
         [
             dist.get_rank(),
             ep[0] if ep else -1,
@@ -269,17 +308,19 @@ def _exchange(
             int.from_bytes(name, "little"),
             ranks.gradient_divisor or 0,
             ranks.divided_rows,
+            int(ranks.divided_state),
             len(stages),
         ]
     )
     layers = (*stage_layers, *[0] * MAX_STAGES)[: len(stages)]
-    mine[7 : 7 + len(stages)] = torch.tensor(stages)
-    mine[7 + MAX_STAGES : 7 + MAX_STAGES + len(stages)] = torch.tensor(layers)
+    mine[_WORDS : _WORDS + len(stages)] = torch.tensor(stages)
+    mine[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + len(stages)] = torch.tensor(layers)
     said = []
     for row in gather_rows(mine, control).tolist():
-        rank, ep_first, ep_size, ep_name, divisor, divided, count = row[:7]
-        held, counts = row[7 : 7 + count], row[7 + MAX_STAGES : 7 + MAX_STAGES + count]
-        said.append(_Said(rank, ep_first, ep_size, ep_name, divisor, divided, tuple(held), tuple(counts)))
+        rank, ep_first, ep_size, ep_name, divisor, divided_rows, divided_state, count = row[:_WORDS]
+        held, counts = row[_WORDS : _WORDS + count], row[_WORDS + MAX_STAGES : _WORDS + MAX_STAGES + count]
+        numbers = rank, ep_first, ep_size, ep_name, divisor, divided_rows
+        said.append(_Said(*numbers, bool(divided_state), tuple(held), tuple(counts)))
     return said
 
 

@@ -212,7 +212,12 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
             said, is_so = getattr(ranks, what), getattr(one, what)
             if said is not None and is_so is not None and said != is_so:
                 raise AttachError(f"attach was given {what}={said}, and the model was made with {is_so}: leave it out")
-        ranks = replace(ranks, ep=ranks.ep or one.ep, gradient_divisor=ranks.gradient_divisor or one.gradient_divisor)
+        ranks = replace(
+            ranks,
+            ep=ranks.ep or one.ep,
+            gradient_divisor=ranks.gradient_divisor or one.gradient_divisor,
+            divided_state=ranks.divided_state or one.divided_state,
+        )
     return ranks
 
 

@@ -101,7 +101,8 @@ class MigrationEngine:
         transport: moves the bytes among the ranks of the EP group.
         agreement: compares and votes over all ranks of the job.
         home_rows: maps each home to the rank and row that hold it.
-        row_rank: this rank's number among the ranks that hold rows.
+        row_rank: this rank's number in the transport: among the ranks that hold rows, of which all that hold the same
+            follow one another.
         staging_bytes: bytes of received experts staged at once; at least one expert.
         timeout_seconds: for the transfers of one round.
         hash_blocks: hashes experts on a GPU, as `utils.checksums.block_hashes`.

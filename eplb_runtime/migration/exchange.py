@@ -8,37 +8,65 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import product, takewhile
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
-from ..moe.experts.record import RecordFormat
+from ..moe.experts.record import End, RecordFormat, piece
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, HASH_BLOCK_BYTES, HASH_CHUNK_BYTES, as_bytes, block_hashes, host_array
 from ..utils.checksums_numba import fast_host_hashes
 from .records import Records
-from .schedule import Round, Transfer, TransferSchedule
-from .staging import Arena, chains_of, packed_bytes, runs_of
+from .schedule import Ints, Round, Transfer, TransferSchedule
+from .staging import DIRECT_BYTES, Arena, chains_of, packed_bytes, runs_of
 
 HashBlocks = Callable[[Tensor], Tensor]
 """Hashes blocks of bytes, as `utils.checksums.block_hashes`."""
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A record from another rank, staged until the commit."""
+class Shipment:
+    """What of a transfer goes from one rank to another, by the transport's numbers: the whole record, or a piece.
+
+    Args:
+        leaves, arrives: format and row of it in live memory at either end; right on the rank of that end alone.
+    """
 
     transfer: Transfer
-    record_format: RecordFormat
+    source: int
+    destination: int
+    leaves: tuple[RecordFormat, int]
+    arrives: tuple[RecordFormat, int]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A record from another rank, or a piece of one, staged until the commit."""
+
+    shipment: Shipment
     record: Tensor
     messages: list[Tensor]
     """Pieces of the record, one for each message."""
     last: int
     """Number of its last message among the received ones."""
+
+    @property
+    def transfer(self) -> Transfer:
+        return self.shipment.transfer
+
+    @property
+    def record_format(self) -> RecordFormat:
+        return self.shipment.arrives[0]
+
+    def unpack(self) -> None:
+        """Copy it into its live row."""
+        record_format, row = self.shipment.arrives
+        record_format.unpack(self.record, row)
 
 
 @dataclass
@@ -48,6 +76,7 @@ class Exchange:
     Args:
         staged: records from other ranks, in the order of the schedule.
         within: transfers between slots of this rank.
+        copied: pieces that stay on this rank, read before anything is written.
         pending: all messages in flight.
         incoming: the received ones of them.
         arrived_checksums: of experts that have arrived, in the order of ``staged``.
@@ -56,6 +85,7 @@ class Exchange:
 
     staged: list[Staged] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
+    copied: list[Staged] = field(default_factory=list)
     pending: PendingGroup = field(default_factory=PendingGroup)
     incoming: Pending | None = None
     arrived_checksums: list[bytes] = field(default_factory=list)
@@ -68,7 +98,7 @@ class RoundExecutor:
     Args:
         transport: moves the bytes.
         home_rows: maps each home to the rank and row that hold it.
-        row_rank: this rank's number among the ranks that hold rows.
+        row_rank: this rank's number in the transport.
         device: of the live rows.
         nbytes: initial size of the staging memory; a migration that needs more reserves it.
         hash_blocks: hashes experts on a GPU.
@@ -122,11 +152,14 @@ class RoundExecutor:
         spare = 0
         regions: list[Tensor] = []
         for layer, record_format in records.formats.items():
-            runs = runs_of(record_format, self.device)
             of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
+            if record_format.is_divided:
+                regions += self._reserve_pieces(of_layer, record_format, arriving, leaving)
+                continue
+            runs = runs_of(record_format, self.device)
             source, destination = self._home_rows.rank_of(of_layer[:, 3:]).T
-            is_arriving = (destination == self._row_rank) & (source != self._row_rank)
-            is_leaving = (source == self._row_rank) & (destination != self._row_rank)
+            is_arriving = (destination == self._ep_rank) & (source != self._ep_rank)
+            is_leaving = (source == self._ep_rank) & (destination != self._ep_rank)
             np.add.at(arriving, of_layer[is_arriving, 0], record_format.nbytes)
             np.add.at(leaving, of_layer[is_leaving, 0], packed_bytes(runs))
             spare = max(spare, *(part.nbytes for part in record_format.fields))
@@ -138,6 +171,23 @@ class RoundExecutor:
         self._departures.reserve(int(leaving.max(initial=0)))
         self._spare.reserve(spare)
         self._transport.register([self._arrivals.memory, self._departures.memory, *regions])
+
+    def _reserve_pieces(
+        self, transfers: Ints, record_format: RecordFormat, arriving: Ints, leaving: Ints
+    ) -> list[Tensor]:
+        """Add the bytes that pieces of a layer take in each round; returns live memory that is sent from its place.
+
+        Args:
+            transfers: rows as of `TransferSchedule.transfers`.
+        """
+        for number, *row in transfers[self._concerns(transfers[:, 3:])].tolist():
+            for shipment in self._shipments(Transfer(*row), record_format):
+                if shipment.destination == self._row_rank:
+                    arriving[number] += shipment.arrives[0].nbytes
+                else:
+                    leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
+        memory = [tensor for part in record_format.fields for tensor in part.source.memory]
+        return [as_bytes(tensor) for tensor in memory if tensor.nbytes >= DIRECT_BYTES]
 
     def restart(self) -> None:
         """Free the staged memory for the next round."""
@@ -155,10 +205,9 @@ class RoundExecutor:
         receives = self._expect(own, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
         # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
-        for transfer, record_format in own:
-            destination = self._rank_of(transfer.destination_slot)
-            if self._rank_of(transfer.source_slot) == self._row_rank != destination:
-                departing[destination].append(self._departing(transfer, record_format, destination))
+        for shipment in own:
+            if shipment.source == self._row_rank != shipment.destination:
+                departing[shipment.destination].append(self._departing(shipment))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
         if self._transport.one_by_one:
             exchange.incoming = self._add(exchange, [], receives)
@@ -183,7 +232,7 @@ class RoundExecutor:
         position: dict[int, int] = defaultdict(int)
         sent = {peer: bytes(sums.cpu().numpy()) for peer, sums in exchange.sent_checksums.items()}
         for s, arrived in zip(exchange.staged, exchange.arrived_checksums, strict=True):
-            source = self._rank_of(s.transfer.source_slot)
+            source = s.shipment.source
             at = position[source]
             position[source] += CHECKSUM_BYTES
             if arrived != sent[source][at : at + CHECKSUM_BYTES]:
@@ -203,44 +252,88 @@ class RoundExecutor:
         ]
         for chain in chains_of(within):
             self._move_within(record_format, chain)
-        for s in exchange.staged:
+        for s in (*exchange.staged, *exchange.copied):
             if s.transfer.layer == layer:
-                record_format.unpack(s.record, self._home_rows.row_of(s.transfer.destination_slot))
+                s.unpack()
 
-    def _own(self, round_: Round, records: Records) -> Iterator[tuple[Transfer, RecordFormat]]:
-        """Transfers that concern this rank, with their record formats."""
-        concerned = (self._home_rows.rank_of(round_.transfers[:, 2:]) == self._row_rank).any(axis=1)
-        for row in round_.transfers[concerned].tolist():
+    @property
+    def _ep_rank(self) -> int:
+        return self._row_rank // self._home_rows.holders
+
+    def _concerns(self, slots: Ints) -> NDArray[np.bool_]:
+        """Which of the transfers between these slots, ``[T, 2]``, begin or end here, or where the same experts are."""
+        found: NDArray[np.bool_] = (self._home_rows.rank_of(slots) == self._ep_rank).any(axis=1)
+        return found
+
+    def _own(self, round_: Round, records: Records) -> Iterator[Shipment]:
+        """What this rank sends, receives, or moves within itself, in the order of the schedule."""
+        for row in round_.transfers[self._concerns(round_.transfers[:, 2:])].tolist():
             transfer = Transfer(*row)
             if transfer.layer in records.formats:
-                yield transfer, records.formats[transfer.layer]
+                yield from self._shipments(transfer, records.formats[transfer.layer])
 
-    def _expect(self, own: Sequence[tuple[Transfer, RecordFormat]], exchange: Exchange) -> list[Message]:
-        """Messages of the experts that arrive here. Notes the moves within the rank."""
+    def _shipments(self, transfer: Transfer, record_format: RecordFormat) -> Iterator[Shipment]:
+        """What of a transfer concerns this rank: all of it, or pieces from and to several of those that hold the same
+        experts."""
+        slots, rows = (transfer.source_slot, transfer.destination_slot), self._home_rows
+        (first_of_source, source_row), (first_of_destination, destination_row) = (
+            (int(rows.rank_of(slot)) * rows.holders, int(rows.row_of(slot))) for slot in slots
+        )
+        if not record_format.is_divided:
+            part = self._row_rank % rows.holders
+            ends = first_of_source + part, first_of_destination + part
+            yield Shipment(transfer, *ends, (record_format, source_row), (record_format, destination_row))
+            return
+        for source_part, destination_part in product(range(rows.holders), repeat=2):
+            source, destination = first_of_source + source_part, first_of_destination + destination_part
+            if self._row_rank not in (source, destination):
+                continue
+            ends_of_piece = End(source_row, source_part), End(destination_row, destination_part)
+            pieces = [
+                piece(record_format, *ends_of_piece, here=end)
+                for end, rank in zip(ends_of_piece, (source, destination), strict=True)
+                if rank == self._row_rank
+            ]
+            if pieces[0].fields:
+                yield Shipment(transfer, source, destination, (pieces[0], 0), (pieces[-1], 0))
+
+    def _expect(self, own: Sequence[Shipment], exchange: Exchange) -> list[Message]:
+        """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""
         receives: list[Message] = []
-        for transfer, record_format in own:
-            source, destination = self._rank_of(transfer.source_slot), self._rank_of(transfer.destination_slot)
-            if source == destination:
-                exchange.within.append(transfer)
-            elif destination == self._row_rank:
+        for shipment in own:
+            record_format, _ = shipment.arrives
+            if shipment.source == shipment.destination:
+                if shipment.leaves[0] is record_format:
+                    exchange.within.append(shipment.transfer)
+                else:
+                    exchange.copied.append(self._copied(shipment))
+            elif shipment.destination == self._row_rank:
                 record = self._arrivals.take(record_format.nbytes)
                 messages = [record[first:end] for first, end, _ in runs_of(record_format, self.device)]
-                receives += [Message(source, part) for part in messages]
-                exchange.staged.append(Staged(transfer, record_format, record, messages, len(receives) - 1))
-        of_peer = Counter(self._rank_of(s.transfer.source_slot) for s in exchange.staged)
+                receives += [Message(shipment.source, part) for part in messages]
+                exchange.staged.append(Staged(shipment, record, messages, len(receives) - 1))
+        of_peer = Counter(s.shipment.source for s in exchange.staged)
         for peer, experts in of_peer.items():
             sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
             exchange.sent_checksums[peer] = sums
             receives.append(Message(peer, sums))
         return receives
 
-    def _departing(self, transfer: Transfer, record_format: RecordFormat, destination: int) -> list[Message]:
+    def _copied(self, shipment: Shipment) -> Staged:
+        """A piece that stays on this rank, and that others may be about to write over."""
+        record_format, row = shipment.leaves
+        record = self._arrivals.take(record_format.nbytes)
+        for part in record_format.fields:
+            part.in_bytes(record[part.offset : part.offset + part.nbytes]).copy_(part.live_row(row))
+        return Staged(shipment, record, [], -1)
+
+    def _departing(self, shipment: Shipment) -> list[Message]:
         """Messages of one expert that leaves."""
-        row = self._home_rows.row_of(transfer.source_slot)
+        record_format, row = shipment.leaves
         messages = []
         for first, end, direct in runs_of(record_format, self.device):
             if direct is not None:
-                messages.append(self._message(destination, as_bytes(direct.live_row(row))))
+                messages.append(self._message(shipment.destination, as_bytes(direct.live_row(row))))
                 continue
             packed = self._departures.take(end - first)
             for part in record_format.fields:
@@ -248,7 +341,7 @@ class RoundExecutor:
                     part.in_bytes(packed[part.offset - first : part.offset - first + part.nbytes]).copy_(
                         part.live_row(row)
                     )
-            messages.append(self._message(destination, packed))
+            messages.append(self._message(shipment.destination, packed))
         return messages
 
     def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
@@ -289,10 +382,6 @@ class RoundExecutor:
                 spare.copy_(part.live_row(end))
             for source, to in chain:
                 part.write(to, spare if ring and source == end else part.live_row(source))
-
-    def _rank_of(self, slot: int) -> int:
-        rank: int = self._home_rows.rank_of(slot)
-        return rank
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._transport.empty(nbytes)

@@ -50,9 +50,14 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
             for tensor in of_layer:  # a commit may not fail
                 written = chain(tensor.memory, *tensor.copies)
                 problem = next(filter(None, map(why_not_written, written)), "")
+                if not problem and tensor.ranges and not all(part.is_contiguous() for part in tensor.memory):
+                    problem = "its ranges are not contiguous, so they cannot be sent by themselves"
                 if problem:
                     raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
-        return {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}, ""
+        formats = {layer: RecordFormat.of(of_layer) for layer, of_layer in tensors.items()}
+        for record_format in formats.values():
+            record_format.state_digest()  # raises for what cannot be exchanged
+        return formats, ""
     except Exception as error:
         return {}, f"{type(error).__name__}: {error}"
 
@@ -71,11 +76,12 @@ def agree_on_records(
     formats, problem = found
     digests = {layer: _digest(record_format, device) for layer, record_format in formats.items()}
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
-    words = torch.zeros(num_layers + 1, 6, dtype=torch.int64)
+    words = torch.zeros(num_layers + 1, 10, dtype=torch.int64)
     for layer, record_format in formats.items():
-        words[layer] = torch.cat(
-            [two_sided(digests[layer]), torch.tensor([record_format.nbytes, agreement.rank_priority])]
-        )
+        state = record_format.state_digest()
+        words[layer, :4] = two_sided(digests[layer])
+        words[layer, 4:8] = two_sided(state) if state else 0
+        words[layer, 8:] = torch.tensor([record_format.nbytes, agreement.rank_priority])
     words[-1, 0] = agreement.rank_priority if problem else 0
     try:
         highest = agreement.highest(words)
@@ -83,13 +89,16 @@ def agree_on_records(
             return None, Verdict(False, agreement.problem_of(int(highest[-1, 0]), problem))
         for layer in (~is_one_value(highest[:-1, :4])).nonzero().flatten().tolist()[:1]:
             return None, agreement.who_differs(digests.get(layer), f"record of layer {layer}")
+        for layer in (~is_one_value(highest[:-1, 4:8])).nonzero().flatten().tolist()[:1]:
+            state = formats[layer].state_digest() if layer in formats else b""
+            return None, agreement.who_differs(state or None, f"optimizer state of layer {layer}")
     except RuntimeError as error:
         return None, Verdict(False, f"the ranks could not compare their records: {one_line(error)}", True)
-    nbytes, holders = highest[:-1, 4:].T.tolist()
+    nbytes, holders = highest[:-1, 8:].T.tolist()
     return Records(formats, tuple(nbytes), tuple(holders)), Verdict(True)
 
 
 def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
     """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
-    ends = [end for _, end, _ in runs_of(record_format, device)]
+    ends = [] if record_format.is_divided else [end for _, end, _ in runs_of(record_format, device)]
     return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()

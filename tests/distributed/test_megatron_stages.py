@@ -166,7 +166,9 @@ class Job:
         )
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                generator = torch.Generator().manual_seed(hash_of(name) + dist.get_rank())
+                place = parallel_state.get_expert_model_parallel_rank()
+                place += 2 * parallel_state.get_pipeline_model_parallel_rank()
+                generator = torch.Generator().manual_seed(hash_of(name) + place)
                 parameter.data.normal_(std=0.3, generator=generator)
         wrapped = Float16Module(config, model) if config.bf16 else model
         return DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
@@ -206,6 +208,31 @@ class Job:
         for model in self.models:
             if model.ddp_config.overlap_param_gather:  # weights of the last step are still to be gathered
                 model.start_param_sync(force_sync=True)
+        leaf_of = {
+            id(parameter): leaf
+            for leaf in self.optimizer.chained_optimizers
+            if not leaf.is_stub_optimizer
+            for parameter in held(leaf)
+        }
+        first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // 2
+        found: dict[Any, Tensor] = {}
+        for row, module in self.layers().items():
+            for slot, expert in enumerate(module.experts.local_experts, start=first):
+                number = slot if placement is None else int(placement.physical_to_logical[row, slot])
+                for name, parameter in expert.named_parameters():
+                    found[(row, number, name, "weight")] = parameter
+                    leaf = leaf_of[id(parameter)]
+                    if isinstance(leaf, DistributedOptimizer):
+                        state = leaf._get_main_param_and_optimizer_states(parameter)
+                    else:
+                        main = getattr(parameter, "main_param", parameter)
+                        state = {"param": main, **leaf.optimizer.state[main]}
+                    found.update({(row, number, name, what): value for what, value in state.items()})
+        found |= self.dense()
+        return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
+
+    def layers(self) -> dict[int, Any]:
+        """This rank's MoE layers by their numbers over the whole model."""
         layers = {
             (stage_of(number), name): module
             for number, chunk in enumerate(self.models)
@@ -216,31 +243,15 @@ class Job:
         dist.all_gather_object(everyone, [(key, position) for position, key in enumerate(layers)])
         order = sorted({(key[0], position, key[1]) for rows in everyone for key, position in rows})
         row_of = {(stage, name): row for row, (stage, _, name) in enumerate(order)}
-        leaf_of = {
-            id(parameter): leaf
-            for leaf in self.optimizer.chained_optimizers
-            if not leaf.is_stub_optimizer
-            for parameter in held(leaf)
+        return {row_of[key]: module for key, module in layers.items()}
+
+    def dense(self) -> dict[Any, Tensor]:
+        return {
+            ("dense", stage_of(number), name): tensor
+            for number, chunk in enumerate(self.models)
+            for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
+            if ".experts." not in name and torch.is_tensor(tensor)
         }
-        first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // 2
-        found: dict[Any, Tensor] = {}
-        for key, module in layers.items():
-            for slot, expert in enumerate(module.experts.local_experts, start=first):
-                number = slot if placement is None else int(placement.physical_to_logical[row_of[key], slot])
-                for name, parameter in expert.named_parameters():
-                    found[(row_of[key], number, name, "weight")] = parameter
-                    leaf = leaf_of[id(parameter)]
-                    if isinstance(leaf, DistributedOptimizer):
-                        state = leaf._get_main_param_and_optimizer_states(parameter)
-                    else:
-                        main = getattr(parameter, "main_param", parameter)
-                        state = {"param": main, **leaf.optimizer.state[main]}
-                    found.update({(row_of[key], number, name, what): value for what, value in state.items()})
-        for number, chunk in enumerate(self.models):
-            for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-                if ".experts." not in name and torch.is_tensor(tensor):
-                    found[("dense", stage_of(number), name)] = tensor
-        return {key: tensor.detach().clone() for key, tensor in found.items() if torch.is_tensor(tensor)}
 
 
 def hash_of(name: str) -> int:

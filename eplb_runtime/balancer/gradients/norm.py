@@ -5,7 +5,7 @@ Each logical expert counts once, and sums are taken in logical order: the norm d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,34 +13,46 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...distributed.process_groups import ProcessGroups
+from .norm_of_ranges import RangesOfSlots, squares_of_slots
+
+Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
+"""Of all experts of a layer that are here, for one of their tensors."""
 
 
 def squares_of_experts(
-    gradients: Sequence[tuple[int, Tensor | Sequence[Tensor | None]]],
+    gradients: Sequence[tuple[int, Gradient]],
     logical_of_rows_LH: Tensor,
     num_experts: int,
-    group: dist.ProcessGroup,
+    groups: ProcessGroups,
     slices: dist.ProcessGroup | None,
 ) -> list[Tensor]:
     """Squared 2-norm of each expert parameter's gradient over all its experts: float64 scalars, equal on every rank.
 
     Args:
         gradients: ``(layer, gradient [E/R, ...])`` of this rank's homes, or its slices of them, or the gradient of
-            each slot (None: zeros); on every rank of the group for the same parameters.
+            each slot (None: zeros), or this rank's ranges of them; on every rank of ``groups.rows`` for the same
+            parameters.
         logical_of_rows_LH: int64 ``[L, E/R]``: the logical expert of each row.
         num_experts: E.
-        group: the ranks that have each row once: one EP group, or more with divided rows.
         slices: the EDP ranks, where each has a slice; else None.
     """
     device = logical_of_rows_LH.device
     squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
+    divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]
+    of_divided: Iterator[Tensor] = iter(())
+    if divided:
+        assert groups.expert_data is not None
+        place = groups.job.edp_ranks.index(groups.job.rank)
+        of_divided = iter(squares_of_slots(divided, place, groups.expert_data, device))
     for index, (layer, gradient) in enumerate(gradients):
-        per_row = _norms_of_rows(gradient, squares_NE)
-        squares_NE[index, logical_of_rows_LH[layer]] = per_row.square()
+        ours = (
+            next(of_divided) if isinstance(gradient, RangesOfSlots) else _norms_of_rows(gradient, squares_NE).square()
+        )
+        squares_NE[index, logical_of_rows_LH[layer]] = ours
     if slices is not None:
         dist.all_reduce(squares_NE, group=slices)
-    # Every entry is zero on all ranks of the group but one: the sum is exact in any order.
-    dist.all_reduce(squares_NE, group=group)
+    # Every entry is zero on all of these ranks but one: the sum is exact in any order.
+    dist.all_reduce(squares_NE, group=groups.rows)
     return list(squares_NE.sum(dim=1))
 
 

@@ -11,7 +11,8 @@ from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..runtime import Runtime
 from .averaging import Averaging
-from .norm import squares_of_dense, squares_of_experts, sum_over_stages
+from .norm import Gradient, squares_of_dense, squares_of_experts, sum_over_stages
+from .norm_of_ranges import RangesOfSlots
 
 
 class Gradients:
@@ -161,14 +162,16 @@ class Gradients:
     def _squares_of_experts(
         self, logical_of_rows_LH: Tensor, num_experts: int, gradient_of: Callable[[Tensor], Tensor | None]
     ) -> list[Tensor]:
-        gradients: list[tuple[int, Tensor | list[Tensor | None]]] = []
+        gradients: list[tuple[int, Gradient]] = []
         for layer in self._registry.layers:
             for parameter in self._registry.by_expert(layer):
                 if isinstance(parameter, tuple):
-                    gradients.append((layer, [gradient_of(row) for row in parameter]))
+                    of_slots = [gradient_of(row) for row in parameter]
+                    ranges = self._registry.ranges_of(parameter)
+                    gradients.append((layer, RangesOfSlots(of_slots, ranges) if ranges else of_slots))
                     continue
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     gradients.append((layer, local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
-        return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups.rows, slices)
+        return squares_of_experts(gradients, logical_of_rows_LH, num_experts, self._groups, slices)

@@ -103,7 +103,7 @@ def attach_stages(
         transport.warm_up(time.monotonic() + seconds)
         job = groups.job
         topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
-        peers = [job.row_ranks.index(rank) for rank in job.ep_ranks]
+        peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
         topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
         placement = check(stages, optimizers, config, groups, device)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)

@@ -67,10 +67,12 @@ def check(
     layers = [layer for stage in stages for layer in stage.host.layers]
     try:
         _check_here(stages, optimizers, config, groups, device)
-        problem = ""
+        layout, problem = _layout_of_state(layers, optimizers, groups.job), ""
     except AttachError as error:
-        problem = str(error)
+        layout, problem = "", str(error)
     raise_on_all(problem, groups)
+    hint = "spread experts evenly, and make the optimizer alike on all ranks"
+    _same_everywhere(layout, "division of optimizer state", groups, hint)
     num_experts = _experts_of_job(layers[0].num_experts if layers else 0, groups)
     problem, placement = "", None
     try:
@@ -333,6 +335,21 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
                 )
             if times > 1:
                 raise AttachError(f"{layer.name}.{name} is in {times} optimizers: give each parameter to one")
+
+
+def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimizer], job: Job) -> str:
+    """Which ranks keep what of the state in each slot, in words that are equal for all ranks with the same stages."""
+    found = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer) or not optimizer.divides_over:
+            continue
+        if not job.divided_state or optimizer.divides_over != job.edp_ranks:
+            raise AttachError(
+                f"the optimizer divides experts over ranks {list(optimizer.divides_over)}, and ranks "
+                f"{list(job.edp_ranks)} hold the same ones: give attach the model as the optimizer was made for it"
+            )
+        found += [str(optimizer.ranges_of(layer.parameter(name))) for layer in layers for name in layer.parameters]
+    return " ".join(found)
 
 
 def _initial_placement(config: BalancerConfig, job: Job, experts: int) -> Placement:

@@ -14,6 +14,7 @@ from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ...load.expert_clock import ExpertClock
 from ...moe.experts.compute import Compute
+from ...moe.experts.optimizer_state import Ranges
 
 if TYPE_CHECKING:
     from ...checkpoint.pretrained import PretrainedFolders
@@ -98,6 +99,13 @@ class HostOptimizer(Protocol):
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         """Likewise."""
+
+    def ranges_of(self, parameter: Tensor) -> Ranges:
+        """Likewise."""
+
+    @property
+    def divides_over(self) -> tuple[int, ...]:
+        """The ranks that ``ranges_of`` is of, in their order; empty: no expert is divided."""
 
     def join(
         self,

@@ -31,7 +31,7 @@ from ..attaching.description import (
 from ..settings import problems
 from .layer import install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import RULES, MegatronJobSettings, live_settings
+from .settings import EXACT_IN_ONE_SUM, RULES, MegatronJobSettings, live_settings
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -50,6 +50,8 @@ def describe(model: nn.Module) -> HostModel:
     for name, module in found:
         _check_layer(name, module)
     _warn_of_order([(name, module) for name, module in found if not keeps_every_bit(module)])
+    if found:
+        _warn_of_sums()
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -127,6 +129,16 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
         ep=groups.pop(),
         stages=(_stage(model, pipeline_size),) if is_stage else (0,),
         gradient_divisor=1 if wrapped else None,
+        divided_state=_divides_experts(model),
+    )
+
+
+def _divides_experts(model: nn.Module) -> bool:
+    """Whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the job."""
+    ddp = getattr(model, "ddp_config", None)
+    return (
+        bool(getattr(ddp, "use_distributed_optimizer", False))
+        and dist.get_world_size(parallel_state.get_expert_data_parallel_group()) > 1
     )
 
 
@@ -201,6 +213,18 @@ def _warn_of_order(layers: Sequence[tuple[str, Any]]) -> None:
             len(layers) - 1,
             module.config.moe_token_dispatcher_type,
             module.config.moe_router_topk,
+        )
+
+
+def _warn_of_sums() -> None:
+    """Gradients of ranks that hold the same experts are summed by the backend, in an order that may depend on where an
+    expert lies in a buffer."""
+    holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group())
+    if holders > EXACT_IN_ONE_SUM and dist.get_rank() == 0:
+        logger.warning(
+            "%d ranks hold the same experts, and the sum of their gradients depends on where an expert stands: with "
+            "experts moved, training is equal to rounding, not to the bit",
+            holders,
         )
 
 

@@ -1,7 +1,8 @@
 """Megatron's optimizers: where they keep what belongs to an expert, and how a step begins, clips and ends.
 
 A distributed optimizer keeps a range of a flat buffer on each rank. Where no other rank holds the same experts, that
-range has each expert whole, and its own accessor gives it.
+range has each expert whole; else ranks that hold the same have ranges of each (`divided.py`). Its own accessor gives
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
+from ...moe.experts.optimizer_state import Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
+from .divided import is_divided, ranges_of, ranks_of, stepped_by_all
 from .offloaded import OffloadedState, is_mixed, is_offloaded, offloaded_state, stepping_inside
 from .plain_state import refuse_places, say_experts
 
@@ -120,7 +123,7 @@ class StepByMegatron:
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
         leaf = self._leaf_of.get(id(parameter))
-        if leaf is None:
+        if leaf is None or not _is_here(leaf, parameter):
             return {}
         if is_offloaded(leaf.optimizer):
             return _offloaded(leaf, parameter).state
@@ -129,13 +132,24 @@ class StepByMegatron:
         else:
             main = _given(leaf, parameter)
             kept = {"param": main, **leaf.optimizer.state.get(main, {})}
-        if kept["param"].data_ptr() == parameter.data_ptr():
+        first = leaf._get_model_param_range_map(parameter)["param"].start if _is_divided(leaf) else 0
+        if kept["param"].data_ptr() == parameter.data_ptr() + first * parameter.itemsize:
             del kept["param"]
         return kept
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         leaf = self._leaf_of.get(id(parameter))
-        return _offloaded(leaf, parameter).copies if leaf is not None and is_offloaded(leaf.optimizer) else {}
+        if leaf is None or not is_offloaded(leaf.optimizer) or not _is_here(leaf, parameter):
+            return {}
+        return _offloaded(leaf, parameter).copies
+
+    def ranges_of(self, parameter: Tensor) -> Ranges:
+        leaf = self._leaf_of.get(id(parameter))
+        return ranges_of(leaf, parameter) if leaf is not None and _is_divided(leaf) else ()
+
+    @property
+    def divides_over(self) -> tuple[int, ...]:
+        return next((ranks_of(leaf) for leaf in self._leaves_of_experts() if _is_divided(leaf)), ())
 
     def join(
         self,
@@ -174,7 +188,7 @@ class StepByMegatron:
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         leaf = self._leaf_of.get(id(parameter))
-        if leaf is None:
+        if leaf is None or not _is_here(leaf, parameter):
             return None
         given = _given(leaf, parameter)
         # With a precision-aware optimizer it has a dtype of its own, which torch lets no `grad` have.
@@ -234,9 +248,9 @@ def _is_for_experts(leaf: Any) -> bool:
 
 
 def _held(leaf: Any) -> set[int]:
-    """Ids of the model's parameters that an optimizer steps here."""
+    """Ids of the model's parameters that an optimizer steps, here or on ranks that hold the same."""
     if isinstance(leaf, DistributedOptimizer):
-        return {id(parameter) for parameter in leaf.model_param_group_index_map}
+        return {id(parameter) for parameter in stepped_by_all(leaf)}
     if isinstance(leaf, Float16OptimizerWithFloat16Params):
         groups = [*leaf.float16_groups, *leaf.fp32_from_fp32_groups]
         return {id(parameter) for group in groups for parameter in group}
@@ -246,6 +260,15 @@ def _held(leaf: Any) -> set[int]:
         f"Megatron's {type(leaf).__name__} is not supported: what it keeps for an expert cannot be reached; use "
         "optimizer='adam' or 'sgd', distributed or not"
     )
+
+
+def _is_divided(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedOptimizer) and is_divided(leaf)
+
+
+def _is_here(leaf: Any, parameter: Tensor) -> bool:
+    """Whether this rank steps any of a parameter."""
+    return not isinstance(leaf, DistributedOptimizer) or parameter in leaf.model_param_group_index_map
 
 
 def _given(leaf: Any, parameter: Tensor) -> Tensor:
@@ -263,7 +286,15 @@ def _offloaded(leaf: Any, parameter: Tensor) -> OffloadedState:
 
 
 def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
+    if _is_divided(leaf) and is_offloaded(leaf.optimizer):
+        raise AttachError(
+            "a distributed optimizer that divides experts over ranks which hold the same, with state in host memory, "
+            "is not supported yet: set optimizer_cpu_offload=False, or spread the experts over all data-parallel ranks"
+        )
     for name, parameter in experts.items():
+        if _is_divided(leaf):
+            ranges_of(leaf, parameter)
+            continue
         given = _given(leaf, parameter)
         if given.numel() != parameter.numel():
             raise AttachError(_elsewhere(name, given.numel(), parameter))
@@ -277,7 +308,6 @@ def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
 
 def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
     return (
-        f"the optimizer keeps {here} of the {parameter.numel()} numbers of {name} on this rank: a distributed one "
-        "splits experts over ranks that hold the same; use_distributed_optimizer=False, or spread the experts over all "
-        "data-parallel ranks"
+        f"the optimizer keeps {here} of the {parameter.numel()} numbers of {name} on this rank: leave the model's "
+        "parameters as Megatron's DistributedDataParallel has them, and give attach the optimizer that steps them"
     )

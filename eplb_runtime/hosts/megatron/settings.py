@@ -219,9 +219,9 @@ RULES = (
     ),
     Rule(
         "use_distributed_optimizer",
-        lambda job: job.use_distributed_optimizer and job.expert_data_parallel_size > 1,
-        "it splits experts over ranks that hold the same",
-        "set use_distributed_optimizer=False, or spread the experts over all data-parallel ranks",
+        lambda job: job.use_distributed_optimizer and job.expert_data_parallel_size > 1 and job.optimizer_cpu_offload,
+        "it divides experts over ranks that hold the same, which has not been run with state in host memory",
+        "set optimizer_cpu_offload=False, or spread the experts over all data-parallel ranks",
     ),
     Rule(
         "num_distributed_optimizer_instances",

@@ -19,6 +19,10 @@ class OptimizerStateError(ValueError):
     """An optimizer, or its state, that cannot be split by expert."""
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""For each of the ranks that hold the same experts, in order, the first element and the end of what it keeps."""
+
+
 class StateOwner(Protocol):
     """An optimizer of a framework's own, which may step other tensors than the model's."""
 
@@ -32,6 +36,11 @@ class StateOwner(Protocol):
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         """Other live memory that holds the same numbers as a part of that state, by its key, or as the parameter itself
         (`PARAMETER`)."""
+
+    def ranges_of(self, parameter: Tensor) -> Ranges:
+        """The elements of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of it.
+        Where it is not empty, ``state_of`` has flat tensors of this rank's range, which may have none, or single
+        numbers without a dimension."""
 
 
 PARAMETER = ""
@@ -68,6 +77,33 @@ def state_of_each(
             )
     keys = [key for key in sorted(of_each[0], key=str) if isinstance(of_each[0][key], Tensor)]
     return [(str(key), tuple(state[key] for state in of_each)) for key in keys]
+
+
+def ranges_of_each(optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]) -> tuple[Ranges, ...]:
+    """For each expert that is a parameter of its own, whose state is where; empty: each rank has all of it."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return ()
+    of_each = tuple(optimizer.ranges_of(parameter) for parameter in parameters)
+    return of_each if any(of_each) else ()
+
+
+def divided_state_of_each(
+    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
+) -> list[tuple[str, tuple[Tensor, ...]]]:
+    """This rank's ranges of the state of experts that are parameters of their own, one flat tensor for each of them, or
+    a number without a dimension, sorted by key. Where it has nothing of an expert, an empty tensor.
+
+    Raises:
+        OptimizerStateError: as `state_of_each`.
+    """
+    held = [position for position, parameter in enumerate(parameters) if state_of(optimizer, parameter)]
+    found = []
+    for key, of_held in state_of_each(optimizer, [parameters[position] for position in held]) if held else ():
+        of_each = [of_held[0].new_empty(0)] * len(parameters)
+        for position, value in zip(held, of_held, strict=True):
+            of_each[position] = value
+        found.append((key, tuple(of_each)))
+    return found
 
 
 def copies_of_each(

@@ -12,10 +12,15 @@ from torch.autograd.graph import increment_version
 
 from ...utils.checksums import as_bytes
 from ...utils.checksums_numba import copy
+from .optimizer_state import OptimizerStateError
 from .registry import ExpertTensor
 
 ALIGNMENT = 64
 """Bytes; rows start at multiples, so that staging can be viewed in any dtype."""
+
+
+def _digest(words: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,41 @@ class RecordFormat:
         for tensor in tensors:
             fields.append(RowField(tensor, offset))
             offset += -(-tensor.row_bytes // ALIGNMENT) * ALIGNMENT
+            # Each rank that has a range of it sends that by itself.
+            offset += (len(tensor.ranges[0]) - 1) * ALIGNMENT if tensor.ranges else 0
         return cls(tuple(fields), offset)
 
     @property
     def payload_bytes(self) -> int:
         return sum(field.nbytes for field in self.fields)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks that hold the same experts each keep a range of their state: records travel in `pieces`."""
+        return any(field.source.ranges for field in self.fields)
+
     def digest(self) -> bytes:
-        """Equal on two ranks when their records can be exchanged."""
-        words = [f"{f.source.name} {f.source.kind} {f.source.dtype} {tuple(f.source.row_shape)}" for f in self.fields]
-        return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
+        """Equal on two ranks when their records can be exchanged. Of a divided one it is of weights and ranges alone:
+        a rank whose ranges are empty does not know what others keep."""
+        fields = [field.source for field in self.fields if field.source.part == "row"]
+        words = [f"{one.name} {one.kind} {one.dtype} {tuple(one.row_shape)} {one.ranges or ''}" for one in fields]
+        return _digest(words)
+
+    def state_digest(self) -> bytes:
+        """Equal on two ranks that keep ranges of state when these can be exchanged; empty: this rank keeps none.
+
+        Raises:
+            OptimizerStateError: not the same is kept for all tensors of an expert.
+        """
+        kept: dict[str, list[str]] = {}
+        for one in (field.source for field in self.fields if field.source.part != "row"):
+            name, _, key = one.name.rpartition("/")
+            kept.setdefault(name, []).append(f"{key} {one.dtype} {one.part}")
+        if len(set(map(tuple, kept.values()))) > 1:
+            raise OptimizerStateError(
+                f"an optimizer that divides experts over ranks keeps other state for some of their tensors: {kept}"
+            )
+        return _digest(next(iter(kept.values()))) if kept else b""
 
     @torch.no_grad()
     def unpack(self, record: Tensor, local_slot: int) -> None:
@@ -89,3 +119,45 @@ class RecordFormat:
                 field.write_copies(local_slot, field.in_bytes(raw))
             else:
                 field.write(local_slot, field.in_bytes(raw))
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a piece of a divided record leaves or arrives.
+
+    Args:
+        row: of the home, on its EP rank.
+        part: the rank among those that hold it.
+    """
+
+    row: int
+    part: int
+
+
+@torch.no_grad()
+def piece(record_format: RecordFormat, source: End, destination: End, *, here: End) -> RecordFormat:
+    """What of a divided record goes from one rank to another: a record of one row (0), of live memory.
+
+    Weights go from the rank that steps them, which has them before any other, to all ranks that hold the expert; state
+    goes from the rank that keeps it to the one that will.
+
+    Args:
+        here: one of the two ends, the one on this rank.
+    """
+    tensors = []
+    for field in record_format.fields:
+        one = field.source
+        kept, will_keep = one.ranges[source.row][source.part], one.ranges[destination.row][destination.part]
+        first, end = max(kept[0], will_keep[0]), min(kept[1], will_keep[1])
+        if one.part == "row":
+            first, end = kept
+        if first >= end:
+            continue
+        memory = one.row(here.row).detach()
+        if one.part != "number":
+            begin = 0 if one.part == "row" else one.ranges[here.row][here.part][0]
+            memory = memory.view(-1)[first - begin : end - begin]
+            if memory.numel() != end - first:
+                raise OptimizerStateError(f"{one.name}: elements {first} to {end} of an expert are not all here")
+        tensors.append(ExpertTensor(one.name, (memory,), one.kind))
+    return RecordFormat.of(tensors)

@@ -14,10 +14,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .optimizer_state import PARAMETER, StateOwner, copies_of_each, expert_state, state_of_each
+from .optimizer_state import (
+    PARAMETER,
+    OptimizerStateError,
+    Ranges,
+    StateOwner,
+    copies_of_each,
+    divided_state_of_each,
+    expert_state,
+    ranges_of_each,
+    state_of_each,
+)
 from .slices import has_memory, is_sliced, local
 
 Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
+Part = Literal["row", "range", "number"]
 
 
 class RegistryError(ValueError):
@@ -33,6 +44,10 @@ def why_not_written(tensor: Tensor) -> str:
     if any(size > 1 and stride == 0 for size, stride in zip(local(tensor).shape, local(tensor).stride(), strict=True)):
         return "its elements share memory, as expand() leaves them: clone() it"
     return ""
+
+
+def _bytes_to_a_rank(tensor: ExpertTensor) -> int:
+    return -(-tensor.row_bytes // len(tensor.ranges[0])) if tensor.part == "range" else tensor.row_bytes
 
 
 def _place(tensor: Tensor) -> object:
@@ -52,6 +67,10 @@ class ExpertTensor:
         kind: what it is to the training step.
         copies: for each home slot, other memory with the same numbers, which is written along; empty: there is none.
         varies_in_device: whether rows may be on other devices on other ranks.
+        ranges: for each home slot, which elements of its flat row each of the ranks steps that hold the same experts;
+            empty: each steps all of them.
+        part: where there are ranges, what ``tensor`` has of each slot: the whole row, this rank's range of it alone, or
+            one number for all of it (nothing, where this rank's range is empty).
     """
 
     name: str
@@ -59,6 +78,8 @@ class ExpertTensor:
     kind: Kind
     copies: tuple[tuple[Tensor, ...], ...] = ()
     varies_in_device: bool = False
+    ranges: tuple[Ranges, ...] = ()
+    part: Part = "row"
 
     def copies_of_row(self, local_slot: int) -> tuple[Tensor, ...]:
         """Other memory that holds what is in a slot."""
@@ -79,6 +100,11 @@ class ExpertTensor:
 
     @property
     def row_shape(self) -> torch.Size:
+        """Of the whole row, also where this rank has a range of it."""
+        if self.part == "range":
+            return torch.Size([max(end for _, end in self.ranges[0])])
+        if self.part == "number":
+            return torch.Size([])
         return self.tensor[0].shape if isinstance(self.tensor, tuple) else self.tensor.shape[1:]
 
     @property
@@ -217,12 +243,19 @@ class ExpertTensors:
         return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
 
     def largest_home_bytes(self) -> int:
-        """Bytes of one expert with all that moves with it, in the layer where they are most; 0 without layers.
+        """Bytes of one expert with all that moves with it to a rank, in the layer where they are most; 0 without
+        layers. Of divided state it is what each of the ranks gets on average.
 
         Raises:
             OptimizerStateError: an optimizer keeps something that cannot move.
         """
-        return max((sum(tensor.row_bytes for tensor in self.of_home(layer)) for layer in self.layers), default=0)
+        return max((sum(map(_bytes_to_a_rank, self.of_home(layer))) for layer in self.layers), default=0)
+
+    def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
+        """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
+        the same; empty: each steps all of them."""
+        of_each = (ranges_of_each(optimizer, parameters) for optimizer in self._optimizers)
+        return next((ranges for ranges in of_each if ranges), ())
 
     def why_freed(self, layer: int) -> str:
         """Name a tensor of a layer that is of another size than when it was registered; empty: none. Its ``.data`` may
@@ -267,6 +300,9 @@ class ExpertTensors:
             return [ExpertTensor(name, rows, kind)]
         copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
         own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
+        ranges = self.ranges_of(rows)
+        if ranges:
+            return self._of_divided(name, rows, ranges)
         tensors = [ExpertTensor(name, rows, kind, own)]
         gradients = tuple(row.grad for row in rows if row.grad is not None)
         if self._move_gradients and gradients:
@@ -279,4 +315,18 @@ class ExpertTensors:
                 ExpertTensor(f"{name}/{key}", state, "optimizer_state", of_each.get(key, ()), varies)
                 for key, state in state_of_each(optimizer, rows)
             ]
+        return tensors
+
+    def _of_divided(self, name: str, rows: tuple[Tensor, ...], ranges: tuple[Ranges, ...]) -> list[ExpertTensor]:
+        """All that moves with experts whose state is divided over the ranks that hold them."""
+        tensors = [ExpertTensor(name, rows, "parameter", ranges=ranges)]
+        for optimizer in self._optimizers:
+            for key, state in divided_state_of_each(optimizer, rows):
+                part: Part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
+                if part == "range" and not all(one.ndim == 1 for one in state):
+                    raise OptimizerStateError(
+                        f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "
+                        "ranges of experts are expected"
+                    )
+                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", ranges=ranges, part=part))
         return tensors

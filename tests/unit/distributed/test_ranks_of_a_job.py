@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from eplb_runtime.distributed.ranks import Job
 
 
@@ -28,3 +30,11 @@ def test_replicas_of_the_model_have_them_once_each() -> None:
     assert job(2).part_sets[:2] == [(0, 2), (4, 6)] and job(2).twin_sets[:2] == [(0, 4), (2, 6)]
     assert job(1).row_sets == list(job(1).ep_sets)
     assert job(0).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(0).twin_sets)
+
+
+def test_divided_state_travels_among_all_ranks_of_a_stage() -> None:
+    plain, divided = job(0), replace(job(0), divided_state=True)
+    assert plain.migration_sets == plain.row_sets and plain.migration_rank == plain.row_rank
+    assert divided.row_sets == plain.row_sets and divided.state_holders == 4 and plain.state_holders == 1
+    assert divided.migration_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
+    assert divided.migration_rank == divided.ep_rank * 4 + divided.edp_ranks.index(divided.rank) == 6

@@ -1,0 +1,91 @@
+"""Experts whose state is divided over ranks: what of a record goes from which rank to which."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
+from eplb_runtime.moe.experts.record import End, RecordFormat, piece
+from eplb_runtime.moe.experts.registry import ExpertTensor
+
+RANGES = (((0, 12), (0, 0)), ((0, 5), (5, 12)), ((0, 0), (0, 12)))
+"""Of three slots, over two ranks: an expert on the first, one cut, one on the second."""
+LATE, UNTOUCHED = -7.0, -1.0
+
+
+def record_of(rank: int, place: int) -> RecordFormat:
+    """What one of the ranks has: of weights that it does not step, an old value."""
+    weights, state, steps = [], [], []
+    for slot, ranges in enumerate(RANGES):
+        first, end = ranges[place]
+        expert = 100.0 * (3 * rank + slot) + torch.arange(12.0)
+        weight = torch.full((3, 4), LATE).flatten()
+        weight[first:end] = expert[first:end]
+        weights.append(weight.view(3, 4))
+        state.append(expert[first:end] + 0.5)
+        steps.append(torch.tensor(float(slot)) if first < end else torch.empty(0))
+    tensors = [
+        ExpertTensor("w", tuple(weights), "parameter", ranges=RANGES),
+        ExpertTensor("w/exp_avg", tuple(state), "optimizer_state", ranges=RANGES, part="range"),
+        ExpertTensor("w/step", tuple(steps), "optimizer_state", ranges=RANGES, part="number"),
+    ]
+    return RecordFormat.of(tensors)
+
+
+def packed(one: RecordFormat) -> Tensor:
+    record = torch.zeros(one.nbytes, dtype=torch.uint8)
+    for field in one.fields:
+        field.in_bytes(record[field.offset : field.offset + field.nbytes]).copy_(field.live_row(0))
+    return record
+
+
+@pytest.mark.parametrize(("source", "destination"), list(product(range(3), repeat=2)))
+def test_each_element_comes_once_from_the_rank_that_steps_it(source: int, destination: int) -> None:
+    here, there = [record_of(0, place) for place in range(2)], [record_of(1, place) for place in range(2)]
+    arrived, state_bytes = torch.zeros(2, 12), 0
+    for source_part, part in product(range(2), repeat=2):
+        ends = End(source, source_part), End(destination, part)
+        leaves = piece(here[source_part], *ends, here=ends[0])
+        arrives = piece(there[part], *ends, here=ends[1])
+        assert leaves.digest() == arrives.digest() and leaves.nbytes == arrives.nbytes
+        if not leaves.fields:
+            continue
+        arrives.unpack(packed(leaves), 0)
+        first, end = RANGES[source][source_part]
+        arrived[part, first:end] += 1
+        state_bytes += sum(field.nbytes for field in leaves.fields if field.source.name == "w/exp_avg")
+    assert arrived.eq(1).all() and state_bytes == 12 * 4
+    expert = 100.0 * source + torch.arange(12.0)
+    for part, record in enumerate(there):
+        weight, state, step = (field.source for field in record.fields)
+        first, end = RANGES[destination][part]
+        assert torch.equal(weight.row(destination).flatten(), expert)
+        assert torch.equal(state.row(destination), expert[first:end] + 0.5)
+        assert not step.row(destination).numel() or float(step.row(destination)) == source
+
+
+def test_a_rank_that_keeps_no_state_can_exchange_weights_with_those_that_do() -> None:
+    with_state = record_of(0, 0)
+    weights = RecordFormat.of([with_state.fields[0].source])
+    assert weights.digest() == with_state.digest() and weights.state_digest() == b""
+    assert with_state.state_digest() == record_of(1, 1).state_digest() != b""
+    assert weights.is_divided and not RecordFormat.of([ExpertTensor("w", torch.ones(2, 3), "parameter")]).is_divided
+
+
+def test_state_that_is_not_all_here_is_refused_before_anything_is_sent() -> None:
+    state = ExpertTensor("w/exp_avg", (torch.ones(3),) * 3, "optimizer_state", ranges=RANGES, part="range")
+    with pytest.raises(OptimizerStateError, match="elements 0 to 12 of an expert are not all here"):
+        piece(RecordFormat.of([state]), End(0, 0), End(0, 0), here=End(0, 0))
+
+
+def test_other_state_for_some_tensors_of_an_expert_is_refused() -> None:
+    def state(name: str) -> ExpertTensor:
+        return ExpertTensor(name, (torch.ones(12),) * 3, "optimizer_state", ranges=RANGES, part="range")
+
+    assert RecordFormat.of([state("v/exp_avg"), state("w/exp_avg")]).state_digest()
+    with pytest.raises(OptimizerStateError, match="keeps other state for some"):
+        RecordFormat.of([state("v/momentum"), state("w/exp_avg")]).state_digest()
