@@ -149,17 +149,20 @@ class LogicalView:
 
     def refuse_freed(self, what: str) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, on all ranks before any of them waits for
-        another. Collective when attached.
+        another. Collective when attached; a rank that calls alone is told
+        so.
 
         Args:
             what: the call, by name.
 
         Raises:
             CheckpointError: some of it is freed, here or on another rank.
+            RuntimeError: a rank did not come.
         """
         freed = self._freed()
         freed = f"{what}: {freed}" if freed else ""
         if self.balancer is not None:
+            self.balancer._runtime.barrier(what)
             group, device = self.balancer._gradient_group, self.balancer._runtime.device
             here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
             ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]

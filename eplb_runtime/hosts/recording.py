@@ -28,7 +28,7 @@ WAITING_SECONDS = 30.0
 
 
 def record(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     run: str | Path,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -48,8 +48,9 @@ def record(
             train(model, optimizer)
 
     Args:
-        model: a Hugging Face Transformers (>= 5.18) or Megatron-Core 0.16 model with MoE layers, or any module with
-            ``layers``; perhaps in DistributedDataParallel. Attached models record by ``BalancerConfig(run=...)``.
+        model: a Hugging Face Transformers (>= 5.18) or Megatron-Core 0.16 model with MoE layers (also in the list that
+            ``get_model`` gives), or any module with ``layers``; perhaps in DistributedDataParallel. Attached
+            models record by ``BalancerConfig(run=...)``.
         run: folder; its ``load/`` gets the series, added to what an earlier start has left.
         optimizer: its steps are the steps; None (and with Megatron-Core, whose optimizer is no torch one): call
             ``step()`` of what is returned.
@@ -85,21 +86,20 @@ def record(
         ...     read_load(run).tolist()
         [[[32.0, 16.0, 16.0, 0.0]]]
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    recorder, problem = None, None
+    recorder, problem, whole = None, None, nn.Module()
     try:
+        whole = _one_model(model)
         if interval < 1:
             raise AttachError(f"interval={interval}: give at least 1")
         if not isinstance(optimizer, torch.optim.Optimizer | None):
             raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer: leave it out and call step()")
-        found = _watched(model, layers)
+        found = _watched(whole, layers)
         sizes = {layer.num_experts for layer in found.layers}
         if len(sizes) != 1:
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
-            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found.layers, interval))
+            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
     except Exception as error:
         problem = error
     group = None
@@ -111,11 +111,11 @@ def record(
         group = _group(everyone)
         _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
     recording = Recording(
-        model,
+        whole,
         [layer.hook for layer in found.layers],
         *sizes,
         interval=interval,
-        device=next(model.parameters()).device,
+        device=next(whole.parameters()).device,
         recorder=recorder,
         group=group,
         real_tokens=found.real_tokens,
@@ -131,8 +131,17 @@ def record(
     return recording
 
 
-def _job(layers: Sequence[WatchedLayer], interval: int) -> RecordedJob:
+def _one_model(given: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model to watch, also from the list of one that Megatron's ``get_model`` gives."""
+    model = given[0] if isinstance(given, Sequence) and len(given) == 1 else given
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"a {type(model).__name__} is no model: record one torch.nn.Module into each folder")
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _job(found: WatchedModel, interval: int) -> RecordedJob:
     """What is known of the job before its first step."""
+    layers = found.layers
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     weights = max((list(layer.experts.parameters()) for layer in layers), key=_nbytes)
     here = layers[0].experts_here
@@ -141,6 +150,7 @@ def _job(layers: Sequence[WatchedLayer], interval: int) -> RecordedJob:
         ranks_per_node=Topology.from_launcher(launcher_environment(), ranks).ranks_per_node,
         ep_size=layers[0].num_experts // max(1, here),
         interval=interval,
+        takes_no_replicas=int(not found.takes_replicas),
         expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),
         expert_bytes=_nbytes(weights) // max(1, here),
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else "",

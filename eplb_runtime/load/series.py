@@ -53,6 +53,7 @@ class RecordedJob:
         expert_parameters: numbers in one expert's weights, in the layer where they are most.
         expert_bytes: bytes of these weights.
         optimizer_bytes: bytes that the optimizer keeps for one expert.
+        takes_no_replicas: 1: the framework's layers hold no replicas.
         dtype, device: of the weights, as ``bfloat16`` and ``cuda``.
         step_seconds: of a training step; in a series that is read, the median of what its lines say.
         expert_seconds: those of a training step in expert work, dispatch to combine; the median, too.
@@ -67,6 +68,7 @@ class RecordedJob:
     expert_parameters: int = 0
     expert_bytes: int = 0
     optimizer_bytes: int = 0
+    takes_no_replicas: int = 0
     dtype: str = ""
     device: str = ""
     step_seconds: float = 0.0

@@ -75,6 +75,7 @@ class Recording:
         self._worker = Worker("eplb_runtime recording")
         self._closed = False
         self._failed = False
+        self._has_stepped = False
         self._undo = [hook(partial(self._see, layer)) for layer, hook in enumerate(watch)]
         self._expert_clock = ExpertClock(device)
         if recorder is not None:
@@ -90,6 +91,7 @@ class Recording:
         counts are summed and written in the background."""
         if self._closed:
             return
+        self._has_stepped = True
         self._expert_clock.end_step()
         self._clock.tick()
         self._counter.advance()
@@ -105,6 +107,11 @@ class Recording:
         if self._counter.open_steps:
             self._flush()
         self._closed = True
+        if not self._has_stepped and bool(self._counter.counts.any()):
+            logger.warning(
+                "tokens were counted, but no step has ended, and nothing is recorded: give record() the optimizer, or "
+                "call recording.step() after each of its steps (with eplb.record(model, folder) as recording: ...)"
+            )
         self._expert_clock.end_step()
         if not self._worker.close(CLOSING_SECONDS):
             logger.warning("the last counts of load are not recorded: a rank did not come within %g s", CLOSING_SECONDS)

@@ -157,9 +157,11 @@ class Assessment:
         saved: share of a step that it takes less: as assumed or given, at least and at most.
         shares: the shares of a step in expert work that these three are for.
         share_source: where they are from: "given", "measured" (recorded) or "assumed".
+        measured_as: of a measured share: where it differs from the share as it was measured, that one, too.
         assumed: every figure that was neither recorded nor given.
         verdict, advice: a sentence that says whether it pays, and what to do next.
         left_out: number of recorded windows that are of other numbers of steps than most, and were not judged.
+        notes: sentences on what is compared, said ahead of the answer.
     """
 
     pays: bool | None
@@ -176,7 +178,9 @@ class Assessment:
     saved: tuple[float, float, float] | None = None
     shares: tuple[float, float, float] | None = None
     share_source: str = "assumed"
+    measured_as: str = "measured"
     left_out: int = 0
+    notes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """As ``eplb-runtime assess --json`` prints it; what was not judged is null."""
@@ -204,11 +208,12 @@ class Assessment:
         span = "" if low == high else f" ({least * 100:.0f} to {most:.0%} for {_span(self.shares[1:])})"
         work = f"If {self.shares[0]:.0%} of a step is expert work"
         if self.share_source == "measured":
-            work = f"With {self.shares[0]:.0%} of a step in expert work (measured)"
+            work = f"With {self.shares[0]:.0%} of a step in expert work ({self.measured_as})"
         every = "step" if self.interval == 1 else f"{self.interval} steps"
+        notes = "".join(f"{note} " for note in self.notes)
         return (
-            f"{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned on the "
-            f"past, judged on what came next, {self.windows} windows). {work}, a step takes "
+            f"{notes}{self.ranks} ranks: the busiest rank has {self.now.imbalance:.2f}x the mean load; {ways} (planned "
+            f"on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
             f"{_percent(sign * share)} {word}{span}; moving costs {_seconds(self.best.move_seconds)} every {every}. "
             f"{self.verdict} {self.advice}"
         ).replace("%", " %")
@@ -286,7 +291,10 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
         return Assessment(
             None, settled.ranks, settled.interval, settled.assumed, why, advice, left_out=recorded.left_out
         )
+    measured_as, before = "measured", settled.moe_share
     settled, model, now_seconds = _calibrated(recorded, settled)
+    if f"{settled.moe_share:.0%}" != f"{before:.0%}":
+        measured_as = f"worked out from {before:.0%} measured, with other imbalance"
     topology = settled.topology
     series = Series(_judged_load(recorded.load, settled), settled.every_windows, None, settled.steps_per_window)
     experts = series.load.shape[2]
@@ -323,7 +331,7 @@ def assess(recorded: Recorded, given: Given, on_progress: Callable[[], None] = l
     now, by_homes = judge("as it is", static), judge("homes moved", moved)
     by_replicas = None if replicated is None else judge(named, replicated, refresh)
     found = _weigh(settled, now_seconds, steps, len(static.windows), hottest, now, by_homes, by_replicas)
-    return replace(found, left_out=recorded.left_out)
+    return replace(found, left_out=recorded.left_out, notes=_notes(recorded, settled), measured_as=measured_as)
 
 
 @dataclass(frozen=True)
@@ -434,10 +442,27 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         expert_bytes=weights,
         optimizer_bytes=state,
         stall_seconds=stall,
-        replica_slots=int(recorded.takes_replicas) if given.replica_slots is None else given.replica_slots,
+        replica_slots=int(_takes_replicas(recorded)) if given.replica_slots is None else given.replica_slots,
         was_on_one_rank=given.ranks is None and job.ranks == 1,
         assumed=tuple(settling.assumed),
     )
+
+
+def _takes_replicas(recorded: Recorded) -> bool:
+    return recorded.takes_replicas and not recorded.job.takes_no_replicas
+
+
+def _notes(recorded: Recorded, settled: _Settled) -> tuple[str, ...]:
+    """What is compared, where a reader might take it for something else."""
+    notes = []
+    if recorded.job.ep_size == 1:
+        notes.append(
+            "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
+            f"{settled.ranks} ranks in logical order, before and after balancing."
+        )
+    if not _takes_replicas(recorded) and not settled.replica_slots:
+        notes.append("The framework's layers hold no replicas, so homes alone are tried.")
+    return tuple(notes)
 
 
 def _recorded_share(job: RecordedJob) -> float:

@@ -5,6 +5,7 @@ What plain equality needs is in test_checkpoint.py; here are disks that fail, ra
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -26,6 +27,7 @@ import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError
 from eplb_runtime.checkpoint import folder as own
 from eplb_runtime.checkpoint.manifest import Manifest
+from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.checkpoint.tensor_file import TensorFile
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
@@ -480,3 +482,37 @@ def test_freed_memory_is_neither_saved_nor_loaded_and_every_rank_hears_of_it(tmp
     for call, said in first.items():
         assert ("rank 1" if "one rank" in call else "memory is freed") in said, (call, said)
     assert not {"a", "b", "c", "d"} & {path.name for path in tmp_path.iterdir()}
+
+
+def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """What rank 0 hears that saves by itself, and each rank when it takes a plain state dict, twice."""
+    model = make_model("olmoe", experts=4, layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=3.0)
+    balancer = eplb.attach(model, optimizer, config=config)
+    said, warned = [], []
+    for save in (eplb.checkpoint.save, eplb.checkpoint.load):
+        if rank == 0:
+            try:
+                save(folder, model, optimizer)
+            except RuntimeError as error:
+                said.append(str(error))
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("eplb_runtime").addHandler(handler)
+    list(LogicalView(model, optimizer).entries())
+    assert not warned, "what we read ourselves is no checkpoint of the user's"
+    for _ in range(2):
+        model.state_dict()
+    dist.barrier()
+    balancer.close()
+    return said, warned
+
+
+def test_a_rank_that_saves_alone_is_told_and_so_is_who_takes_a_plain_state_dict(tmp_path: Path) -> None:
+    first, second = run_ranks(2, alone, tmp_path)
+    assert len(first[0]) == 2 and not second[0]
+    assert all("rank 1 did not come to" in said and "every rank calls it" in said for said in first[0]), first[0]
+    for _, warned in (first, second):
+        (line,) = (text for text in warned if "state_dict()" in text)
+        assert "this rank's 2 of 4 experts" in line

@@ -68,7 +68,7 @@ from .meeting import meet
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows
-from .state_hooks import mark_state
+from .state_hooks import Homes, PartialStateWarning, mark_state
 from .undo import Before
 
 logger = logging.getLogger("eplb_runtime")
@@ -138,7 +138,26 @@ def attach_stages(
         raise said from error
     groups.settle()
     transport.wait_at_most(config.timeout_seconds)
+    if job.is_planner:
+        _log_attached(attaching.balancer)
     return attaching.balancer
+
+
+def _log_attached(balancer: Balancer) -> None:
+    """A line that says how experts are spread."""
+    config, placement, ranks = balancer.config, balancer.placement, balancer.topology.num_ranks
+    decisions = "rebalance() decides" if config.interval is None else f"a decision every {config.interval} steps"
+    logger.info(
+        "attached: %d MoE %s of %d experts, %d on each of %d %s%s; %s",
+        placement.num_layers,
+        "layer" if placement.num_layers == 1 else "layers",
+        placement.num_experts,
+        placement.num_experts // ranks,
+        ranks,
+        "rank" if ranks == 1 else "ranks",
+        f" and {config.replica_slots} replica slots" if config.replica_slots else "",
+        "experts stay where they are (policy='static')" if config.policy == "static" else decisions,
+    )
 
 
 def _on_all_or_none(work: Callable[[], None], groups: ProcessGroups) -> None:
@@ -247,9 +266,12 @@ class _Attaching:
         for stage in self.stages:
             _mark(stage, self.balancer, self.layer_of_parameter)
             stage.host.save_together(self._come)
+        saves_itself = any(stage.host.saves_itself for stage in self.stages)
+        on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else PartialStateWarning()
         for index, name, layer in self._layers():
             homes = partial(homes_of, self.balancer, index)
-            mark_state(layer.experts, name, homes, made_with=homes().here if layer.slots else None)
+            made_with = homes().here if layer.slots else None
+            mark_state(layer.experts, name, homes, made_with=made_with, on_partial=on_partial)
         _watch_forwards(self.balancer, self.stages)
         if self.container is None:
             self.hooked.add(self.optimizers)
@@ -267,6 +289,7 @@ class _Attaching:
                 ranks=len(self._job.ranks),
                 ranks_per_node=self.topology.ranks_per_node,
                 ep_size=self.topology.num_ranks,
+                takes_no_replicas=int(self._host_dispatches),
                 interval=self.config.interval or 0,
                 device=self.device.type,
                 **_expert_sizes(self.registry),

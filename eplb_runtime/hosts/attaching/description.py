@@ -197,11 +197,16 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class WatchedModel:
-    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`."""
+    """What a host knows of a model that stays as it is; ``real_tokens`` and ``watch_batches`` as of `HostModel`.
+
+    Args:
+        takes_replicas: whether the framework's layers could hold replicas.
+    """
 
     layers: tuple[WatchedLayer, ...]
     real_tokens: Callable[[int], Tensor | None]
     watch_batches: Callable[[], Removable]
+    takes_replicas: bool = True
 
 
 @dataclass(frozen=True)

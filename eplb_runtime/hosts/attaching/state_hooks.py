@@ -6,6 +6,7 @@ would become other experts without a word. So it carries which experts it holds,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...moe.experts.matching import MARK
+
+logger = logging.getLogger("eplb_runtime")
 
 KEY = MARK
 """In a state dict, beside the tensors of an experts module; in an optimizer's beside its ``state``."""
@@ -91,8 +94,30 @@ class Homes:
         return ""
 
 
+class PartialStateWarning:
+    """Says once that a state dict is of this rank alone: kept as a checkpoint, it would have lost the other experts."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, homes: Homes) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "state_dict() of an attached model holds this rank's %d of %d experts, and is no checkpoint of the "
+                "whole: save with eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
+                len(homes.here),
+                len(homes.order),
+            )
+
+
 def mark_state(
-    experts: nn.Module, name: str, homes: Callable[[], Homes], *, made_with: list[int] | None = None
+    experts: nn.Module,
+    name: str,
+    homes: Callable[[], Homes],
+    *,
+    made_with: list[int] | None = None,
+    on_partial: Callable[[Homes], None] = lambda homes: None,
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are.
 
@@ -103,6 +128,8 @@ def mark_state(
         homes: where they stand now.
         made_with: where the host has made this rank's experts alone, each as tensors of its own: which they were, and
             are in a state dict from before. None: rows of tensors, and all experts before.
+        on_partial: called when somebody takes this rank's rows for a state dict, and not live parameters
+            (``keep_vars=True``).
     """
 
     def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
@@ -119,6 +146,8 @@ def mark_state(
         elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
             device = next(module.parameters()).device
             state[prefix + KEY] = torch.tensor(now.mark(), dtype=torch.float64, device=device)
+            if not any(isinstance(state.get(prefix + key), nn.Parameter) for key, _ in module.named_parameters()):
+                on_partial(now)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         now = homes()

@@ -91,6 +91,7 @@ def watched(model: nn.Module) -> WatchedModel:
         ),
         lambda tokens: None,
         lambda: model.register_forward_pre_hook(lambda *_: None),
+        takes_replicas=False,
     )
 
 

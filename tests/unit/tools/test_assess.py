@@ -143,6 +143,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
     assert all("expert work" not in one.what for one in found.assumed)
     assert "moe_share" not in found.advice, "the job measures it itself"
     even = assess(Recorded(skewed(), 1, job, imbalance=1.0), given)
+    assert "in expert work (worked out from 40 % measured, with other imbalance)" in even.paragraph()
     grown = 0.4 * 16 / 7
     assert even.shares is not None and even.shares[0] == pytest.approx(grown / (0.6 + grown))
     assert judged(skewed(), job, replace(given, moe_share=0.1)).shares == (0.1, 0.1, 0.1), "what is given wins"
@@ -275,6 +276,16 @@ def test_a_folder_says_what_was_recorded_of_its_job(tmp_path: Path) -> None:
     found = recorded(tmp_path, read_series(tmp_path)[0].astype(np.float64))
     assert found.job == JOB and found.steps_per_window == 2 and found.imbalance == 0.0
     assert recorded(tmp_path / "load.npz", skewed()).job == RecordedJob()
+
+
+def test_what_is_compared_is_said_where_it_could_be_taken_for_something_else() -> None:
+    """A job without expert parallelism, and one whose framework holds no replicas."""
+    assert judged(skewed()).paragraph().startswith("4 ranks: ")
+    alone = judged(skewed(), replace(JOB, ep_size=1))
+    assert alone.paragraph().startswith("The recorded job has no expert parallelism; compared is the same job")
+    homes = judged(skewed(), replace(JOB, takes_no_replicas=1), replace(GIVEN, replica_slots=None))
+    assert homes.replicas is None and "replica_slots" not in homes.advice
+    assert homes.paragraph().startswith("The framework's layers hold no replicas, so homes alone are tried. 4 ranks: ")
 
 
 def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
