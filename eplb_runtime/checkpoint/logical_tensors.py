@@ -198,8 +198,8 @@ class LogicalTensorList:
                 known = named.setdefault(item.name, item)
                 if known is not item and not (known.shared and item.shared and known.spec == item.spec):
                     return (
-                        f"pipeline stages {known.stage} and {item.stage} have a {item.name} each: give modules of stages "
-                        "names over the whole model"
+                        f"pipeline stages {known.stage} and {item.stage} have a {item.name} each: give modules of "
+                        "stages names over the whole model"
                     )
         self.items = list(named.values())
         return ""
