@@ -587,9 +587,9 @@ class Balancer:
         a variable may hold the stream open after that; it is waited for no longer than ``timeout_seconds``. What moves
         or steps experts on a rank ends its stream.
 
-        A rank holds, beside its model, one bucket, and what the consumer still has of those before: tensors of one
-        bucket share its memory, but for its last one. Twice that where one rank receives, and of tensors that stack
-        experts. What only the whole experts of a layer make (no known model of Transformers) is held whole.
+        A rank holds, beside its model, one bucket (two for a moment), and what the consumer keeps of those before:
+        tensors of one bucket share its memory, but for its last one. Twice that where one rank receives, and of tensors
+        that stack experts. Where the library's conversion needs all experts of a layer at once, these are held whole.
 
         Args:
             bucket_bytes: of tensors that travel together; a larger tensor travels alone.

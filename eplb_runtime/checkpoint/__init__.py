@@ -4,12 +4,14 @@ Nothing here knows a framework: its folders are read and written by the attached
 """
 
 from .dcp import LogicalState
+from .logical_tensors import ExportError
 from .pretrained import export_pretrained, load_pretrained
 from .saving import async_save, load, save
 from .state import CheckpointError, load_logical_state_dict, logical_state_dict
 
 __all__ = [
     "CheckpointError",
+    "ExportError",
     "LogicalState",
     "async_save",
     "export_pretrained",

@@ -72,6 +72,7 @@ class StreamItem:
         layer: MoE layer of the whole model; None: of none.
         expert: the logical expert; None: of none, or all of a layer, stacked.
         joint: made whole by all ranks of the stage together.
+        shared: as of `Weight`.
     """
 
     name: str
@@ -82,6 +83,7 @@ class StreamItem:
     layer: int | None
     expert: int | None
     joint: bool
+    shared: bool = False
 
     @property
     def is_stacked(self) -> bool:
@@ -148,7 +150,7 @@ class LogicalTensorList:
             if weight.layer is None or weight.by_expert is None:
                 joint = weight.is_sharded or weight.layer is not None
                 for name, spec in specs.items():
-                    yield StreamItem(name, spec, stage, number, name, weight.layer, None, joint)
+                    yield StreamItem(name, spec, stage, number, name, weight.layer, None, joint, weight.shared)
                 continue
             seen: set[str] = set()
             for expert, places in enumerate(weight.by_expert):
@@ -194,8 +196,11 @@ class LogicalTensorList:
         for stage in sorted(stages):
             for item in stages[stage]:
                 known = named.setdefault(item.name, item)
-                if known.spec != item.spec:
-                    return f"stages {known.stage} and {item.stage} have a {item.name} each, of other shapes or dtypes"
+                if known is not item and not (known.shared and item.shared and known.spec == item.spec):
+                    return (
+                        f"pipeline stages {known.stage} and {item.stage} have a {item.name} each: give modules of "
+                        "stages names over the whole model"
+                    )
         self.items = list(named.values())
         return ""
 
@@ -316,12 +321,13 @@ def _fields_of(item: StreamItem) -> list[Any]:
         item.layer,
         item.expert,
         item.joint,
+        item.shared,
     ]
 
 
 def _item_of(stage: int, fields: Sequence[Any]) -> StreamItem:
-    name, shape, dtype, weight, key, layer, expert, joint = fields
-    return StreamItem(name, TensorSpec(tuple(shape), DTYPES[dtype]), stage, weight, key, layer, expert, joint)
+    name, shape, dtype, weight, key, layer, expert, joint, shared = fields
+    return StreamItem(name, TensorSpec(tuple(shape), DTYPES[dtype]), stage, weight, key, layer, expert, joint, shared)
 
 
 def _from_rank(text: str, rank: int, group: dist.ProcessGroup) -> str:

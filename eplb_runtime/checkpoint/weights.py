@@ -33,6 +33,7 @@ class Weight:
             sources are converted whole.
         convert: makes tensors by key from the values of the sources; of one expert from ``[1, ...]``, or from the
             tensor of its slot.
+        shared: other pipeline stages may have the same tensors under the same names.
     """
 
     sources: tuple[Tensor | tuple[Tensor, ...], ...]
@@ -40,6 +41,7 @@ class Weight:
     made: Mapping[str, TensorSpec]
     by_expert: tuple[Mapping[str, Place], ...] | None
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+    shared: bool = False
 
     @property
     def memory(self) -> list[Tensor]:

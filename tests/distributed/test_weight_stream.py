@@ -239,16 +239,17 @@ def nested(balancer: eplb.Balancer) -> None:
         pass
 
 
-def memory(balancer: eplb.Balancer, hoard: bool) -> tuple[int, int]:
-    """The most bytes held at a time, and those of the largest tensor."""
+def memory(balancer: eplb.Balancer, hoard: bool) -> tuple[int, int, list[bool]]:
+    """The most bytes held at a time, those of the largest tensor, and whether each tensor shares its memory."""
     gc.collect()
-    largest, hoarded = 0, []
+    largest, hoarded, shares = 0, [], []
     with LiveMemory() as live:
         for _, tensor in balancer.named_logical_tensors(bucket_bytes=LARGER_BUCKET):
             largest = max(largest, tensor.nbytes)
+            shares.append(tensor.untyped_storage().nbytes() > tensor.nbytes)
             if hoard:
                 hoarded.append(tensor)
-    return live.peak, largest
+    return live.peak, largest, shares
 
 
 # -- consumers that stop -----------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Bala
     held: list[Any] = []
 
     def work() -> None:
-        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=4)
+        tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=6)
         for number, _ in enumerate(tensors):
             if rank == 1 and number == 4:
                 raise ValueError("in the loop")
@@ -442,12 +443,14 @@ def test_inside_logical_order_any_walk_is_right_and_experts_go_back(results: lis
         assert found["state differs"] == []
 
 
-def test_a_rank_holds_one_bucket_and_one_tensor(results: list[dict[str, Any]]) -> None:
+def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
-        (peak, largest), (hoarded, _) = of_rank["one tensor for each expert"]["memory"]
+        (peak, largest, shares), (hoarded, _, _) = of_rank["one tensor for each expert"]["memory"]
         whole = sum(tensor.nbytes for tensor in of_rank["one tensor for each expert"]["moved"].values())
-        # Besides, one expert as the library converts it, and some words.
-        assert LARGER_BUCKET - largest <= peak <= LARGER_BUCKET + 2 * largest + 4096 < 2 * LARGER_BUCKET < whole
+        # Besides, one expert as the library converts it, and some words. gloo's threads may hold a bucket longer.
+        assert LARGER_BUCKET - largest <= peak <= 2 * LARGER_BUCKET + 2 * largest + 4096 < whole
+        copies = shares.count(False)
+        assert whole // LARGER_BUCKET <= copies <= len(shares) / 4 and not shares[-1], "the last of each bucket is one"
         assert hoarded > whole, "control: who keeps all tensors is seen"
 
 
@@ -476,7 +479,7 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said(results: 
         if rank == 1:
             assert found["said"] == "in the loop"
         else:
-            assert "a rank did not come within 4 s, or is lost" in found["said"]
+            assert "a rank did not come within 6 s, or is lost" in found["said"]
         assert found["joined"] and found["equal"] == []
 
 

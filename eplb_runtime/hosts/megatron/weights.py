@@ -73,6 +73,7 @@ def _alone(name: str, tensor: Tensor) -> Weight:
         {name: TensorSpec(tuple(tensor.shape), tensor.dtype)},
         None,
         lambda values: {name: values[0]},
+        shared=".word_embeddings." in name or ".position_embeddings." in name,  # the stages of MTP have them, too
     )
 
 
