@@ -54,7 +54,7 @@ def test_what_leaves_where_all_choose_one_slot_and_where_choices_do_not_lie_in_a
     leave_alike(torch.full((150, 4), 3), 1, 2, 4, True, 0)
     leave_alike(slots_of(4, 150, 8).T, 1, 2, 4, True, 0)
     leave_alike(slots_of(150, 8, 8)[:, ::2], 0, 2, 4, True, 0)
-    leave_alike(slots_of(40000, 1, 70), 0, 7, 10, False, None)  # more blocks than are counted at once
+    leave_alike(slots_of(10000, 1, 70), 0, 7, 10, False, None)  # more blocks than are counted at once
 
 
 @pytest.mark.parametrize("dedup", [True, False])
