@@ -4,8 +4,8 @@
 
 Each stage is a process with a limit of its own. After each, a line is appended to ``result.md``, so a call that is cut
 leaves what it found. A call that is repeated goes on with the stages that have no line yet, or were cut by the end of
-a call. ``--dry-run`` runs on a CPU the stages that can run there, into ``dry_run.md``, and lists the others with their
-limits. Ranks share the GPU where there is only one.
+a call, and its exit status says whether there are any. ``--dry-run`` runs on a CPU the stages that can run there, into
+``dry_run.md``, and lists the others with their limits. Ranks share the GPU where there is only one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ LEAST_SECONDS = 10.0
 FAILED_LINES, BENCH_LINES = 12, 40
 UNFINISHED = "unfinished"
 """Cut by the end of a call and not by its own limit: the next call runs it again."""
+NO_TIME = "no time left"
+"""Not begun before the end of a call: the next call runs it."""
+STATUSES = {"failed": 1, "cut": 1, UNFINISHED: 3, NO_TIME: 4}
+"""Exit statuses, the first that fits; 2 is a wrong command."""
 PACKAGES = ("torch", "triton", "deep_ep", "nvshmem.core", "nixl", "transformers", "eplb_runtime")
 
 
@@ -199,37 +203,39 @@ def append(result: Path, stage: Stage, how: str, seconds: float, lines: Iterable
         file.write("\n")
 
 
-def run_call(stages: Iterable[Stage], result: Path, seconds: float = CALL_SECONDS) -> bool:
-    """Run what has no line yet, as far as the time goes. Whether nothing failed or was cut in this call."""
-    end, ran, good = time.monotonic() + seconds, have_run(result), True
+def run_call(stages: Iterable[Stage], result: Path, seconds: float = CALL_SECONDS) -> set[str]:
+    """Run what has no line yet, as far as the time goes. Words of ``STATUSES`` for what did not pass in this call."""
+    end, ran, wrong = time.monotonic() + seconds, have_run(result), set[str]()
     for stage in stages:
         if stage.name in ran:
             continue
         left = end - time.monotonic()
         if left < min(LEAST_SECONDS, stage.seconds):
-            print(f"no time left for: {stage.name}; call again")
+            print(f"{NO_TIME} for: {stage.name}; call again")
+            wrong.add(NO_TIME)
             break
         begin = time.monotonic()
         how, lines = run(stage, min(stage.seconds, left))
         append(result, stage, how, time.monotonic() - begin, lines)
         print(f"{stage.name}: {how}", *lines, sep="\n  ")
-        good = good and how in ("passed", "skipped")
-    return good
+        wrong |= {how} & STATUSES.keys()
+    return wrong
 
 
-def dry_run(stages: Iterable[Stage], result: Path) -> bool:
+def dry_run(stages: Iterable[Stage], result: Path) -> set[str]:
     """Run on a CPU what can run there, each time anew, and list the others with their limits."""
     stages = list(stages)
     result.unlink(missing_ok=True)
-    good = run_call([stage for stage in stages if stage.on_cpu], result)
+    wrong = run_call([stage for stage in stages if stage.on_cpu], result)
     for stage in stages:
         if not stage.on_cpu:
             print(f"needs a GPU: call {stage.call}, {stage.name}, at most {stage.seconds:g} s")
-    return good
+    return wrong
 
 
 def main() -> int:
-    """Exit status 0: nothing failed or was cut."""
+    """Exit status 0: all has run, and nothing failed; 1: something failed, or was cut by its own limit; 3: a stage was
+    cut by the end of the call; 4: some had no time to begin. After 3 and 4 the same call goes on."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("call", nargs="?", type=int, choices=(1, 2, 3), help="which; all three with --dry-run")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu_check", help="folder of result.md")
@@ -243,9 +249,11 @@ def main() -> int:
         parser.error("which call: 1, 2 or 3")
     given.out.mkdir(parents=True, exist_ok=True)
     stages = [stage for stage in STAGES if given.call in (None, stage.call)]
-    if given.dry_run:
-        return 0 if dry_run(stages, given.out / "dry_run.md") else 1
-    return 0 if run_call(stages, given.out / "result.md") else 1
+    call, name = (dry_run, "dry_run.md") if given.dry_run else (run_call, "result.md")
+    wrong = call(stages, given.out / name)
+    if wrong:
+        print(f"not all passed: {', '.join(word for word in STATUSES if word in wrong)}")
+    return min((STATUSES[word] for word in wrong), default=0)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,13 @@ def _add_kernels(benches: Any) -> None:
         """
   eplb-runtime bench kernels
   eplb-runtime bench kernels --tokens 64 --ranks 32 --json
+  eplb-runtime bench kernels --compile-only    # without a GPU
 """,
+    )
+    command.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="list registers and spilled bytes of all kernels for sm_80, sm_90 and sm_100: needs no GPU",
     )
     add = adder(command)
     add("--repeats", "N", positive, "timings taken, the least counts (default: 20)", default=20)
@@ -321,6 +327,15 @@ def _kernels(arguments: argparse.Namespace) -> None:
 
     from ..utils.triton import triton
 
+    if arguments.compile_only:
+        if triton is None:
+            raise InputError("bench kernels --compile-only needs Triton (pip install triton): nothing was compiled")
+        from ..tools.bench import compiled_kernels
+
+        with spinner() as shown:
+            result = compiled_kernels.run(on_progress=shown.update)
+        _print(result, arguments.json)
+        return
     if triton is None or not torch.cuda.is_available():
         what = "a GPU" if triton is not None else "Triton (pip install triton), and a GPU"
         raise InputError(f"bench kernels needs {what}: nothing was measured")

@@ -117,6 +117,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
         Candidate("rows that stay and that leave", moves={"part": moves.part}),
         Candidate("rows filled up by slot", {"regroup": aligned_kernel.launch}),
         Candidate("sums of a token's choices", moves={"sum_choices": moves.sum_choices}),
+        Candidate("sums of the choices that are here", moves={"sum_here": moves.sum_here}),
     ]
     if slots_per_rank * num_ranks > num_experts:
         by_device = OnDevice(sources_kernel.layers_on_device, sources_kernel.sent_by_rank)
@@ -289,10 +290,13 @@ def _sums(kernels: Kernels, slots_TK: Tensor) -> list[Tensor]:
     rows_NW = torch.randn(slots_TK.numel(), 3, generator=generator)
     weights_TK = torch.rand(slots_TK.shape, generator=generator)
     place_TK = torch.randperm(slots_TK.numel(), generator=generator).view(slots_TK.shape).to(slots_TK.device)
+    here_TK = torch.where(place_TK % 3 == 0, -1, place_TK)  # in places no row of a token's
     for rows, weights in _SUMS:
         of_rows, of_weights = rows_NW.to(slots_TK.device, rows), weights_TK.to(slots_TK.device, weights)
         results.append(kernels.moves.sum_choices(of_rows, place_TK, RowMemory(), of_weights))
         results.append(kernels.moves.sum_choices(of_rows, place_TK, RowMemory(), None))
+        for weights_N, dtype in ((of_weights.reshape(-1), torch.bfloat16), (None, torch.float32)):
+            results.append(kernels.moves.sum_here(of_rows, here_TK, weights_N, dtype))
     return results
 
 

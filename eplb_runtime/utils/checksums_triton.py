@@ -26,7 +26,7 @@ def launch(data: Tensor) -> Tensor:
     return hashes
 
 
-@jit
+@jit(do_not_specialize=["blocks"])
 def _hash(words, factors, hashes, blocks, WORDS: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     word = tl.arange(0, WORDS)

@@ -288,7 +288,7 @@ class DeepEPByRank(DeepEPDispatcher):
     combine_order: ClassVar[Literal["logical", "by_rank"]] = "by_rank"
 
     def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: RecvLayout) -> Tensor:
-        sums_UD = _sum_here(out_MD, metadata, weights).to(row_bytes.WIRE_DTYPE)
+        sums_UD = self._moves.sum_here(out_MD, metadata.place_UK, weights, row_bytes.WIRE_DTYPE)
         with self._launching():
             rows_TC = self._buffer.combine(row_bytes.pack_sums(sums_UD, None), metadata.handle)
         width = out_MD.shape[1]
@@ -297,7 +297,7 @@ class DeepEPByRank(DeepEPDispatcher):
     def combine_gradients(
         self, grad_MD: Tensor, grad_M: Tensor | None, metadata: RecvLayout, hidden_needed: bool
     ) -> tuple[Tensor, Tensor | None]:
-        sums_UD = _sum_here(grad_MD, metadata, None).to(row_bytes.WIRE_DTYPE)
+        sums_UD = self._moves.sum_here(grad_MD, metadata.place_UK, None, row_bytes.WIRE_DTYPE)
         exact_UK = None
         if grad_M is not None:
             # Each choice is on one rank, and zero from all others.
@@ -338,17 +338,3 @@ def _taken_or_any(rows_MD: Tensor, place_U: Tensor) -> Tensor:
 def _places(rows_ND: Tensor, layout: RecvLayout) -> Tensor:
     """int64 ``[T, K]``: rows come back to where they were sent from."""
     return torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, layout.top_k)
-
-
-def _sum_here(rows_MD: Tensor, layout: RecvLayout, weights_M: Tensor | None) -> Tensor:
-    """float32 ``[U, D]``: of each token that arrived the results of this rank, summed in the router's order."""
-    total_UD = rows_MD.new_zeros(layout.place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
-    if not rows_MD.shape[0]:
-        return total_UD
-    for place_U in layout.place_UK.unbind(1):
-        index_U = place_U.clamp(min=0)
-        row_UD = rows_MD.index_select(0, index_U)
-        if weights_M is not None:
-            row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
-        total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
-    return total_UD

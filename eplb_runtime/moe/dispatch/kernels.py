@@ -15,9 +15,10 @@ from ...utils.triton import jit, power_of_2, tl
 from ..routing.kernels import ASSERT, AT_ONCE, before_each_block
 from .memory import RowMemory
 from .permute import Arriving, Leaving, Moves
+from .permute import sum_here as permute_sum_here
 
-_BLOCK = 256
-"""Choices of a program. Placing compares all of them with each other."""
+_BLOCK = 64
+"""Choices of a program. Placing compares all of them with each other; with 256 it had no room in registers."""
 _WIDE = 32
 """Columns of counts, of a program."""
 _ELEMENTS = 1024
@@ -144,7 +145,30 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     return out_TD
 
 
-MOVES = Moves(leaving, arriving, sum_choices, part)
+def sum_here(
+    rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """By one kernel; by plain torch what is wider than float32."""
+    product = rows_MD.dtype if weights_M is None else torch.promote_types(rows_MD.dtype, weights_M.dtype)
+    if product == torch.float64:
+        return permute_sum_here(rows_MD, place_UK, weights_M, dtype)
+    (tokens, top_k), width = place_UK.shape, rows_MD.shape[1]
+    out_UD = torch.empty(tokens, width, dtype=dtype, device=rows_MD.device)
+    if tokens and width:
+        columns = min(_ELEMENTS, power_of_2(width))
+        _sum_here[(tokens, -(-width // columns))](
+            *(rows_MD.contiguous(), place_UK.contiguous()),
+            *(place_UK if weights_M is None else weights_M.contiguous(), out_UD, width),
+            WEIGHED=weights_M is not None,
+            PRODUCT=_of_triton(product),
+            TOP_K=top_k,
+            COLUMNS=columns,
+            enable_fp_fusion=False,  # else a product that is added at once would not be rounded
+        )
+    return out_UD
+
+
+MOVES = Moves(leaving, arriving, sum_choices, part, sum_here)
 
 
 def _of_triton(dtype: torch.dtype) -> object:
@@ -359,4 +383,30 @@ def _sum(  # type: ignore[no-untyped-def]
     total = _term(rows, places, weights, out, token * TOP_K, column, width, WEIGHED, SUM)
     for choice in tl.static_range(1, TOP_K):
         total += _term(rows, places, weights, out, token * TOP_K + choice, column, width, WEIGHED, SUM)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@jit
+def _sum_here(  # type: ignore[no-untyped-def]
+    rows,
+    places,
+    weights,
+    out,
+    width,
+    WEIGHED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for choice in tl.static_range(0, TOP_K):
+        row = tl.load(places + token * TOP_K + choice)
+        here = tl.where(row >= 0, width, 0)  # columns of this choice
+        term = tl.load(rows + row * width + column, mask=column < here, other=0).to(tl.float32)
+        if WEIGHED:
+            weight = tl.load(weights + row, mask=row >= 0, other=0).to(tl.float32)
+            term = (term * weight).to(PRODUCT).to(tl.float32)
+        total += term
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)

@@ -245,6 +245,32 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
     return total_TD.to(dtype)
 
 
+def sum_here(
+    rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Each token's choices of which the rows are here, weighted, summed in the router's order.
+
+    Args:
+        rows_MD: ``[M, D]``.
+        place_UK: int64 ``[U, K]``: where each choice lies in ``rows_MD``; -1: elsewhere.
+        weights_M: ``[M]``, of the rows; None: ones.
+        dtype: of the result.
+
+    Returns:
+        ``[U, D]``; products are rounded to the wider dtype of both, and summed in float32. Zeros where nothing is here.
+    """
+    total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
+    if not rows_MD.shape[0]:
+        return total_UD.to(dtype)
+    for place_U in place_UK.unbind(1):
+        index_U = place_U.clamp(min=0)
+        row_UD = rows_MD.index_select(0, index_U)
+        if weights_M is not None:
+            row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
+        total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
+    return total_UD.to(dtype)
+
+
 def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
     """Elements by the bag that each is in, those of a bag in their own order.
 
@@ -289,7 +315,7 @@ class Moves:
     """How it is done: in plain torch, or by the kernels of `kernels.py`.
 
     Args:
-        leaving, arriving, sum_choices: as the functions here.
+        leaving, arriving, sum_choices, sum_here: as the functions here.
         part: from rows, int64 ``[U]`` which of them, and two pieces of memory of U rows together: puts the first ones
             into the first piece, the others into the second; None: `gather` twice.
     """
@@ -298,6 +324,7 @@ class Moves:
     arriving: Callable[..., Arriving] = arriving
     sum_choices: Callable[..., Tensor] = sum_choices
     part: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+    sum_here: Callable[..., Tensor] = sum_here
 
 
 PLAIN = Moves()

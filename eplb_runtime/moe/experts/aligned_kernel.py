@@ -31,7 +31,7 @@ def launch(source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, p
     return out_PD
 
 
-@jit
+@jit(do_not_specialize=["places"])
 def _move(  # type: ignore[no-untyped-def]
     source,
     from_ends,

@@ -153,7 +153,7 @@ def before_each_block(  # type: ignore[no-untyped-def]
     return before
 
 
-@jit
+@jit(do_not_specialize=["blocks"])
 def _begin(  # type: ignore[no-untyped-def]
     of_blocks, counts, blocks, experts, EXPERTS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
@@ -163,7 +163,7 @@ def _begin(  # type: ignore[no-untyped-def]
     tl.store(counts + expert, counted.to(tl.int64), mask=expert < experts)
 
 
-@jit
+@jit(do_not_specialize=["choices"])
 def _deal(  # type: ignore[no-untyped-def]
     ids,
     begins,

@@ -42,8 +42,8 @@ def test_a_dry_run_runs_what_a_cpu_can_and_lists_the_rest(check: ModuleType, tmp
 def test_a_repeated_call_goes_on_with_what_has_not_run(check: ModuleType, tmp_path: Path) -> None:
     result, ran = tmp_path / "result.md", tmp_path / "ran"
     stages = [stage(check, name, f"open({str(ran)!r}, 'a').write({name!r})") for name in "abc"]
-    assert check.run_call(stages[:2], result)
-    assert check.run_call(stages, result)
+    assert not check.run_call(stages[:2], result)
+    assert not check.run_call(stages, result)
     assert ran.read_text() == "abc"
 
 
@@ -56,7 +56,7 @@ def test_a_stage_that_fails_or_is_cut_leaves_its_last_lines_and_the_next_runs(
         stage(check, "hangs", "import time; print('so far', flush=True); time.sleep(600)", seconds=2.0),
         stage(check, "passes", "print('all well')"),
     ]
-    assert not check.run_call(stages, result)
+    assert check.run_call(stages, result) == {"failed", "cut"}
     said = result.read_text()
     assert [name in said for name in ("| fails | failed |", "| hangs | cut |", "| passes | passed |")] == [True] * 3
     assert all(line in said for line in ("the reason", "so far", "all well"))
@@ -71,9 +71,9 @@ def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
         f"import os, time; seen = os.path.exists({str(begun)!r}); "
         f"open({str(begun)!r}, 'w'); time.sleep(0 if seen else 600)"
     )
-    assert not check.run_call([stage(check, "long", code)], result, seconds=3.0)
+    assert check.run_call([stage(check, "long", code)], result, seconds=3.0) == {check.UNFINISHED}
     assert f"| long | {check.UNFINISHED} |" in result.read_text()
-    assert check.run_call([stage(check, "long", code)], result)
+    assert not check.run_call([stage(check, "long", code)], result)
     assert check.have_run(result) == {"long"}
 
 
@@ -87,8 +87,24 @@ def test_tests_that_are_all_skipped_have_not_passed(check: ModuleType, tmp_path:
 
 
 def test_a_call_without_time_runs_nothing_more(check: ModuleType, tmp_path: Path) -> None:
-    assert check.run_call([stage(check, "late", "pass")], tmp_path / "result.md", seconds=0.0)
+    assert check.run_call([stage(check, "late", "pass")], tmp_path / "result.md", seconds=0.0) == {check.NO_TIME}
     assert check.have_run(tmp_path / "result.md") == set()
+
+
+def test_a_call_that_has_not_run_all_exits_with_a_status_that_says_why(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "1", "--out", str(tmp_path)])
+    for wrong, status, said in (
+        (set(), 0, ""),
+        ({"failed", check.NO_TIME}, 1, "not all passed: failed, no time left"),
+        ({"cut"}, 1, "not all passed: cut"),
+        ({check.UNFINISHED, check.NO_TIME}, 3, "not all passed: unfinished, no time left"),
+        ({check.NO_TIME}, 4, "not all passed: no time left"),
+    ):
+        monkeypatch.setattr(check, "run_call", lambda *given, wrong=wrong: wrong)
+        assert check.main() == status
+        assert capsys.readouterr().out.strip() == said
 
 
 def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleType) -> None:
