@@ -151,12 +151,13 @@ def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -
         wrappers, innermost, path = _wrappers(module)
         inside.update(id(wrapper) for _, wrapper in wrappers)
         if is_experts(innermost):
+            described = _described(name, wrappers, innermost, path)
             if saver is None or not name.startswith(saver[0]):
                 raise AttachError(
                     f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
                     "get_peft_model and attach what it gives"
                 )
-            yield name, _described(name, wrappers, innermost, path)
+            yield name, described
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
