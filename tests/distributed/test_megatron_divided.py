@@ -346,6 +346,29 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
+def moved_once(rank: int) -> dict[str, Any]:
+    """EDP 3: what is there before a move, and after it."""
+    prepare()
+    job = Job(**CASES[LATE])
+    balancer = attached(job, move=False)
+    job.train(range(2))
+    before = job.tensors(balancer.placement)
+    balancer._wait_until_compiled()
+    balancer._plan_with(plan_shuffle)
+    balancer.rebalance()
+    after = job.tensors(balancer.placement)
+    kept, places = job.kept_here(), balancer.placement.physical_to_logical.tolist()
+    losses = job.train(range(2, 3))
+    balancer.close()
+    return {
+        "before": {"tensors": before},
+        "after": {"tensors": after},
+        "kept here": kept,
+        "placement": places,
+        "seen": losses,
+    }
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(4, everything, str(tmp_path_factory.mktemp("megatron divided")))
@@ -432,3 +455,12 @@ def test_experts_are_whole_or_cut_as_the_cases_say(results: list[dict[str, Any]]
 def test_without_clipping_megatron_alone_trains_the_same(results: list[dict[str, Any]]) -> None:
     alone = whole([of_rank["alone"] for of_rank in results])
     assert differing(alone, whole([of_rank["experts whole"]["moving"] for of_rank in results])) == []
+
+
+def test_three_ranks_that_hold_the_same_have_what_they_had_after_a_move() -> None:
+    results = run_ranks(6, moved_once)
+    before, after = (whole([of_rank[when] for of_rank in results]) for when in ("before", "after"))
+    assert all(row != sorted(row) for row in results[0]["placement"])
+    assert any(0 < here < of_all for of_rank in results for here, of_all in of_rank["kept here"])
+    assert differing(before, after) == []
+    assert all(loss > 0 for of_rank in results for of_step in of_rank["seen"] for loss in of_step)
