@@ -247,9 +247,10 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
     assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
 
 
-def test_sizes_that_do_not_fit_the_ranks_leave_the_answer_open(tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_path: Path) -> None:
     found = judged_fields(tmp_path, MEGATRON, pp=2, distributed_optimizer=True)
-    assert found["attaches"] is None and found["edp"] is None
+    assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
+    assert "expert_data_parallel_size" in [one["setting"] for one in found["unknown"]]
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
@@ -263,10 +264,16 @@ def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_p
     assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
 
 
-def test_ranks_that_are_not_stated_leave_a_distributed_optimizer_open(tmp_path: Path) -> None:
-    assert judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=True)["attaches"] is None
-    found = judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=False)
+@pytest.mark.parametrize("distributed", [True, False])
+def test_ranks_that_are_not_stated_leave_open_how_equal_training_is(tmp_path: Path, distributed: bool) -> None:
+    found = judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=distributed)
     assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
+
+
+@pytest.mark.parametrize(("gpus", "exact"), [(8, "bit"), (16, "bit"), (24, "rounding")])
+def test_a_distributed_optimizer_over_ranks_that_hold_the_same_attaches(tmp_path: Path, gpus: int, exact: str) -> None:
+    found = judged_fields(tmp_path, MEGATRON, gpus=gpus, distributed_optimizer=True)
+    assert found["attaches"] is True and found["edp"] == gpus // 8 and found["exact"] == exact
 
 
 def test_a_precision_aware_optimizer_in_host_memory_is_megatrons_own_and_attaches(tmp_path: Path) -> None:
