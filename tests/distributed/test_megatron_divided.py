@@ -217,9 +217,12 @@ def forward_step(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Callabl
     return output, loss_of
 
 
-def attached(job: Job, move: bool) -> eplb.Balancer:
+def attached(job: Job, move: bool, interval: int = 1) -> eplb.Balancer:
     config = eplb.BalancerConfig(
-        interval=1, gate="always", policy="incremental" if move else "static", migration=eplb.MigrationConfig(lag=0)
+        interval=interval,
+        gate="always",
+        policy="incremental" if move else "static",
+        migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach([job.model], job.optimizer, config=config)
     if move:
@@ -277,7 +280,30 @@ def norm_of_each_rank_alone(balancer: eplb.Balancer) -> None:
     balancer._end_with(Undo(lambda: setattr(norm_of_ranges, "BLOCK", BLOCK)))
 
 
-CONTROLS = {"state stays": forget_state, "pieces stay on their EDP rank": parts_stay}
+def weights_of_who_has_the_row(balancer: eplb.Balancer) -> None:
+    """Weights come whole along an EDP rank, from one whose gather of what others have stepped is still to come."""
+    from eplb_runtime.migration import exchange
+    from eplb_runtime.moe.experts.record import RecordFormat
+    from eplb_runtime.moe.experts.registry import ExpertTensor
+
+    own = exchange.piece
+
+    def piece(record_format: Any, source: Any, destination: Any, *, here: Any) -> Any:
+        state = own(record_format, source, destination, here=here).fields
+        kept = [field.source for field in state if field.source.kind != "parameter"]
+        rows = [field.source for field in record_format.fields if field.source.part == "row"]
+        whole = [ExpertTensor(one.name, (one.row(here.row).detach().view(-1),), one.kind) for one in rows]
+        return RecordFormat.of([*(whole if source.part == destination.part else []), *kept])
+
+    exchange.piece = piece
+    balancer._end_with(Undo(lambda: setattr(exchange, "piece", own)))
+
+
+CONTROLS: dict[str, tuple[str, Callable[[eplb.Balancer], None]]] = {
+    "state stays": (CUT, forget_state),
+    "pieces stay on their EDP rank": (CUT, parts_stay),
+    "weights that are still to be gathered": (LATE, weights_of_who_has_the_row),
+}
 
 
 def saved_and_read_back(folder: Path) -> dict[str, Any]:
@@ -337,13 +363,34 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for case in CASES:
         results[case] = {"static": trained(case, move=False), "moving": trained(case, move=True)}
-    for name, spoil in CONTROLS.items():
-        results[name] = trained(CUT, move=True, spoil=spoil)
+    for name, (case, spoil) in CONTROLS.items():
+        results[name] = trained(case, move=True, spoil=spoil)
     results["other norm"] = trained(CUT, move=True, spoil=norm_of_each_rank_alone)["seen"]
     results["checkpoint"] = saved_and_read_back(Path(folder))
     job = Job(**CASES["experts whole"])
     results["alone"] = {"seen": job.train(range(STEPS)), "tensors": job.tensors(None)}
     return results
+
+
+def moved_once(rank: int) -> dict[str, Any]:
+    """EDP 3: what is there before a move, and after it."""
+    prepare()
+    job = Job(**CASES[LATE])
+    balancer = attached(job, move=True, interval=100)
+    job.train(range(2))
+    before = job.tensors(balancer.placement)
+    balancer.rebalance()
+    after = job.tensors(balancer.placement)
+    kept, places = job.kept_here(), balancer.placement.physical_to_logical.tolist()
+    losses = job.train(range(2, 3))
+    balancer.close()
+    return {
+        "before": {"tensors": before},
+        "after": {"tensors": after},
+        "kept here": kept,
+        "placement": places,
+        "seen": losses,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -397,11 +444,11 @@ def test_experts_with_divided_state_move_and_no_bit_changes(results: list[dict[s
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_control_what_is_left_behind_shows(results: list[dict[str, Any]], control: str) -> None:
-    static = whole([of_rank[CUT]["static"] for of_rank in results])
+    static = [of_rank[CONTROLS[control][0]]["static"] for of_rank in results]
     broken = [of_rank[control] for of_rank in results]
-    with_ranges = {key for of_rank in broken for key in of_rank["tensors"]["ranges"]}
-    assert with_ranges == {key for key in static if key[0] != "dense" and key[3] != "weight"}
-    assert [of_rank["seen"] for of_rank in broken] != [of_rank[CUT]["static"]["seen"] for of_rank in results]
+    names, of_broken = ({key for one in of_each for key in one["tensors"]["ranges"]} for of_each in (static, broken))
+    assert names == of_broken and broken[0]["moved"] > 0
+    assert [one["seen"] for one in broken] != [one["seen"] for one in static]
 
 
 def test_control_a_norm_that_depends_on_the_cut_is_another(results: list[dict[str, Any]]) -> None:
@@ -432,3 +479,12 @@ def test_experts_are_whole_or_cut_as_the_cases_say(results: list[dict[str, Any]]
 def test_without_clipping_megatron_alone_trains_the_same(results: list[dict[str, Any]]) -> None:
     alone = whole([of_rank["alone"] for of_rank in results])
     assert differing(alone, whole([of_rank["experts whole"]["moving"] for of_rank in results])) == []
+
+
+def test_three_ranks_that_hold_the_same_have_what_they_had_after_a_move() -> None:
+    results = run_ranks(6, moved_once)
+    before, after = (whole([of_rank[when] for of_rank in results]) for when in ("before", "after"))
+    assert all(row != sorted(row) for row in results[0]["placement"])
+    assert any(0 < here < of_all for of_rank in results for here, of_all in of_rank["kept here"])
+    assert differing(before, after) == []
+    assert all(loss > 0 for of_rank in results for of_step in of_rank["seen"] for loss in of_step)

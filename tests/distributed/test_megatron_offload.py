@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ class Job:
         bf16: bool = True,
         distributed: bool = True,
         frees: bool = False,
+        model: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from megatron.core.distributed import (
@@ -124,7 +125,9 @@ class Job:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        bare = load_example("megatron_gpt").model_of(bf16=bf16, moe_router_topk=3, calculate_per_token_loss=False)
+        bare = load_example("megatron_gpt").model_of(
+            bf16=bf16, moe_router_topk=3, calculate_per_token_loss=False, **(model or {})
+        )
         config = bare.config
         config.finalize_model_grads_func = finalize_model_grads
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)

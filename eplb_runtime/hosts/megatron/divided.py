@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...moe.experts.optimizer_state import Ranges
+from ..attaching.description import AttachError
 
 
 def is_divided(leaf: Any) -> bool:
@@ -35,7 +36,7 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
     """For each of `ranks_of`, the elements of a flat parameter that it steps; empty ones are ``(0, 0)``.
 
     Raises:
-        RuntimeError: this rank's is not what the optimizer itself says.
+        AttachError: this rank's is not what the optimizer itself says.
     """
     buffer = next(buffer for buffer in leaf.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
@@ -51,7 +52,7 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
         own = leaf._get_model_param_range_map(parameter)["param"]
         said = own.start, own.end
     if here != said or sum(last - first for first, last in found) != end - begin:
-        raise RuntimeError(
+        raise AttachError(
             f"Megatron's distributed optimizer keeps elements {said} of {tuple(parameter.shape)} here, and its buckets "
             f"would have it {here}: this version of it divides them otherwise"
         )

@@ -46,19 +46,23 @@ def is_mixed(optimizer: Any) -> bool:
     return isinstance(optimizer, HybridDeviceOptimizer) and 0 < optimizer.offload_fraction < 1
 
 
-def offloaded_state(optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor) -> OffloadedState:
+def offloaded_state(
+    optimizer: HybridDeviceOptimizer, given: Tensor, parameter: Tensor, first: int = 0
+) -> OffloadedState:
     """What is kept for a parameter of the model.
 
     Args:
         given: what the optimizer was given in its place: itself, a view of it, or its float32 master.
+        first: element of the flat parameter with which that begins.
     """
+    own_place = parameter.data_ptr() + first * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
     state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _AGAIN}
     if is_mixed(optimizer):
         # TransformerEngine's optimizer on the device counts steps for all, torch's in host memory for each; all
         # experts are stepped together.
         state.pop(_STEPS, None)
-    by_place = {tensor.data_ptr(): tensor for tensor in (given, inner) if tensor.data_ptr() != parameter.data_ptr()}
+    by_place = {tensor.data_ptr(): tensor for tensor in (given, inner) if tensor.data_ptr() != own_place}
     if inner.dtype == parameter.dtype:  # equal to the parameter itself after each step
         copies = {PARAMETER: tuple(by_place.values())} if by_place else {}
     else:

@@ -132,8 +132,7 @@ class StepByMegatron:
         else:
             main = _given(leaf, parameter)
             kept = {"param": main, **leaf.optimizer.state.get(main, {})}
-        first = leaf._get_model_param_range_map(parameter)["param"].start if _is_divided(leaf) else 0
-        if kept["param"].data_ptr() == parameter.data_ptr() + first * parameter.itemsize:
+        if kept["param"].data_ptr() == parameter.data_ptr() + _first(leaf, parameter) * parameter.itemsize:
             del kept["param"]
         return kept
 
@@ -282,21 +281,25 @@ def _given(leaf: Any, parameter: Tensor) -> Tensor:
 
 
 def _offloaded(leaf: Any, parameter: Tensor) -> OffloadedState:
-    return offloaded_state(leaf.optimizer, _given(leaf, parameter), parameter)
+    return offloaded_state(leaf.optimizer, _given(leaf, parameter), parameter, _first(leaf, parameter))
+
+
+def _first(leaf: Any, parameter: Tensor) -> int:
+    """The element of a flat parameter with which what this rank steps of it begins."""
+    if not _is_divided(leaf):
+        return 0
+    first: int = leaf._get_model_param_range_map(parameter)["param"].start
+    return first
 
 
 def _check_leaf(leaf: Any, experts: Mapping[str, Tensor]) -> None:
-    if _is_divided(leaf) and is_offloaded(leaf.optimizer):
-        raise AttachError(
-            "a distributed optimizer that divides experts over ranks which hold the same, with state in host memory, "
-            "is not supported yet: set optimizer_cpu_offload=False, or spread the experts over all data-parallel ranks"
-        )
     for name, parameter in experts.items():
         if _is_divided(leaf):
             ranges_of(leaf, parameter)
+        if not _is_here(leaf, parameter):
             continue
         given = _given(leaf, parameter)
-        if given.numel() != parameter.numel():
+        if given.numel() != parameter.numel() and not _is_divided(leaf):
             raise AttachError(_elsewhere(name, given.numel(), parameter))
         if is_offloaded(leaf.optimizer) and given not in leaf.optimizer.param_to_inner_param:
             raise AttachError(

@@ -218,12 +218,6 @@ RULES = (
         "set use_precision_aware_optimizer=False, or optimizer_cpu_offload=True",
     ),
     Rule(
-        "use_distributed_optimizer",
-        lambda job: job.use_distributed_optimizer and job.expert_data_parallel_size > 1 and job.optimizer_cpu_offload,
-        "it divides experts over ranks that hold the same, which has not been run with state in host memory",
-        "set optimizer_cpu_offload=False, or spread the experts over all data-parallel ranks",
-    ),
-    Rule(
         "num_distributed_optimizer_instances",
         lambda job: job.num_distributed_optimizer_instances > 1,
         "several instances of the distributed optimizer are not supported",

@@ -71,8 +71,8 @@ class RecordFormat:
         for tensor in tensors:
             fields.append(RowField(tensor, offset))
             offset += -(-tensor.row_bytes // ALIGNMENT) * ALIGNMENT
-            # Each rank that has a range of it sends that by itself.
-            offset += (len(tensor.ranges[0]) - 1) * ALIGNMENT if tensor.ranges else 0
+            # Each rank that has a range of it sends that by itself, in up to three parts.
+            offset += 3 * len(tensor.ranges[0]) * ALIGNMENT if tensor.ranges else 0
         return cls(tuple(fields), offset)
 
     @property
@@ -145,19 +145,26 @@ def piece(record_format: RecordFormat, source: End, destination: End, *, here: E
         here: one of the two ends, the one on this rank.
     """
     tensors = []
-    for field in record_format.fields:
-        one = field.source
+    for one in (field.source for field in record_format.fields):
         kept, will_keep = one.ranges[source.row][source.part], one.ranges[destination.row][destination.part]
-        first, end = max(kept[0], will_keep[0]), min(kept[1], will_keep[1])
-        if one.part == "row":
-            first, end = kept
-        if first >= end:
-            continue
-        memory = one.row(here.row).detach()
-        if one.part != "number":
-            begin = 0 if one.part == "row" else one.ranges[here.row][here.part][0]
-            memory = memory.view(-1)[first - begin : end - begin]
-            if memory.numel() != end - first:
-                raise OptimizerStateError(f"{one.name}: elements {first} to {end} of an expert are not all here")
-        tensors.append(ExpertTensor(one.name, (memory,), one.kind))
+        own = one.ranges[here.row][here.part]
+        for first, end in _spans(kept, will_keep, whole=one.part == "row"):
+            memory = one.row(here.row).detach()
+            copies: tuple[Tensor, ...] = ()
+            if one.part != "number":
+                begin = 0 if one.part == "row" else own[0]
+                memory = memory.view(-1)[first - begin : end - begin]
+                if memory.numel() != end - first:
+                    raise OptimizerStateError(f"{one.name}: elements {first} to {end} of an expert are not all here")
+            if own[0] <= first and end <= own[1]:  # other memory has what is stepped here alone
+                copies = tuple(copied.view(-1)[first - own[0] : end - own[0]] for copied in one.copies_of_row(here.row))
+            copied_along = (copies,) if copies else ()
+            tensors.append(ExpertTensor(one.name, (memory,), one.kind, copied_along, one.varies_in_device))
     return RecordFormat.of(tensors)
+
+
+def _spans(kept: tuple[int, int], will_keep: tuple[int, int], *, whole: bool) -> list[tuple[int, int]]:
+    """What of ``kept`` is in ``will_keep``; or all of it, parted at the ends of that."""
+    first, end = (min(max(place, kept[0]), kept[1]) for place in will_keep)
+    spans = [(kept[0], first), (first, end), (end, kept[1])] if whole else [(first, end)]
+    return [(begin, stop) for begin, stop in spans if begin < stop]

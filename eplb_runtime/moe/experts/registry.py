@@ -319,8 +319,11 @@ class ExpertTensors:
 
     def _of_divided(self, name: str, rows: tuple[Tensor, ...], ranges: tuple[Ranges, ...]) -> list[ExpertTensor]:
         """All that moves with experts whose state is divided over the ranks that hold them."""
-        tensors = [ExpertTensor(name, rows, "parameter", ranges=ranges)]
-        for optimizer in self._optimizers:
+        copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
+        own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
+        tensors = [ExpertTensor(name, rows, "parameter", own, ranges=ranges)]
+        for optimizer, of_each in zip(self._optimizers, copies, strict=True):
+            varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
             for key, state in divided_state_of_each(optimizer, rows):
                 part: Part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
                 if part == "range" and not all(one.ndim == 1 for one in state):
@@ -328,5 +331,6 @@ class ExpertTensors:
                         f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "
                         "ranges of experts are expected"
                     )
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", ranges=ranges, part=part))
+                others = of_each.get(key, ())
+                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, varies, ranges, part))
         return tensors

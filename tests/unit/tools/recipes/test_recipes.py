@@ -215,10 +215,6 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
         ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
-        (
-            {"distributed_optimizer": True, "optimizer_cpu_offload": True, "gpus": 16},
-            "distributed_optimizer",
-        ),
         ({"fsdp": True}, "fsdp"),
         ({"lora": True}, "lora"),
     ],
@@ -251,9 +247,10 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(
     assert refused(judged_fields(tmp_path, TORCHTITAN, **fields)) == [setting]
 
 
-def test_sizes_that_do_not_fit_the_ranks_leave_the_answer_open(tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_the_ranks_leave_open_how_equal_training_is(tmp_path: Path) -> None:
     found = judged_fields(tmp_path, MEGATRON, pp=2, distributed_optimizer=True)
-    assert found["attaches"] is None and found["edp"] is None
+    assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
+    assert "expert_data_parallel_size" in [one["setting"] for one in found["unknown"]]
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
@@ -267,10 +264,16 @@ def test_expert_tensor_parallelism_is_that_of_tensors_unless_it_cannot_fit(tmp_p
     assert judged_fields(tmp_path, MEGATRON, tp=2, gpus=8)["attaches"] is True
 
 
-def test_ranks_that_are_not_stated_leave_a_distributed_optimizer_open(tmp_path: Path) -> None:
-    assert judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=True)["attaches"] is None
-    found = judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=False)
+@pytest.mark.parametrize("distributed", [True, False])
+def test_ranks_that_are_not_stated_leave_open_how_equal_training_is(tmp_path: Path, distributed: bool) -> None:
+    found = judged_fields(tmp_path, MEGATRON, gpus=None, distributed_optimizer=distributed)
     assert found["attaches"] is True and found["edp"] is None and found["exact"] is None
+
+
+@pytest.mark.parametrize(("gpus", "exact"), [(8, "bit"), (16, "bit"), (24, "rounding")])
+def test_a_distributed_optimizer_over_ranks_that_hold_the_same_attaches(tmp_path: Path, gpus: int, exact: str) -> None:
+    found = judged_fields(tmp_path, MEGATRON, gpus=gpus, distributed_optimizer=True)
+    assert found["attaches"] is True and found["edp"] == gpus // 8 and found["exact"] == exact
 
 
 def test_a_precision_aware_optimizer_in_host_memory_is_megatrons_own_and_attaches(tmp_path: Path) -> None:
@@ -409,14 +412,14 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 27, 54, 4),
+        "Megatron-Bridge": (85, 31, 54, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
-        "slime": (12, 11, 1, 0),
+        "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
-        "verl": (16, 14, 2, 0),
-        "all": (130, 53, 73, 4),
+        "verl": (16, 15, 1, 0),
+        "all": (130, 59, 71, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
-    assert undecided == {"expert_data_parallel_size"}
+    assert undecided == set()
     assert not any(isinstance(refusal.value, Unresolved) for one in answers for refusal in one.judgement.refused)
