@@ -195,6 +195,11 @@ def _moved(experts: int) -> str:
     return f"{experts} expert{'s' * (experts != 1)} moved" if experts else "replicas changed, no expert moved"
 
 
+def _row(event: Event) -> tuple[str, str, str]:
+    """Of a table: the step, the kind of event, and what happened."""
+    return str(event.step), _NAMES.get(type(event), event.name), brief(event)
+
+
 _NAMES: dict[type[Event], str] = {
     LoadMeasured: "measured",
     RebalancePlanned: "planned",
@@ -235,6 +240,7 @@ class EventLog:
         self._detail = 0
         self._detailed: deque[tuple[int, int]] = deque()
         self._emitted = 0
+        self._newest_rebalance: tuple[int, Event] | None = None
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
@@ -243,6 +249,8 @@ class EventLog:
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
         self._emitted += 1
+        if isinstance(event, RebalanceCommitted):
+            self._newest_rebalance = self._emitted, self._events[-1]
         if isinstance(event, LoadMeasured) and len(event.imbalance) > 1:
             self._bound_detail(len(event.imbalance) * len(event.imbalance[0]))
         for listener in self._listeners:
@@ -268,10 +276,16 @@ class EventLog:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns."""
+        """The newest events as a table of 80 columns; an older rebalance leads them, if it is the newest one."""
         newest = list(self._events)[-SHOWN:]
         earlier = len(self._events) - len(newest)
-        rows = [(str(event.step), _NAMES.get(type(event), event.name), brief(event)) for event in newest]
+        rows = [_row(event) for event in newest]
+        if self._newest_rebalance is not None:
+            number, rebalance = self._newest_rebalance
+            between = self._emitted - len(newest) - number
+            if between >= 0:
+                rows = [_row(rebalance), *([("...", "", f"{between} more")] if between else []), *rows]
+                earlier = max(0, earlier - between - 1)
         text = text_table(("step", "event", "what"), rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 

@@ -9,6 +9,7 @@ import pytest
 from eplb_runtime.balancer.status import DecisionLine, balancer_table
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import (
+    SHOWN,
     BalancingPaused,
     EventLog,
     GuardFinding,
@@ -58,6 +59,20 @@ def test_a_long_log_prints_its_newest_events() -> None:
         events.emit(BalancingPaused(step, "x"))
     shown = str(events).splitlines()
     assert shown[-1] == "(70 earlier)" and shown[2].startswith("70 ") and shown[-2].startswith("99 ")
+
+
+def test_a_long_log_shows_its_newest_rebalance() -> None:
+    events = EventLog(capacity=100)
+    events.emit(COMMITTED)
+    for step in range(61, 100):
+        events.emit(STAYS)
+        shown = str(events).splitlines()
+        assert sum("committed" in line for line in shown) == 1 and "4 experts moved" in shown[2]
+    assert [line.split()[:2] for line in shown if line.startswith("...")] == [["...", "9"]]
+    assert "earlier" not in shown[-1] and sum("stay" in line for line in shown) == SHOWN
+    for _ in range(200):
+        events.emit(STAYS)
+    assert "committed" in str(events), "it has left the log itself"
 
 
 def test_a_balancer_prints_as_a_table_of_eighty_columns() -> None:
