@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
-from .utils.tables import text_table
+from .utils.tables import counted, text_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -109,9 +109,10 @@ class RebalancePlanned(Event):
 class RebalanceCommitted(Event):
     """Experts moved; every rank holds the new placement. Bytes are those this rank received.
 
-    ``phase_seconds``: what this rank spent in each part (``prepare post transfer verify maps vote commit``). For
-    listeners: ``placement``, the one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and
-    destination slot of each expert that was sent; ``expert_bytes``, of an expert with its state in each layer.
+    ``placed_replicas``: replica slots, over all ranks, that hold another expert than before. ``phase_seconds``: what
+    this rank spent in each part (``prepare post transfer verify maps vote commit``). For listeners: ``placement``, the
+    one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that
+    was sent; ``expert_bytes``, of an expert with its state in each layer.
     """
 
     epoch: int
@@ -123,6 +124,7 @@ class RebalanceCommitted(Event):
     placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
     transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
     expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placed_replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,16 @@ def brief(event: Event) -> str:
     if isinstance(event, LoadMeasured):
         values = [value for row in event.imbalance for value in row]
         mean = sum(values) / len(values) if values else 1.0
-        return f"{event.steps} steps, imbalance {mean:.3f} on average, {max(values, default=1.0):.3f} at worst"
+        worst = max(values, default=1.0)
+        return f"{counted(event.steps, 'step')}, measured imbalance {mean:.3f} on average, {worst:.3f} at worst"
     if isinstance(event, RebalancePlanned):
-        to = f", imbalance {event.imbalance_before:.3f} -> {event.imbalance_after:.3f}" if event.moves else ""
-        return f"{event.decision}: {event.reason}{to}"
+        to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
+        forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""
+        return f"{event.decision}: {event.reason}{forecast}"
     if isinstance(event, RebalanceCommitted):
         return (
-            f"epoch {event.epoch}: {_moved(event.moved_experts)}, {event.received_bytes / 2**20:.1f} MiB came "
-            f"here, {event.pause_seconds * 1e3:.1f} ms pause"
+            f"epoch {event.epoch}: {_moved(event.moved_experts, event.placed_replicas)}, "
+            f"{event.received_bytes / 2**20:.1f} MiB came here, {event.pause_seconds * 1e3:.1f} ms pause"
         )
     if isinstance(event, RebalanceAborted):
         return f"{event.phase}: {event.cause}"
@@ -191,8 +195,10 @@ def brief(event: Event) -> str:
     return event.finding if isinstance(event, GuardFinding) else ""
 
 
-def _moved(experts: int) -> str:
-    return f"{experts} expert{'s' * (experts != 1)} moved" if experts else "replicas changed, no expert moved"
+def _moved(experts: int, replicas: int) -> str:
+    moved = f"{counted(experts, 'expert')} moved" if experts else ""
+    placed = f"{counted(replicas, 'replica')} placed" if replicas else ""
+    return ", ".join(filter(None, (moved, placed))) or "replicas changed, no expert moved"
 
 
 def _row(event: Event) -> tuple[str, str, str]:

@@ -550,11 +550,12 @@ class Rebalancer:
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
             self._clock.stalled(progress.stall_seconds)
+        before = self._placement
         self._follow(progress.placement)
         if progress.committed_layers:
             self._committed_layers.update(progress.committed_layers)
             pause, self._pause_seconds = self._pause_seconds, 0.0
-            self._events.emit(progress.committed(self.step, pause))
+            self._events.emit(progress.committed(self.step, pause, before))
         if progress.failed_phase is not None and not progress.only_between_steps:
             committed, left = tuple(sorted(self._committed_layers)), progress.left_layers
             self._drop(progress.failed_phase.value, progress.cause, progress.connections_broken, committed, left)

@@ -31,7 +31,8 @@ _REASONS = (
     ("no gain", "no gain"),
     ("would save", "does not pay"),
     ("saves", "pays"),
-    ("mean imbalance", "imbalance falls"),
+    ("forecast imbalance", "imbalance falls"),
+    ("mean imbalance", "imbalance falls"),  # in logs of earlier versions
     ("the planner is still being compiled", "compiling"),
 )
 _CAUSES = (

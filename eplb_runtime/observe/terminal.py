@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..utils.tables import counted
 from .looking import LookError, View, unpacked
 from .recorded import RecordedLoad
 from .summary import CAME_TRUE_TOLD
@@ -127,9 +128,9 @@ def _head(view: View, now: float) -> RenderableType:
     moved = sum(totals["moved_bytes"].values()) / 2**20
     lines.append(
         Text(
-            f"{totals['rebalances']} rebalances in {totals['decisions']} decisions, "
-            f"{sum(totals['moved_experts'].values())} experts, {moved:,.1f} MiB, {_seconds(totals['pause_seconds'])} "
-            f"pause, {_seconds(totals['saved_seconds'])} saved"
+            f"{counted(totals['rebalances'], 'rebalance')} in {counted(totals['decisions'], 'decision')}, "
+            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, "
+            f"{_seconds(totals['pause_seconds'])} pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
     if view.get("expert_work"):
