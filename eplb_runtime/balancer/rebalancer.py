@@ -170,8 +170,9 @@ class Rebalancer:
         )
 
     def _begin_compiling(self) -> Future[None]:
+        missing = self.decisions.lacks_compiled_code
         compiled = self._compiler.submit(self.decisions.compile)
-        if not wait([compiled], COMPILED_SOON_SECONDS).done:
+        if not wait([compiled], COMPILED_SOON_SECONDS).done and missing:
             logger.info(
                 "compiling the planner in the background, about a minute of one core, once on a machine "
                 "(eplb-runtime warmup does it ahead); until then only homes move"
