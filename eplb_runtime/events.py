@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
-from .utils.tables import text_table
+from .utils.tables import counted, text_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -109,9 +109,10 @@ class RebalancePlanned(Event):
 class RebalanceCommitted(Event):
     """Experts moved; every rank holds the new placement. Bytes are those this rank received.
 
-    ``phase_seconds``: what this rank spent in each part (``prepare post transfer verify maps vote commit``). For
-    listeners: ``placement``, the one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and
-    destination slot of each expert that was sent; ``expert_bytes``, of an expert with its state in each layer.
+    ``placed_replicas``: replica slots, over all ranks, that hold another expert than before. ``phase_seconds``: what
+    this rank spent in each part (``prepare post transfer verify maps vote commit``). For listeners: ``placement``, the
+    one that stands now; ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that
+    was sent; ``expert_bytes``, of an expert with its state in each layer.
     """
 
     epoch: int
@@ -123,6 +124,7 @@ class RebalanceCommitted(Event):
     placement: Placement | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
     transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
     expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False, metadata=_SEEN)
+    placed_replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,16 @@ def brief(event: Event) -> str:
     if isinstance(event, LoadMeasured):
         values = [value for row in event.imbalance for value in row]
         mean = sum(values) / len(values) if values else 1.0
-        return f"{event.steps} steps, imbalance {mean:.3f} on average, {max(values, default=1.0):.3f} at worst"
+        worst = max(values, default=1.0)
+        return f"{counted(event.steps, 'step')}, measured imbalance {mean:.3f} on average, {worst:.3f} at worst"
     if isinstance(event, RebalancePlanned):
-        to = f", imbalance {event.imbalance_before:.3f} -> {event.imbalance_after:.3f}" if event.moves else ""
-        return f"{event.decision}: {event.reason}{to}"
+        to = f"{event.imbalance_before:.3f} -> {event.imbalance_after:.3f}"
+        forecast = f", forecast imbalance {to}" if event.moves and to not in event.reason else ""
+        return f"{event.decision}: {event.reason}{forecast}"
     if isinstance(event, RebalanceCommitted):
         return (
-            f"epoch {event.epoch}: {_moved(event.moved_experts)}, {event.received_bytes / 2**20:.1f} MiB came "
-            f"here, {event.pause_seconds * 1e3:.1f} ms pause"
+            f"epoch {event.epoch}: {_moved(event.moved_experts, event.placed_replicas)}, "
+            f"{event.received_bytes / 2**20:.1f} MiB came here, {event.pause_seconds * 1e3:.1f} ms pause"
         )
     if isinstance(event, RebalanceAborted):
         return f"{event.phase}: {event.cause}"
@@ -191,8 +195,15 @@ def brief(event: Event) -> str:
     return event.finding if isinstance(event, GuardFinding) else ""
 
 
-def _moved(experts: int) -> str:
-    return f"{experts} expert{'s' * (experts != 1)} moved" if experts else "replicas changed, no expert moved"
+def _moved(experts: int, replicas: int) -> str:
+    moved = f"{counted(experts, 'expert')} moved" if experts else ""
+    placed = f"{counted(replicas, 'replica')} placed" if replicas else ""
+    return ", ".join(filter(None, (moved, placed))) or "replicas changed, no expert moved"
+
+
+def _row(event: Event) -> tuple[str, str, str]:
+    """Of a table: the step, the kind of event, and what happened."""
+    return str(event.step), _NAMES.get(type(event), event.name), brief(event)
 
 
 _NAMES: dict[type[Event], str] = {
@@ -235,6 +246,7 @@ class EventLog:
         self._detail = 0
         self._detailed: deque[tuple[int, int]] = deque()
         self._emitted = 0
+        self._newest_rebalance: tuple[int, Event] | None = None
         self._listeners: list[Callable[[Event], None]] = []
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
@@ -243,6 +255,8 @@ class EventLog:
     def emit(self, event: Event) -> None:
         self._events.append(event.without_arrays())
         self._emitted += 1
+        if isinstance(event, RebalanceCommitted):
+            self._newest_rebalance = self._emitted, self._events[-1]
         if isinstance(event, LoadMeasured) and len(event.imbalance) > 1:
             self._bound_detail(len(event.imbalance) * len(event.imbalance[0]))
         for listener in self._listeners:
@@ -268,10 +282,16 @@ class EventLog:
         return [event for event in self._events if isinstance(event, kind)]
 
     def __str__(self) -> str:
-        """The newest events as a table of 80 columns."""
+        """The newest events as a table of 80 columns; an older rebalance leads them, if it is the newest one."""
         newest = list(self._events)[-SHOWN:]
         earlier = len(self._events) - len(newest)
-        rows = [(str(event.step), _NAMES.get(type(event), event.name), brief(event)) for event in newest]
+        rows = [_row(event) for event in newest]
+        if self._newest_rebalance is not None:
+            number, rebalance = self._newest_rebalance
+            between = self._emitted - len(newest) - number
+            if between >= 0:
+                rows = [_row(rebalance), *([("...", "", f"{between} more")] if between else []), *rows]
+                earlier = max(0, earlier - between - 1)
         text = text_table(("step", "event", "what"), rows)
         return f"{text}\n({earlier} earlier)" if earlier else text
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,15 +70,18 @@ def compile_planner(policy: str = "incremental") -> None:
     split_for_rank(np.ones((4, 8), dtype=np.int64), SplitTables.of(current), 0, 0, ranks_per_node=2)
 
 
-def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
+def compile_apart(
+    policy: str, ended: threading.Event | None = None, on_wait: Callable[[], None] = lambda: None
+) -> None:
     """Compile in another process on this machine. Never raises.
 
     Args:
         policy: as for `compile_here`.
         ended: set when nobody needs it any more; what has been compiled by then is kept on the disk.
+        on_wait: called every `LOOK_SECONDS` while the other process runs.
     """
     command = [sys.executable, "-m", __name__, policy]
-    if not compiles() or _mark(policy).exists():
+    if not compiles() or is_compiled(policy):
         return
     last = time.monotonic() + MOST_SECONDS
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -86,6 +90,7 @@ def compile_apart(policy: str, ended: threading.Event | None = None) -> None:
             message = ""
             try:
                 while process.poll() is None and time.monotonic() < last and not (ended and ended.is_set()):
+                    on_wait()
                     with suppress(subprocess.TimeoutExpired):
                         message = process.communicate(timeout=LOOK_SECONDS)[1]
             finally:
@@ -102,8 +107,16 @@ def compiles() -> bool:
 
 
 def is_compiled(policy: str) -> bool:
-    """Return whether all code of decisions was compiled on this machine, for these very sources."""
-    return compiles() and _mark(policy).exists()
+    """Return whether all code of decisions was compiled on this machine, for these very sources.
+
+    Code of a rank that plans nothing is part of what each policy compiles.
+    """
+    return compiles() and (_mark(policy).exists() or (not policy and any(_mark("").parent.glob("*.compiled"))))
+
+
+def functions_on_disk() -> int:
+    """Number of functions compiled so far, by whatever: for these very sources."""
+    return sum(1 for _ in cache_folder().rglob("*.nbi"))
 
 
 def _mark(policy: str) -> Path:
@@ -117,7 +130,7 @@ def main(policy: str) -> None:
     mark = _mark(policy)
     with open(mark.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not mark.exists():
+        if not is_compiled(policy):
             compile_here(policy)
             mark.touch()
             remove_older()

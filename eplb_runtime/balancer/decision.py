@@ -37,7 +37,7 @@ from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.jit import answers_at_once, compiling_ahead
 from ..utils.spans import phase
 from ..utils.worker import Worker
-from .compile_ahead import compile_apart, compile_here
+from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
 from .guard import Guard, SampleComparison
 from .guard_samples import Sample
 from .runtime import Runtime
@@ -215,10 +215,20 @@ class DecisionMaker:
         self._track_record.resume(rows)
         self.saved_track_record = self._track_record.saved()
 
+    @property
+    def lacks_compiled_code(self) -> bool:
+        """Return whether `compile` will compile, and not only read compiled code from the disk."""
+        return compiles() and not is_compiled(self._policy_here)
+
+    @property
+    def _policy_here(self) -> str:
+        """Policy that this rank plans with; empty: it does not plan."""
+        return self._config.policy if self._is_planner else ""
+
     def compile(self) -> None:
         """Compile the code of decisions and migrations on this rank; until then NumPy plans, and only homes move."""
         try:
-            policy = self._config.policy if self._is_planner else ""
+            policy = self._policy_here
             with compiling_ahead():
                 compile_apart(policy, self._closed)
                 if not self._closed.is_set():

@@ -170,8 +170,9 @@ class Rebalancer:
         )
 
     def _begin_compiling(self) -> Future[None]:
+        missing = self.decisions.lacks_compiled_code
         compiled = self._compiler.submit(self.decisions.compile)
-        if not wait([compiled], COMPILED_SOON_SECONDS).done:
+        if not wait([compiled], COMPILED_SOON_SECONDS).done and missing:
             logger.info(
                 "compiling the planner in the background, about a minute of one core, once on a machine "
                 "(eplb-runtime warmup does it ahead); until then only homes move"
@@ -550,11 +551,12 @@ class Rebalancer:
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
             self._clock.stalled(progress.stall_seconds)
+        before = self._placement
         self._follow(progress.placement)
         if progress.committed_layers:
             self._committed_layers.update(progress.committed_layers)
             pause, self._pause_seconds = self._pause_seconds, 0.0
-            self._events.emit(progress.committed(self.step, pause))
+            self._events.emit(progress.committed(self.step, pause, before))
         if progress.failed_phase is not None and not progress.only_between_steps:
             committed, left = tuple(sorted(self._committed_layers)), progress.left_layers
             self._drop(progress.failed_phase.value, progress.cause, progress.connections_broken, committed, left)

@@ -8,7 +8,7 @@ from ..config import BalancerConfig
 from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned, brief
 from ..placement import Placement
 from ..topology import Topology
-from ..utils.tables import text_table
+from ..utils.tables import counted, text_table
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -30,7 +30,7 @@ def balancer_table(
         ("steps", str(step)),
         ("placement", f"epoch {placement.epoch}, {copies} copies stand"),
         ("measured last", brief(measured[-1]) if measured else "nothing yet"),
-        ("rebalances", f"{len(committed)}, {moved} experts moved, {pause:.3g} s pause"),
+        ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {pause:.3g} s pause"),
         ("dropped", str(len(events.of_type(RebalanceAborted)))),
     ]
     return text_table(("balancer", ""), rows)

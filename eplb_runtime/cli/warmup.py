@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from .arguments import add_command
-from .printing import print_json, spinner
+from .printing import note, print_json, spinner
 
 POLICIES = ("incremental", "")
 """Of rank 0, and of the other ranks, which plan nothing."""
@@ -26,15 +26,26 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ..balancer.compile_ahead import compile_apart, is_compiled
+    from ..balancer.compile_ahead import compile_apart, functions_on_disk, is_compiled
     from ..utils.jit import cache_folder
+    from ..utils.tables import counted
 
     began = time.perf_counter()
     before = all(is_compiled(policy) for policy in POLICIES)
     with spinner() as shown:
-        shown.update("compiling the planner")
         for policy in POLICIES:
-            compile_apart(policy)
+            if is_compiled(policy):
+                continue
+            what, started = _named(policy), time.perf_counter()
+            note(f"compiling {what}: {counted(functions_on_disk(), 'function')} on the disk before")
+
+            def look(what: str = what) -> None:
+                shown.update(f"compiling {what}: {counted(functions_on_disk(), 'function')} so far")
+
+            compile_apart(policy, on_wait=look)
+            if is_compiled(policy):
+                taken = time.perf_counter() - started
+                note(f"compiled {what}: {counted(functions_on_disk(), 'function')}, {taken:.0f} s")
     done = all(is_compiled(policy) for policy in POLICIES)
     seconds = time.perf_counter() - began
     folder = str(cache_folder())
@@ -47,3 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
             f"the planner was compiled before, in {folder}" if before else f"compiled in {seconds:.0f} s, in {folder}"
         )
     return 0 if done else 1
+
+
+def _named(policy: str) -> str:
+    return f"policy {policy}" if policy else "for ranks that plan nothing"

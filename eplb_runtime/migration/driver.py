@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..distributed.ballot import Verdict
 from ..distributed.points import Phase
 from ..events import RebalanceCommitted
-from ..placement import Placement
+from ..placement import EMPTY, Placement
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ class MigrationProgress:
             return None
         return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
 
-    def committed(self, step: int, pause_seconds: float) -> RebalanceCommitted:
+    def committed(self, step: int, pause_seconds: float, before: Placement) -> RebalanceCommitted:
         """The event that experts have moved.
 
         Args:
+            before: the placement until now.
             pause_seconds: since the last such event.
         """
         return RebalanceCommitted(
@@ -87,7 +88,14 @@ class MigrationProgress:
             placement=self.placement,
             transfers=self.transfers,
             expert_bytes=self.record_bytes,
+            placed_replicas=_placed_replicas(before, self.placement),
         )
+
+
+def _placed_replicas(before: Placement, after: Placement) -> int:
+    """Number of replica slots that hold another expert than before."""
+    now = after.replicas_LRK
+    return int(((now != before.replicas_LRK) & (now != EMPTY)).sum())
 
 
 class Migration(Protocol):

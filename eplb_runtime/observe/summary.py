@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..load.clock import Progress
+from ..utils.tables import counted
 from .metrics import balance_of
 from .state import RunState
 
@@ -70,7 +71,7 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
         return None
     predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]
     plans, decisions = int(predictions["judged_plans"]), int(predictions["judged_decisions"])
-    judged = f"{plans} plan{'s' * (plans != 1)} judged at {decisions} decision{'s' * (decisions != 1)}"
+    judged = f"{counted(plans, 'plan')} judged at {counted(decisions, 'decision')}"
     text = f"of {predicted:.3g} s that plans predicted, {max(true, 0.0):.3g} s came true ({judged}"
     if true < 0:
         text += f", which lost {-true:.3g} s"
@@ -83,7 +84,8 @@ def summary_text(summary: dict[str, Any]) -> str:
     """As a job prints it at its end."""
     imbalance, saved = summary["imbalance"], summary["saved_seconds"]
     lines = [
-        f"{summary['steps']} steps, {summary['decisions']} decisions, {summary['rebalances']} rebalances, "
+        f"{counted(summary['steps'], 'step')}, {counted(summary['decisions'], 'decision')}, "
+        f"{counted(summary['rebalances'], 'rebalance')}, "
         f"{summary['dropped']} dropped"
     ]
     if imbalance["measured"] is not None:
@@ -92,8 +94,8 @@ def summary_text(summary: dict[str, Any]) -> str:
             f"start, {imbalance['measured']:.3f} as they stood, {imbalance['last']:.3f} last"
         )
     lines.append(
-        f"{summary['moved_experts']} experts moved between ranks, {summary['moved_bytes'] / MIB:.1f} MiB, training "
-        f"stood still for {summary['pause_seconds']:.3g} s"
+        f"{counted(summary['moved_experts'], 'expert')} moved between ranks, "
+        f"{summary['moved_bytes'] / MIB:.1f} MiB, training stood still for {summary['pause_seconds']:.3g} s"
     )
     lines.append(
         f"seconds saved: {saved['measured']:.3g} estimated from the measured imbalance; {saved['predicted']:.3g} "
@@ -105,5 +107,6 @@ def summary_text(summary: dict[str, Any]) -> str:
     work = summary["expert_work"]
     lines.append(f"{expert_work_text(work['share'], work['source'])}: seconds saved are in proportion to it")
     if summary["guard_findings"] or summary["pauses"]:
-        lines.append(f"{summary['guard_findings']} findings of the guard, {summary['pauses']} pauses: see the log")
+        found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
+        lines.append(f"{found} of the guard, {pauses}: see the log")
     return "\n  ".join(["the balancer's run:", *lines])

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..utils.tables import counted
 from .looking import LookError, View, unpacked
 from .recorded import RecordedLoad
 from .summary import CAME_TRUE_TOLD
@@ -23,6 +24,8 @@ from .summary import CAME_TRUE_TOLD
 MOST_RANKS, MOST_LAYERS, MOST_DECISIONS, MOST_TROUBLES = 16, 5, 8, 3
 BAR = 24
 """Characters of a rank's bar; the busiest fills it."""
+LEAST_SPAN = 0.1
+"""Of imbalance, that the height of a curve stands for."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -125,9 +128,9 @@ def _head(view: View, now: float) -> RenderableType:
     moved = sum(totals["moved_bytes"].values()) / 2**20
     lines.append(
         Text(
-            f"{totals['rebalances']} rebalances in {totals['decisions']} decisions, "
-            f"{sum(totals['moved_experts'].values())} experts, {moved:,.1f} MiB, {_seconds(totals['pause_seconds'])} "
-            f"pause, {_seconds(totals['saved_seconds'])} saved"
+            f"{counted(totals['rebalances'], 'rebalance')} in {counted(totals['decisions'], 'decision')}, "
+            f"{counted(sum(totals['moved_experts'].values()), 'expert')}, {moved:,.1f} MiB, "
+            f"{_seconds(totals['pause_seconds'])} pause, {_seconds(totals['saved_seconds'])} saved"
         )
     )
     if view.get("expert_work"):
@@ -197,12 +200,21 @@ def _decisions(view: View) -> RenderableType:
     table = Table(box=None, padding=(0, 1), show_edge=False)
     for heading, justify in (("step", "right"), ("decision", "left"), ("imbalance", "left"), ("why", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left")
-    for row in list(view["decisions"])[-MOST_DECISIONS:]:
+    for row in _with_newest_rebalance(view):
         before, after = row.get("imbalance_before"), row.get("imbalance_after")
         said = "" if not before or not after else f"{before:.3f} -> {after:.3f}"
         outcome = str(row.get("outcome", ""))
         table.add_row(str(row["step"]), escape(outcome), said, escape(str(row["reason"])))
     return table if table.row_count else Text("no decision yet")
+
+
+def _with_newest_rebalance(view: View) -> list[dict[str, Any]]:
+    """The newest decisions; where none of them moved experts, the last one that did leads them."""
+    newest = list(view["decisions"])[-MOST_DECISIONS:]
+    rebalance = view.get("newest_rebalance")  # a page of an earlier version has none
+    if not rebalance or any(row["step"] == rebalance["step"] for row in newest):
+        return newest
+    return [rebalance, *newest[1:]]
 
 
 def _troubles(view: View) -> Iterable[RenderableType]:
@@ -211,12 +223,12 @@ def _troubles(view: View) -> Iterable[RenderableType]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The newest values as a row of blocks, from 1 (or the least) to the largest."""
+    """The newest values as a row of blocks, from 1 (or the least) to the largest, or to 1.1: noise stays low."""
     newest = [value for value in values if math.isfinite(value)][-width:]
     if not newest:
         return ""
-    least, most = min(1.0, *newest), max(newest)
-    scale = (len(_BLOCKS) - 1) / (most - least) if most > least else 0.0
+    least, most = min(1.0, *newest), max(1.0 + LEAST_SPAN, *newest)
+    scale = (len(_BLOCKS) - 1) / (most - least)
     return "".join(_BLOCKS[max(1, round((value - least) * scale))] for value in newest)
 
 

@@ -177,7 +177,7 @@ def _weigh(request: PlanRequest, policy: str, placement: Placement, settled: Set
     moving = len(np.unique(moves[:, MOVE_LAYER]))
     decision, reason = _decide(settled.gate, (before, after), falls, moving, (saved, spent))
     if lost:
-        reason = f"{lost} experts stand only on ranks that are gone; mean imbalance will be {after.mean():.3f}"
+        reason = f"{lost} experts stand only on ranks that are gone; forecast imbalance {after.mean():.3f}"
     if crossing_before is not None and crossing_after is not None:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if policy == "hierarchical":
@@ -231,11 +231,12 @@ def _decide(
 ) -> tuple[str, str]:
     (before, after), (saved, spent) = imbalance, seconds
     if before is None:
-        return "rebalance", f"no placement stands yet; mean imbalance will be {after.mean():.3f}"
-    change = f"mean imbalance {before.mean():.3f} -> {after.mean():.3f}, worst {before.max():.3f} -> {after.max():.3f}"
+        return "rebalance", f"no placement stands yet; forecast imbalance {after.mean():.3f}"
+    change = f"forecast imbalance {before.mean():.3f} -> {after.mean():.3f}, worst layer {before.max():.3f} -> "
+    change += f"{after.max():.3f}"
     change += f", by moves in {moving} of {len(after)} layers"
     if moving == 0:
-        return "stay", f"nothing to move: mean imbalance {before.mean():.3f}, worst {before.max():.3f}"
+        return "stay", f"nothing to move: forecast imbalance {before.mean():.3f}, worst layer {before.max():.3f}"
     if gate == "always" and not falls:
         return "stay", f"no gain: {change}"
     if gate == "payoff" and not saved > HYSTERESIS * spent:

@@ -8,6 +8,11 @@ from collections.abc import Iterable, Sequence
 COLUMNS = 80
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 expert``, ``4 experts``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns side by side; the last one is wrapped."""
     lines = [tuple(headings), *(tuple(row) for row in rows)]

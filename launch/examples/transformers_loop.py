@@ -26,8 +26,9 @@ balancer = eplb.attach(model, optimizer, config=config)
 
 model.train()  # from_pretrained leaves a model in evaluation mode, in which no token is counted
 torch.manual_seed(dist.get_rank())  # each rank has batches of its own
+zipf = 1 / torch.arange(1, 513)  # token frequencies of text
 for _ in range(60):
-    ids = (512 * torch.rand(8, 64) ** 4).long()  # random; small numbers come often, so some experts get many tokens
+    ids = torch.multinomial(zipf, 8 * 64, replacement=True).view(8, 64)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     balancer.clip_grad_norm_(1.0)  # instead of torch's: the norm over all ranks' experts

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...balancer.compile_ahead import compiles, is_compiled
+from ...balancer.compile_ahead import compiles, functions_on_disk, is_compiled
 from ...distributed.transports import deepep_package
 from ...replicas import node_memory
 from ...utils.jit import cache_folder
+from ...utils.tables import counted
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "numba")
 POLICY = "incremental"
@@ -39,6 +40,10 @@ def compiled() -> Backend:
         return Backend("numba cache", False, f"{_home(folder)} cannot be written: each job compiles for itself")
     if is_compiled(POLICY):
         return Backend("numba cache", True, f"compiled, in {_home(folder)}")
+    if functions := functions_on_disk():
+        found = f"partly: {counted(functions, 'function')} in {_home(folder)}"
+        why = f"{found}; the rest is compiled by eplb-runtime warmup, or beside the first job's training"
+        return Backend("numba cache", True, why)
     return Backend("numba cache", True, f"empty: the first job compiles beside training, into {_home(folder)}")
 
 

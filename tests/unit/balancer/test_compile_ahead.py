@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from eplb_runtime.balancer import compile_ahead
+from eplb_runtime.balancer import compile_ahead, rebalancer
+from eplb_runtime.balancer.decision import DecisionMaker
+from eplb_runtime.balancer.rebalancer import Rebalancer
 from eplb_runtime.utils.jit import cache_folder
+from eplb_runtime.utils.worker import Worker
 
 
 @pytest.fixture
@@ -48,6 +54,45 @@ def test_control_another_policy_starts_one(compiled: list[str], monkeypatch: pyt
     compile_ahead.main("")
     compile_ahead.compile_apart("incremental")
     assert started == [[sys.executable, "-m", "eplb_runtime.balancer.compile_ahead", "incremental"]]
+
+
+def test_code_of_a_rank_that_plans_nothing_is_part_of_each_policys(compiled: list[str]) -> None:
+    assert not compile_ahead.is_compiled("")
+    compile_ahead.main("static")
+    assert compile_ahead.is_compiled("") and compile_ahead.is_compiled("static")
+    assert not compile_ahead.is_compiled("incremental"), "control"
+    compile_ahead.main("")
+    assert compiled == ["static"]
+
+
+def decisions(policy: str, is_planner: bool = True) -> Any:
+    """What knows on a rank which code it needs."""
+    maker: Any = object.__new__(DecisionMaker)
+    maker._config, maker._is_planner = SimpleNamespace(policy=policy), is_planner
+    return maker
+
+
+@pytest.mark.parametrize("policy, announced", [("static", False), ("incremental", True)])
+def test_compiling_is_announced_where_something_will_be_compiled(
+    policy: str,
+    announced: bool,
+    compiled: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compile_ahead.main("static")
+    monkeypatch.setattr(rebalancer, "COMPILED_SOON_SECONDS", 0.0)
+    slow = threading.Event()  # reading from a slow disk, too
+    job: Any = object.__new__(Rebalancer)
+    job._compiler = Worker("compile")
+    job.decisions = decisions(policy)
+    job.decisions.compile = slow.wait
+    with caplog.at_level(logging.INFO, "eplb_runtime"):
+        future = job._begin_compiling()
+    slow.set()
+    future.result(30)
+    assert ("compiling the planner" in caplog.text) == announced
+    assert not decisions(policy, is_planner=False).lacks_compiled_code, "the others need a part of that"
 
 
 def test_a_process_that_fails_is_in_nobodys_way(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from eplb_runtime.balancer.status import DecisionLine, balancer_table
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import (
+    SHOWN,
     BalancingPaused,
     EventLog,
     GuardFinding,
@@ -39,7 +40,7 @@ def log() -> EventLog:
 def test_the_log_prints_as_a_table_of_eighty_columns() -> None:
     shown = str(log())
     assert max(map(len, shown.splitlines())) <= 80
-    assert "50 steps, imbalance 1.750 on average, 2.500 at worst" in shown
+    assert "50 steps, measured imbalance 1.750 on average, 2.500 at worst" in shown
     assert "epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause" in shown
     assert shown.splitlines()[0].split() == ["step", "event", "what"]
     assert [line.split()[1] for line in shown.splitlines()[2:] if line[0] != " "] == [
@@ -60,6 +61,20 @@ def test_a_long_log_prints_its_newest_events() -> None:
     assert shown[-1] == "(70 earlier)" and shown[2].startswith("70 ") and shown[-2].startswith("99 ")
 
 
+def test_a_long_log_shows_its_newest_rebalance() -> None:
+    events = EventLog(capacity=100)
+    events.emit(COMMITTED)
+    for _ in range(39):
+        events.emit(STAYS)
+        shown = str(events).splitlines()
+        assert sum("committed" in line for line in shown) == 1 and "4 experts moved" in shown[2]
+    assert [line.split()[:2] for line in shown if line.startswith("...")] == [["...", "9"]]
+    assert "earlier" not in shown[-1] and sum("stay" in line for line in shown) == SHOWN
+    for _ in range(200):
+        events.emit(STAYS)
+    assert "committed" in str(events), "it has left the log itself"
+
+
 def test_a_balancer_prints_as_a_table_of_eighty_columns() -> None:
     placement = Placement.initial(58, 256, 32, replica_slots=1)
     shown = balancer_table(BalancerConfig(interval=25), Topology(32, 8), placement, 130, log())
@@ -77,8 +92,8 @@ def test_each_decision_and_each_rebalance_is_one_line_in_the_log(caplog: pytest.
         events.emit(COMMITTED)  # without a plan before it, as restoring does
         events.emit(STAYS)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 60: 50 steps, imbalance 1.750 on average, 2.500 at worst; rebalance: saves 5 s for 0.1 s, imbalance "
-        "1.900 -> 1.200, planned in 0.01 s",
+        "step 60: 50 steps, measured imbalance 1.750 on average, 2.500 at worst; rebalance: saves 5 s for 0.1 s, "
+        "forecast imbalance 1.900 -> 1.200, planned in 0.01 s",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause, predicted to save 5 s for 0.1 s",
         "step 60: epoch 3: 4 experts moved, 3.0 MiB came here, 25.0 ms pause",
         "step 120: stay: the planner is still being compiled",

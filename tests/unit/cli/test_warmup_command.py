@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from eplb_runtime.balancer import compile_ahead
-from eplb_runtime.cli import warmup
+from eplb_runtime.cli import printing, warmup
 from eplb_runtime.cli.program import main
 
 
@@ -18,9 +20,27 @@ def test_it_compiles_for_rank_0_and_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiled: set[str] = set()
-    monkeypatch.setattr(compile_ahead, "compile_apart", compiled.add)
+
+    def compile_apart(policy: str, on_wait: Callable[[], None]) -> None:
+        on_wait()
+        compiled.add(policy)
+
+    monkeypatch.setattr(compile_ahead, "compile_apart", compile_apart)
     monkeypatch.setattr(compile_ahead, "is_compiled", compiled.__contains__)
-    assert main(["warmup"]) == 0 and "compiled in" in capsys.readouterr().out
+    monkeypatch.setattr(compile_ahead, "functions_on_disk", lambda: 7 * len(compiled))
+    monkeypatch.setattr(printing, "EVERY_SECONDS", 0.0)
+    assert main(["warmup"]) == 0
+    said = capsys.readouterr()
+    assert "compiled in" in said.out
+    lines = [re.sub(r"\d+ s$", "N s", line.removeprefix("eplb-runtime: note: ")) for line in said.err.splitlines()]
+    assert lines == [
+        "compiling policy incremental: 0 functions on the disk before",
+        "compiling policy incremental: 0 functions so far, N s",
+        "compiled policy incremental: 7 functions, N s",
+        "compiling for ranks that plan nothing: 7 functions on the disk before",
+        "compiling for ranks that plan nothing: 7 functions so far, N s",
+        "compiled for ranks that plan nothing: 14 functions, N s",
+    ]
     assert compiled == set(warmup.POLICIES)
     assert main(["warmup", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compiled_before"] is True

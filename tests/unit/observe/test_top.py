@@ -19,7 +19,7 @@ from eplb_runtime.cli import main
 from eplb_runtime.observe.event_log import EventWriter
 from eplb_runtime.observe.looking import LookError, source_of, unpacked
 from eplb_runtime.observe.server import Answer, PageServer
-from eplb_runtime.observe.state import state_of
+from eplb_runtime.observe.state import MOST_DECISIONS, state_of
 from eplb_runtime.observe.terminal import screen, sparkline
 from eplb_runtime.observe.view import as_json, view_of
 
@@ -165,6 +165,37 @@ def test_whatever_a_page_says_it_is_shown_or_refused(name: str, value: Any) -> N
         shown({**VIEW, name: value} if name != "time" else VIEW)
     except LookError as error:
         assert "\n" not in str(error)
+
+
+def test_the_newest_rebalance_is_shown_however_old_it_is() -> None:
+    found = records(rounds=1, with_troubles=False)
+    stay = next(
+        record for record in records() if record["event"] == "RebalancePlanned" and record["decision"] == "stay"
+    )
+    state, _ = state_of(found)
+    committed = state.newest_rebalance
+    assert committed is not None and committed["outcome"] == "committed"
+    for step in range(5000, 5000 + MOST_DECISIONS + 1):
+        state.apply(stay | {"step": step})
+    assert committed not in state.decisions
+    view = json.loads(json.dumps(view_of(state)))
+    rows = [line.split() for line in shown(view).splitlines()]
+    outcomes = {row[0]: row[1] for row in rows if len(row) > 1 and row[1] in ("stay", "committed")}
+    assert outcomes.pop(str(committed["step"])) == "committed"
+    assert list(outcomes) == [str(5000 + MOST_DECISIONS - back) for back in range(6, -1, -1)]
+    without = {name: value for name, value in view.items() if name != "newest_rebalance"}
+    assert "committed" not in shown(without), "control"
+
+
+def test_a_rebalance_among_the_newest_decisions_is_shown_once() -> None:
+    view = json.loads(json.dumps(view_of(state_of(records(with_troubles=False))[0])))
+    row = view["newest_rebalance"]
+    lines = [line.split()[:2] for line in shown(view).splitlines()]
+    assert row in view["decisions"] and lines.count([str(row["step"]), "committed"]) == 1
+
+
+def test_noise_does_not_fill_the_height_of_a_curve() -> None:
+    assert sparkline([1.0, 1.002, 1.001], 10) == "▁▁▁" and sparkline([1.0, 1.05, 1.1], 10) == "▁▄█"
 
 
 def test_a_curve_is_a_row_of_blocks() -> None:
