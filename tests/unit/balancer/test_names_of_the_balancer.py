@@ -8,7 +8,7 @@ import textwrap
 
 from eplb_runtime.balancer.balancer import Balancer
 
-MOST_NAMES = 22
+MOST_NAMES = 25
 
 
 def public_names(kind: type) -> set[str]:

@@ -58,7 +58,7 @@ def test_a_round_that_is_here_is_voted_on_before_the_next_but_one_is_sent() -> N
     flights = [InFlightRound(round_, Ballot(str(round_.number)), True, 0.0, "") for round_ in rounds]
     gate = threading.Event()
     gate.set()
-    background._transfer_rounds(SimpleNamespace(), flights, gate, lambda: None)  # type: ignore[arg-type]
+    background._transfer_rounds(flights, gate, lambda: None, lambda round_: engine.post(None, round_))
     assert all(flight.ballot.verdict == Verdict(True) for flight in flights)
     order = engine.did
     for number in range(2):
