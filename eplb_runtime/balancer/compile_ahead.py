@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numba
 import numpy as np
+import xxhash
 
 from ..migration.schedule import warm_up as compile_schedules
 from ..moe.routing.sources import split_for_rank
@@ -30,12 +32,15 @@ from ..planner.policies import LAYOUTS
 from ..planner.search.explore import POURED_FROM
 from ..topology import Topology
 from ..utils.checksums_numba import warm_up as compile_copies
+from ..utils.jit import _MARK as COMPILED_MARK
+from ..utils.jit import _PACKAGE as PACKAGE
 from ..utils.jit import cache_folder, remove_older
 
 logger = logging.getLogger("eplb_runtime")
 
 MOST_SECONDS = 600.0
 """Timeout of the other process; after it this one compiles for itself."""
+_NO_POLICY = "no policy"
 LOOK_SECONDS = 0.25
 """Period in which both processes look whether the other has ended."""
 
@@ -111,7 +116,11 @@ def is_compiled(policy: str) -> bool:
 
     Code of a rank that plans nothing is part of what each policy compiles.
     """
-    return compiles() and (_mark(policy).exists() or (not policy and any(_mark("").parent.glob("*.compiled"))))
+    if not compiles():
+        return False
+    mark = _mark(policy)
+    of_any_policy = f"*{mark.name.removeprefix(_NO_POLICY)}"
+    return mark.exists() or (not policy and any(mark.parent.glob(of_any_policy)))
 
 
 def functions_on_disk() -> int:
@@ -121,7 +130,18 @@ def functions_on_disk() -> int:
 
 def _mark(policy: str) -> Path:
     """File next to numba's own that marks all code as compiled for this policy."""
-    return cache_folder() / f"{policy or 'no policy'}.compiled"
+    return cache_folder() / f"{policy or _NO_POLICY}.{_stamp(PACKAGE)}.compiled"
+
+
+@cache
+def _stamp(package: Path) -> str:
+    """Where and of when the compiled sources are: numba's files are of use to a function at that place and time alone,
+    so that a copy of this package with its cache has to be compiled anew."""
+    digest = xxhash.xxh3_64(str(package).encode())
+    for path in sorted(package.rglob("*.py")):
+        if COMPILED_MARK in path.read_bytes():
+            digest.update(f"{path.relative_to(package)} {path.stat().st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def main(policy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -104,6 +105,20 @@ def test_a_process_that_fails_is_in_nobodys_way(compiled: list[str], monkeypatch
 def test_the_mark_changes_with_the_policy() -> None:
     one, other = compile_ahead._mark("incremental"), compile_ahead._mark("")
     assert one != other and one.parent == other.parent == cache_folder()
+
+
+def test_a_copy_of_the_package_and_a_later_file_are_not_taken_for_compiled(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fast.py").write_text("@jit\n")
+        (tmp_path / name / "plain.py").write_text("")
+    stamp = compile_ahead._stamp.__wrapped__
+    first = stamp(tmp_path / "one")
+    assert first == stamp(tmp_path / "one") != stamp(tmp_path / "other")
+    os.utime(tmp_path / "one" / "plain.py", (1, 1))
+    assert stamp(tmp_path / "one") == first, "control: nothing in it is compiled"
+    os.utime(tmp_path / "one" / "fast.py", (1, 1))
+    assert stamp(tmp_path / "one") != first
 
 
 SLOWLY = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
