@@ -57,7 +57,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
             shape, or experts are stored in a way that cannot be read by expert; nothing is changed then.
     """
     view = LogicalView(model)
-    view.refuse_freed("load_pretrained")
+    view.refuse_freed("load_pretrained", patient=True)
     _folders(view, "from_pretrained").read(view, Path(folder))
 
 

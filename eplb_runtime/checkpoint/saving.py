@@ -113,7 +113,7 @@ def load(
             is changed then.
     """
     view = LogicalView(model, optimizer)
-    view.refuse_freed("load")
+    view.refuse_freed("load", patient=True)
     own.wait_for_saving(view)
     if storage_reader is None and JointAccess.of(view, process_group).folder_has(Path(folder) / INDEX):
         if key:

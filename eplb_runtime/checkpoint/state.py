@@ -147,22 +147,24 @@ class LogicalView:
     def num_experts(self) -> int:
         return self.balancer.placement.num_experts if self.balancer is not None else 0
 
-    def refuse_freed(self, what: str) -> None:
+    def refuse_freed(self, what: str, *, patient: bool = False) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, on all ranks before any of them waits for
         another. Collective when attached; a rank that calls alone is told
         so.
 
         Args:
             what: the call, by name.
+            patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
 
         Raises:
             CheckpointError: some of it is freed, here or on another rank.
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not come within the timeout.
         """
         freed = self._freed()
         freed = f"{what}: {freed}" if freed else ""
         if self.balancer is not None:
-            self.balancer._runtime.barrier(what)
+            if not patient:
+                self.balancer._runtime.barrier(what)
             group, device = self.balancer._gradient_group, self.balancer._runtime.device
             here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
             ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
@@ -215,7 +217,7 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
         ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
     """
     view = LogicalView(model, optimizer)
-    view.refuse_freed("logical_state_dict")
+    view.refuse_freed("logical_state_dict", patient=True)
     entries = list(view.entries())
     _announce(view, entries)
     return {entry.key: whole_on_cpu(view, entry) for entry in entries}
@@ -256,7 +258,7 @@ def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[s
         CheckpointError: an entry is missing, has no place in the model, or another shape; nothing is changed then.
     """
     view = LogicalView(model, optimizer)
-    view.refuse_freed("load_logical_state_dict")
+    view.refuse_freed("load_logical_state_dict", patient=True)
     copies: list[tuple[Tensor, Tensor]] = []
     unused = set(state)
 

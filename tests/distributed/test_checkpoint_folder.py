@@ -491,7 +491,7 @@ def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     config = eplb.BalancerConfig(dense_gradients="allreduce", timeout_seconds=3.0)
     balancer = eplb.attach(model, optimizer, config=config)
     said, warned = [], []
-    for save in (eplb.checkpoint.save, eplb.checkpoint.load):
+    for save in (eplb.checkpoint.save, eplb.checkpoint.async_save):
         if rank == 0:
             try:
                 save(folder, model, optimizer)
