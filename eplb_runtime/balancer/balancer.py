@@ -652,7 +652,8 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         self._end_stream(what)
         self._runtime.barrier(what)
-        self._rebalancer.drain()
+        if self._rebalancer.drain():
+            self._after_move()
         return max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
 
     @torch.compiler.disable

@@ -69,6 +69,8 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
         moved: follows a change of the placement.
     """
     barrier()
+    if rebalancer.drain():  # what is in flight would commit inside, also where nothing has to move
+        moved()
     before = rebalancer.placement()
     sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
     rebalancer.quiesced += 1

@@ -377,9 +377,14 @@ class Rebalancer:
 
     def move_to(self, target: Placement) -> MigrationProgress:
         """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
-        steps."""
+        steps.
+
+        Raises:
+            RuntimeError: the decision in flight is not made in time, or the ranks are connecting anew.
+        """
         self._refuse_alone("a migration")
         self.drain()
+        self.run(lambda: None)  # a decision may be on the control group still
         return self._migrate(target)
 
     def forget_pending(self) -> None:
@@ -595,10 +600,13 @@ class Rebalancer:
         self._placement = placement
         self._moved_L |= (placement.homes_LRH != self._initial.homes_LRH).any(axis=(1, 2))
 
-    def drain(self) -> None:
-        """End the migration in flight: layers without a commit stay where they are. On every rank."""
+    def drain(self) -> bool:
+        """End the migration in flight: layers without a commit stay where they are. On every rank. Returns whether the
+        placement has changed since the last boundary."""
+        before = self._placement
         if self._migration.in_flight:
             self._take_over(self._migration.drain())
+        return self._placement is not before
 
     def _drop(
         self,
