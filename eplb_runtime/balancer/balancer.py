@@ -345,7 +345,7 @@ class Balancer:
         """End a stream of weights that is still open on this rank, which goes on to something else."""
         stream, self._stream = self._stream() if self._stream is not None else None, None
         if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open")
+            stream.close(f"it went on to {what} with its stream of weights open", True)
 
     def _refuse_if_closed(self, what: str) -> None:
         if self._closed:
@@ -630,7 +630,8 @@ class Balancer:
         Args:
             tensors: what was exported, under the names of `named_logical_tensors`: pairs ``(name, tensor)``, a mapping,
                 or a function that returns either. Each rank gives what it has, on any device; together they give every
-                expert. Other tensors may be left out.
+                expert. Other tensors may be left out. Streams of `named_logical_tensors` must be given on all ranks; a
+                generator over one, by a function that begins the stream.
             dtype: to which the export casts tensors of floating point; None: it does not.
             timeout_seconds: that ranks wait for the slowest to go through its tensors; None: as for
                 `named_logical_tensors`.
@@ -643,14 +644,20 @@ class Balancer:
                 index (``ep_rank * E/R + i``) had named them; which were not given; or a name, shape or dtype that is
                 not the model's.
         """
-        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
+        seconds = self._begin_export("verify_export()", timeout_seconds, tensors)
+        return self._export.verify(tensors, dtype, seconds)
 
-    def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
-        """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
+    def _begin_export(self, what: str, timeout_seconds: float | None, given: object = None) -> float:
+        """Wait until all ranks are here; returns the seconds that they wait for each other from here on.
+
+        Args:
+            given: to the call; if it is the open stream, that goes on.
+        """
         self._refuse_if_closed(what)
         self._refuse_inside_schedule(what)
         self._rebalancer.refuse_if_broken()
-        self._end_stream(what)
+        if given is None or self._stream is None or self._stream() is not given:
+            self._end_stream(what)
         self._runtime.barrier(what)
         if self._rebalancer.drain():
             self._after_move()

@@ -46,8 +46,13 @@ class TensorStream(Protocol):
     ) -> None:
         """`close`."""
 
-    def close(self, reason: str = "") -> None:
-        """Stop on this rank, without waiting for the others, which learn it at their next bucket."""
+    def close(self, reason: str = "", refuses: bool = False) -> None:
+        """Stop on this rank, without waiting for the others, which learn it at their next bucket.
+
+        Args:
+            reason: for the other ranks, in a line.
+            refuses: a loop that goes on with the stream raises, and does not only end.
+        """
 
 
 class WeightExport(Protocol):

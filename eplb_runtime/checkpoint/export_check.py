@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed.consensus import first_problem, gather_bytes, maxima
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum
 from ..utils.errors import one_line
-from .logical_tensors import Chunk, ExportError, LogicalTensorList
+from .logical_tensors import Chunk, ExportError, LogicalTensorList, LogicalTensors
 
 if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
@@ -50,8 +50,8 @@ class ExportCheck:
         self._number_of = {item.name: number for number, item in enumerate(tensors.items)}
 
     @torch.no_grad()
-    def compare(self, given: Iterable[tuple[str, Tensor]]) -> str:
-        """Compare what is given, over all ranks.
+    def compare(self, given: object) -> str:
+        """Compare what is given, over all ranks: pairs, a mapping, or a function that returns either.
 
         Returns:
             What was found equal, in a line.
@@ -60,17 +60,19 @@ class ExportCheck:
             ExportError: what differs, in a line.
         """
         theirs, problem = self._checksums_of(given)
+        if problem and isinstance(given, LogicalTensors):
+            given.close(problem)  # the caller holds it, and the others wait at its next bucket
         self._agree(problem)  # a rank that takes longer to walk its weights is waited for here
         ours = self._checksums()
         found = torch.from_numpy(self._compared(theirs, ours))
         control = self._balancer._runtime.groups.control
         return self._said(self._balancer._rebalancer.run(lambda: maxima(found, control)).numpy())
 
-    def _checksums_of(self, given: Iterable[tuple[str, Tensor]]) -> tuple[dict[int, bytes], str]:
+    def _checksums_of(self, given: object) -> tuple[dict[int, bytes], str]:
         """The checksum of each chunk that was given here, by its number; and what is wrong with it."""
         theirs: dict[int, bytes] = {}
         try:
-            for name, tensor in given:
+            for name, tensor in pairs_of(given):
                 number = self._number_of.get(name)
                 if number is None:
                     some = next((known for known in self._number_of if known.rpartition(".")[2] in name), "")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .export_check import ExportCheck, pairs_of
+from ..utils.errors import one_line
+from .export_check import ExportCheck
 from .logical_tensors import ExportError, LogicalTensorList, LogicalTensors, StreamOptions
 from .weights import Weight
 
@@ -41,7 +42,8 @@ class Exporter:
 
     def verify(self, tensors: object, dtype: torch.dtype | None, seconds: float) -> str:
         """`Balancer.verify_export`."""
-        return ExportCheck(self._balancer, self._listed(dtype, repr(dtype), ""), seconds).compare(pairs_of(tensors))
+        options = f"{dtype}{', a stream' if isinstance(tensors, LogicalTensors) else ''}"
+        return ExportCheck(self._balancer, self._listed(dtype, options, ""), seconds).compare(tensors)
 
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> LogicalTensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -49,8 +51,8 @@ class Exporter:
         weights: dict[int, Sequence[Weight]] = {}
         try:
             weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
-        except ValueError as error:
-            problem = problem or str(error)
+        except Exception as error:
+            problem = problem or one_line(error, with_type=True)
         tensors = LogicalTensorList(self._balancer, weights, dtype)
         if found := self._balancer._rebalancer.run(lambda: tensors.agree(options, problem)):
             raise ExportError(f"weights cannot be exported: {found}")

@@ -176,8 +176,10 @@ class LogicalTensorList:
         """
         control, job = self._groups.control, self._job
         own: dict[int, list[StreamItem]] = {}
+        text = ""
         try:
             own = {} if problem else self.own_items()
+            text = json.dumps({str(stage): [_fields_of(item) for item in items] for stage, items in own.items()})
             problem = problem or self.problem()
         except Exception as error:
             problem = one_line(error, with_type=True)
@@ -185,7 +187,6 @@ class LogicalTensorList:
             return str(found)
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
-        text = json.dumps({str(stage): [_fields_of(item) for item in items] for stage, items in own.items()})
         if odd := all_equal(xxhash.xxh3_128(text.encode()).digest(), "list of tensors", control, job.data_sets):
             return odd
         stages = dict(own)
@@ -312,6 +313,8 @@ class LogicalTensorList:
 
 
 def _fields_of(item: StreamItem) -> list[Any]:
+    if item.spec.dtype not in DTYPE_NAMES:
+        raise ExportError(f"{item.name} is of {item.spec.dtype}, for which checkpoints have no name: cast it")
     return [
         item.name,
         item.spec.shape,
@@ -380,6 +383,7 @@ class LogicalTensors(Iterator[NamedTensor]):
         self._cuts = _cut([item.spec.nbytes for item in tensors.items], options.bucket_bytes)
         self._next = 0
         self._open = True
+        self._refusal = ""
         self._running: Iterator[NamedTensor] = iter(())
         self.experts: Mapping[str, tuple[int, int | None]] = {
             item.name: (item.layer, item.expert) for item in tensors.items if item.layer is not None
@@ -396,6 +400,8 @@ class LogicalTensors(Iterator[NamedTensor]):
                 self._end()
             else:
                 self._running = self._bring(self._bucket(self._cuts[self._next]))
+        if self._refusal:
+            raise ExportError(self._refusal)
         raise StopIteration
 
     def __enter__(self) -> LogicalTensors:
@@ -410,16 +416,22 @@ class LogicalTensors(Iterator[NamedTensor]):
         with suppress(Exception):
             self.close()
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", refuses: bool = False) -> None:
         """Stop on this rank. The others learn it at their next bucket; this one does not wait for them.
 
         Args:
             reason: why, in a line for the other ranks.
+            refuses: a loop that goes on with the stream raises, and does not only end.
         """
         if not self._open:
             return
         left = self._next < len(self._cuts)
         self._end()
+        if refuses:
+            self._refusal = (
+                f"this stream of weights has ended: {reason}; begin a new one (a function begins it in time for "
+                "verify_export: lambda: balancer.named_logical_tensors())"
+            )
         if left:
             seconds = self._options.seconds
             self._balancer._rebalancer.say(lambda agreement: agreement.go_on(reason, True, seconds))

@@ -1,0 +1,118 @@
+"""Exports that are given something unusable, or begin while something else is open, end on all ranks in a line: 2 ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import make_model
+from ranks import run_ranks
+from torch import Tensor
+
+import eplb_runtime as eplb
+
+BUCKET = 20_000
+
+
+def line_of(work: Callable[[], Any]) -> str:
+    try:
+        return str(work())
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def misused(rank: int) -> dict[str, str]:
+    model = make_model("qwen3_moe", experts=4)
+    balancer = eplb.attach(model, None, config=eplb.BalancerConfig(interval=None, timeout_seconds=60))
+    said: dict[str, str] = {}
+
+    def stream() -> Any:
+        return balancer.named_logical_tensors(bucket_bytes=BUCKET)
+
+    def stream_on_one() -> str:
+        tensors, open_stream = dict(stream()), stream()
+        return balancer.verify_export(open_stream if rank == 0 else tensors)
+
+    def generator() -> str:
+        tensors = stream()
+        return balancer.verify_export((name, tensor) for name, tensor in tensors)
+
+    def goes_on_after() -> str:
+        tensors = stream()
+        next(tensors)
+        balancer._end_stream("something else")
+        return str(len(list(tensors)))
+
+    def fails_on_one() -> Iterator[tuple[str, Tensor]]:
+        if rank == 1:
+            raise OSError("no such folder")
+        return iter(())
+
+    def other_options() -> str:
+        return balancer.verify_export(stream(), dtype=torch.bfloat16 if rank == 1 else None)
+
+    def unlisted() -> str:
+        listed = balancer._export._weights_of_stages
+        balancer._export._weights_of_stages = {0: lambda: {}[7]} if rank == 1 else listed
+        try:
+            return str(stream())
+        finally:
+            balancer._export._weights_of_stages = listed
+
+    def of_no_name() -> str:
+        model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+        try:
+            return str(stream())
+        finally:
+            del model.odd
+
+    cases: dict[str, Callable[[], Any]] = {
+        "the stream": lambda: balancer.verify_export(stream()),
+        "a generator over it": generator,
+        "goes on after": goes_on_after,
+        "a stream on one": stream_on_one,
+        "a function that fails on one": lambda: balancer.verify_export(fails_on_one),
+        "other options": other_options,
+        "a list that fails on one": unlisted,
+        "a dtype without a name": of_no_name,
+    }
+    for what, work in cases.items():
+        said[what] = line_of(work)
+        gc.collect()
+        dist.barrier()
+    said["after all"] = balancer.verify_export(dict(stream()))
+    balancer.close()
+    return said
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, str]]:
+    return run_ranks(2, misused)
+
+
+def test_a_stream_may_be_verified_as_it_is(results: list[dict[str, str]]) -> None:
+    for said in results:
+        assert "equal to the model's, among them those of all 8 experts" in said["the stream"]
+        assert said["after all"] == said["the stream"]
+
+
+def test_a_loop_over_a_stream_that_something_else_ended_raises(results: list[dict[str, str]]) -> None:
+    for said in results:
+        for what in ("a generator over it", "goes on after"):
+            assert "this stream of weights has ended" in said[what], said
+            assert "lambda: balancer.named_logical_tensors()" in said[what]
+
+
+def test_what_fails_on_one_rank_is_said_on_all(results: list[dict[str, str]]) -> None:
+    for said in results:
+        assert "rank 1: the weights to verify could not be walked: OSError: no such folder" in (
+            said["a function that fails on one"]
+        )
+        assert "rank 1: KeyError: 7" in said["a list that fails on one"]
+        assert "is of torch.complex128, for which checkpoints have no name" in said["a dtype without a name"]
+        for what in ("other options", "a stream on one"):
+            assert "choice of options" in said[what]
