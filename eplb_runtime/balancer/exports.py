@@ -32,6 +32,10 @@ class TensorStream(Protocol):
     def experts(self) -> Mapping[str, tuple[int, int | None]]:
         """MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer, stacked."""
 
+    @property
+    def num_experts(self) -> int:
+        """Number of logical experts of each MoE layer."""
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Itself."""
 

@@ -132,6 +132,10 @@ class LogicalTensorList:
         self._placement = balancer.placement
         self.items: list[StreamItem] = []
 
+    @property
+    def num_experts(self) -> int:
+        return self._placement.num_experts
+
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
         for weights in self._weights.values():
@@ -388,6 +392,11 @@ class LogicalTensors(Iterator[NamedTensor]):
         self.experts: Mapping[str, tuple[int, int | None]] = {
             item.name: (item.layer, item.expert) for item in tensors.items if item.layer is not None
         }
+
+    @property
+    def num_experts(self) -> int:
+        """Number of logical experts of each MoE layer."""
+        return self._tensors.num_experts
 
     def __iter__(self) -> LogicalTensors:
         return self

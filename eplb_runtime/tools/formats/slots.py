@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,8 +43,8 @@ def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | Arr
             (`convert.read_placement` reads vLLM's and SGLang's files); the same on every rank.
 
     Raises:
-        ConvertError: the map is for another number of layers, or leaves out an expert; also experts, which it must have
-            from 0 on.
+        ConvertError: the map is for another number of layers or experts, or leaves out an expert; on every rank alike,
+            ahead of the first tensor.
     """
     given = physical_to_logical
     rows = given.physical_to_logical if isinstance(given, Placement) else expert_ids(given, "the map")
@@ -54,17 +54,24 @@ def tensors_of_slots(tensors: TensorStream, physical_to_logical: Placement | Arr
             f"the map has shape {list(rows.shape)}, and the model {layers} MoE layers: give [layers, slots] without "
             "rows of dense layers"
         )
+    _require_all(rows, tensors.num_experts)
     for name, tensor in tensors:
         layer, expert = tensors.experts.get(name, (None, None))
         if layer is None:
             yield SlotTensor(name, tensor, None, None)
             continue
         for logical, one in [(expert, tensor)] if expert is not None else enumerate(tensor):
-            slots = np.flatnonzero(rows[layer] == logical)
-            if not len(slots):
-                raise ConvertError(f"the map of layer {layer} has no slot for expert {logical}, which the model has")
-            for slot in slots.tolist():
+            for slot in np.flatnonzero(rows[layer] == logical).tolist():
                 yield SlotTensor(name, one, layer, slot)
+
+
+def _require_all(rows: NDArray[np.integer[Any]], experts: int) -> None:
+    """Refuse a map on every rank alike, ahead of the first tensor: where one rank alone receives, others see none."""
+    for layer, row in enumerate(rows):
+        if len(missing := np.setdiff1d(np.arange(experts), row)):
+            raise ConvertError(f"the map of layer {layer} has no slot for expert {missing[0]}, which the model has")
+        if row.max() >= experts:
+            raise ConvertError(f"the map of layer {layer} has expert {row.max()}, and the model {experts} experts")
 
 
 def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:

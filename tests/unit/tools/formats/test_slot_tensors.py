@@ -21,7 +21,10 @@ MAP = [[2, 0, 1, 3, 2, 0], [1, 3, 0, 2, 3, 1]]
 class Stream:
     """As `Balancer.named_logical_tensors`: expert e of layer l is filled with 10 l + e."""
 
-    def __init__(self, stacked: bool, layers: int = 2) -> None:
+    num_experts = 4
+
+    def __init__(self, stacked: bool, layers: int = 2, receives: bool = True) -> None:
+        self._receives = receives
         self._tensors: dict[str, Tensor] = {"norm": torch.full((2,), -1.0)}
         self.experts: dict[str, tuple[int, int | None]] = {}
         for layer in range(layers):
@@ -34,7 +37,7 @@ class Stream:
                 self._tensors[name], self.experts[name] = rows[expert], (layer, expert)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
+        return iter(self._tensors.items() if self._receives else ())
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -68,3 +71,15 @@ def test_a_map_of_another_model_is_refused() -> None:
     lacking = [[0, 1, 2, 2, 1, 0], MAP[1]]
     with pytest.raises(ConvertError, match="layer 0 has no slot for expert 3"):
         list(tensors_of_slots(Stream(True), lacking))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("receives", [True, False])
+def test_a_map_is_refused_on_every_rank_ahead_of_the_first_tensor(stacked: bool, receives: bool) -> None:
+    for wrong, given in {
+        "layer 1 has no slot for expert 3": [MAP[0], [0, 1, 2, 2, 1, 0]],
+        "layer 0 has expert 4, and the model 4": [[0, 1, 2, 3, 4, 0], MAP[1]],
+    }.items():
+        with pytest.raises(ConvertError, match=wrong):
+            next(tensors_of_slots(Stream(stacked, receives=receives), given))  # type: ignore[arg-type]
+    assert next(tensors_of_slots(Stream(stacked), MAP)).name == "norm", "control"  # type: ignore[arg-type]
