@@ -118,6 +118,7 @@ class Rebalancer:
         self._attempts = 0
         self._rank_state = RankState()
         self._pending: _Pending | None = None
+        self._said: Future[object] | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
         self._earlier: list[tuple[int, Placement]] = []
@@ -319,7 +320,8 @@ class Rebalancer:
         """
         self._refuse_alone(what)
         self.forget_pending()
-        agreed = self._agreement.check_equal(digest, subject)
+        lost = self._why_not_said()
+        agreed = Verdict(False, lost, True) if lost else self._agreement.check_equal(digest, subject)
         if agreed.connections_broken:
             self._pause(agreed.cause)
         return agreed
@@ -368,7 +370,16 @@ class Rebalancer:
     def say(self, word: Callable[[Agreement], object]) -> None:
         """Say a word to the other ranks on the control group, in its turn, without waiting for it."""
         if not self._reconnection.under_way and not self._worker.closed:
-            self._worker.submit(partial(word, self._agreement))
+            self._said = self._worker.submit(partial(word, self._agreement))
+
+    def _why_not_said(self) -> str:
+        """Wait until the words of `say` have left the control group, ahead of this thread's work on it; returns why they
+        have not, empty: they have."""
+        said, self._said = self._said, None
+        seconds = self._config.timeout_seconds + A_LITTLE_SECONDS
+        if said is None or wait([said], seconds).done:
+            return ""
+        return f"rank {self._groups.job.rank} has waited {seconds:g} s to tell the others that its stream of weights ends"
 
     @property
     def agreement(self) -> Agreement:
@@ -384,7 +395,7 @@ class Rebalancer:
         """
         self._refuse_alone("a migration")
         self.drain()
-        self.run(lambda: None)  # a decision may be on the control group still
+        self.run(lambda: None)  # a decision, or a word to the others, may be on the control group still
         return self._migrate(target)
 
     def forget_pending(self) -> None:
@@ -485,7 +496,11 @@ class Rebalancer:
     def _why_homes_stay(self, target: Placement | None, patient: bool) -> Verdict:
         """Veto a target with other homes if tensors of the user's on any rank would not move along. Collective if the
         target has other homes."""
-        if target is None or self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
+        if target is None:
+            return Verdict(True)
+        if lost := self._why_not_said():
+            return Verdict(False, lost, True)
+        if self.held_outside is None or np.array_equal(target.homes_LRH, self.placement().homes_LRH):
             return Verdict(True)
         return self._agreement.check_equal(bytes([1]) * 16, "tensors of the user's", self.held_outside(patient, False))
 
