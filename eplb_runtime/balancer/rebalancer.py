@@ -373,13 +373,15 @@ class Rebalancer:
             self._said = self._worker.submit(partial(word, self._agreement))
 
     def _why_not_said(self) -> str:
-        """Wait until the words of `say` have left the control group, ahead of this thread's work on it; returns why they
-        have not, empty: they have."""
+        """Wait until the words of `say` have left the control group, ahead of work of this thread on it. Returns why
+        they have not; empty: they have."""
         said, self._said = self._said, None
         seconds = self._config.timeout_seconds + A_LITTLE_SECONDS
         if said is None or wait([said], seconds).done:
             return ""
-        return f"rank {self._groups.job.rank} has waited {seconds:g} s to tell the others that its stream of weights ends"
+        return (
+            f"rank {self._groups.job.rank} has waited {seconds:g} s to tell the others that its stream of weights ended"
+        )
 
     @property
     def agreement(self) -> Agreement:
