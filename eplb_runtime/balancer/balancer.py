@@ -34,7 +34,7 @@ from ..moe.experts.lone_step import LONE_STEP_INTERVAL, LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
-from ..moe.experts.slices import is_sliced
+from ..moe.experts.slices import is_sliced, local
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
@@ -170,6 +170,8 @@ class Balancer:
         self._optimizer_hooks = hook_optimizers(self)
         self._export = export_with(self)
         self._stream: weakref.ref[TensorStream] | None = None
+        weights = {**runtime.dense_parameters, **runtime.parameters}
+        self._elements = {name: (weight, local(weight).numel()) for name, weight in weights.items()}
         self._is_in_logical_order = False
 
     @property
@@ -357,6 +359,14 @@ class Balancer:
         self._gradients.moved()
         for layer, mark in self._marks:
             mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
+
+    def _why_freed(self) -> str:
+        """Name a weight that has another number of elements here than at attach; empty: none. Its ``.data`` may be an
+        empty tensor between phases, which looks like a weight."""
+        for name, (weight, elements) in self._elements.items():
+            if local(weight).numel() != elements:
+                return f"{name}: its memory is freed or of another size: load it first"
+        return ""
 
     def _known_tensors(self) -> Iterator[Tensor]:
         """Tensors that move with experts besides parameters and gradients, and the optimizers' tensors."""
@@ -596,8 +606,8 @@ class Balancer:
             dtype: of floating point, to which such tensors are cast before they travel; None: as they are.
             rank: of the job, which alone receives tensors; the loops of all others run empty. None: every rank receives
                 all of them.
-            timeout_seconds: that ranks wait for each other at a bucket: longer than a consumer needs for one. None: 120
-                or the config's, whichever is longer.
+            timeout_seconds: that ranks wait for each other, before the first bucket and at each: longer than a consumer
+                needs for one. None: 120 or the config's, whichever is longer.
 
         Returns:
             An iterator over ``(name, tensor)``, in the order of the layers, each whole and a copy, on the device of the
@@ -658,14 +668,18 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         if given is None or self._stream is None or self._stream() is not given:
             self._end_stream(what)
-        self._runtime.barrier(what)
+        seconds = self._export_seconds(timeout_seconds)
+        self._runtime.barrier(what, seconds)
         if self._rebalancer.drain():
             self._after_move()
-        return max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
+        return seconds
+
+    def _export_seconds(self, given: float | None) -> float:
+        return max(EXPORT_SECONDS, self.config.timeout_seconds) if given is None else given
 
     @torch.compiler.disable
     @contextmanager
-    def logical_order(self) -> Iterator[None]:
+    def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
         """Bring every expert to its initial rank and row, and back at the end, also if the body raises. Inside, what
         walks the modules of a rank and takes expert ``i`` for ``ep_rank * E/R + i`` is right.
 
@@ -676,6 +690,10 @@ class Balancer:
         Inside, replica slots are empty: no tokens go there, and what they hold is of no expert. They are no part of the
         model's parameters. At the end they are filled again, with the same experts. `rebalance()` and
         `load_state_dict()` are refused inside; a periodic decision waits for the first step after.
+
+        Args:
+            timeout_seconds: that ranks wait for each other, in and out: longer than the body takes on one rank more
+                than on another. None: as for `named_logical_tensors`.
 
         Raises:
             RuntimeError: a rank did not come, the migration was dropped, or as `rebalance()`. At the end, where the
@@ -692,7 +710,8 @@ class Balancer:
             self._after_move()
             self._refresh_replicas()
 
-        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()"), moved):
+        seconds = self._export_seconds(timeout_seconds)
+        with placed_logically(self._rebalancer, lambda: self._runtime.barrier("logical_order()", seconds), moved):
             self._is_in_logical_order = True
             try:
                 yield

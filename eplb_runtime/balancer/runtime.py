@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,18 @@ from ..topology import Topology
 from .gradients.division import Divisors
 from .guard_samples import Stepper, Watched
 from .model_check import ModelCheck
+
+
+class Barrier(Protocol):
+    """A wait of all ranks for each other."""
+
+    def __call__(self, what: str, seconds: float | None = None) -> None:
+        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does not.
+
+        Args:
+            what: the call, by name.
+            seconds: that ranks wait; None: the balancer's timeout.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,7 @@ class Runtime:
         model_check: notices changes of the model that the balancer cannot follow.
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
-        barrier: waits, given the name of a collective call, until every rank has reached it; raises on the ranks that
-            have, and names the others, if one does not.
+        barrier: of all ranks ahead of a collective call.
     """
 
     config: BalancerConfig
@@ -74,7 +86,7 @@ class Runtime:
     model_check: ModelCheck
     kernels: Kernels
     divisors: Divisors
-    barrier: Callable[[str], None]
+    barrier: Barrier
 
     @property
     def job(self) -> Job:

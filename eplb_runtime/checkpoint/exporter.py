@@ -50,6 +50,7 @@ class Exporter:
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
         weights: dict[int, Sequence[Weight]] = {}
         try:
+            problem = problem or self._balancer._why_freed()  # first: a list of empty weights may fail in other words
             weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
         except Exception as error:
             problem = problem or one_line(error, with_type=True)

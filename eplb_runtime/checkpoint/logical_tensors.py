@@ -138,6 +138,8 @@ class LogicalTensorList:
 
     def problem(self) -> str:
         """Return why tensors of this rank cannot be read now; empty: they can."""
+        if freed := self._balancer._why_freed():
+            return freed
         for weights in self._weights.values():
             for weight in weights:
                 if weight.freed:

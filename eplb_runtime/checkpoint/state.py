@@ -178,6 +178,8 @@ class LogicalView:
             registry = self.balancer._runtime.registry
             if changed := next(filter(None, map(registry.why_freed, registry.layers)), ""):
                 return changed
+            if changed := self.balancer._why_freed():
+                return changed
         freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
         return next((f"{key}: its memory is freed: load it first" for key in freed), "")
 

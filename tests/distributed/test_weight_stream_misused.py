@@ -1,4 +1,4 @@
-"""Exports that are given something unusable, or begin while something else is open, end on all ranks in a line: 2 ranks."""
+"""Exports that are given something unusable, or begin beside something else, end on all ranks in a line: 2 ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,28 @@ def misused(rank: int) -> dict[str, str]:
         finally:
             del model.odd
 
+    def emptied(parameter: Tensor, work: Callable[[], Any]) -> str:
+        """What is said where one rank has let go of a weight by its ``.data``."""
+        here = parameter.data
+        if rank == 1:
+            parameter.data = torch.empty(0)
+        try:
+            return line_of(work)
+        finally:
+            parameter.data = here
+
+    def emptied_on_the_way() -> str:
+        tensors = stream()
+        next(tensors)
+        return emptied(dense, lambda: len(list(tensors)))
+
+    expert, dense = balancer._runtime.registry.parameters()[0], model.model.norm.weight
     cases: dict[str, Callable[[], Any]] = {
+        "experts emptied": lambda: emptied(expert, stream),
+        "dense emptied": lambda: emptied(dense, stream),
+        "dense emptied, verified": lambda: emptied(dense, lambda: balancer.verify_export({})),
+        "dense emptied, saved": lambda: emptied(dense, lambda: eplb.logical_state_dict(model)),
+        "dense emptied on the way": emptied_on_the_way,
         "the stream": lambda: balancer.verify_export(stream()),
         "a generator over it": generator,
         "goes on after": goes_on_after,
@@ -109,10 +130,20 @@ def test_a_loop_over_a_stream_that_something_else_ended_raises(results: list[dic
 
 def test_what_fails_on_one_rank_is_said_on_all(results: list[dict[str, str]]) -> None:
     for said in results:
-        assert "rank 1: the weights to verify could not be walked: OSError: no such folder" in (
-            said["a function that fails on one"]
+        assert (
+            "rank 1: the weights to verify could not be walked: OSError: no such folder"
+            in (said["a function that fails on one"])
         )
         assert "rank 1: KeyError: 7" in said["a list that fails on one"]
         assert "is of torch.complex128, for which checkpoints have no name" in said["a dtype without a name"]
         for what in ("other options", "a stream on one"):
             assert "choice of options" in said[what]
+
+
+def test_weights_without_elements_are_not_exported(results: list[dict[str, str]]) -> None:
+    for rank, said in enumerate(results):
+        for what in ("dense emptied", "dense emptied, verified", "dense emptied on the way"):
+            assert "rank 1: model.norm.weight: its memory is freed or of another size" in said[what], said
+        assert "rank 1: model.layers.0.mlp.experts." in said["experts emptied"]
+        assert ("model.norm.weight: its memory is freed" in said["dense emptied, saved"]) == (rank == 1)
+        assert "CheckpointError" in said["dense emptied, saved"]

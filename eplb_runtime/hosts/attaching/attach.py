@@ -27,7 +27,7 @@ from ...balancer.balancer import Balancer
 from ...balancer.gradients.division import Divisors
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Runtime
+from ...balancer.runtime import Barrier, Runtime
 from ...checkpoint.exporter import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment
@@ -329,10 +329,10 @@ class _Attaching:
         return Exporter(balancer, listed)
 
     @property
-    def _come(self) -> Callable[[str], None]:
+    def _come(self) -> Barrier:
         """`meet`, for this job. It holds on to nothing of the model."""
-        everyone, seconds = list(self._job.ranks), self.config.timeout_seconds
-        return lambda what: meet(everyone, what, seconds)
+        everyone, timeout = list(self._job.ranks), self.config.timeout_seconds
+        return lambda what, seconds=None: meet(everyone, what, timeout if seconds is None else seconds)
 
     def give_up(self) -> None:
         """What was made is given back."""
