@@ -186,8 +186,9 @@ class RoundExecutor:
                     arriving[number] += shipment.arrives[0].nbytes
                 else:
                     leaving[number] += packed_bytes(runs_of(shipment.leaves[0], self.device))
-        memory = [tensor for part in record_format.fields for tensor in part.source.memory]
-        return [as_bytes(tensor) for tensor in memory if tensor.nbytes >= DIRECT_BYTES]
+        sources = [part.source for part in record_format.fields if not part.source.varies_in_device]
+        memory = [tensor for source in sources for tensor in source.memory if tensor.device == self.device]
+        return [as_bytes(tensor) for tensor in memory if tensor.nbytes >= DIRECT_BYTES and tensor.is_contiguous()]
 
     def restart(self) -> None:
         """Free the staged memory for the next round."""

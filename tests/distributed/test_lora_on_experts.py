@@ -293,6 +293,41 @@ def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
     assert {tuple(one[name].shape) for name in one if ".experts." in name and "lora_A" in name} == {(EXPERTS * 16, 32)}
 
 
+def merged_in_bfloat16(rank: int) -> list[dict[str, tuple[bool, bool]]]:
+    """For each matrix whether ours is PEFT's to the bit, and whether factors that are rounded first give the same."""
+    found = []
+    for family in ("olmoe", "gpt_oss"):
+        job = Job(family, dtype=torch.bfloat16)
+        before = {name: tensor.clone() for name, tensor in with_lora(job).state_dict().items()}
+        alone = with_lora(job)
+        alone.merge_adapter()
+        whole = alone.state_dict()
+        model, _, balancer = attached(job, move=False)
+        assert {p.dtype for name, p in model.named_parameters() if "lora" in name} == {torch.float32}
+        model.merge_adapter()
+        same = {}
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name:
+                here = balancer.gather_experts(balancer.layer_of_parameter[name], parameter.detach())
+                assert not torch.equal(here, before[name])
+                experts = alone.get_submodule(name.rpartition(".experts.")[0]).experts
+                (wrapper,) = (
+                    one for one in experts.modules() if getattr(one, "parameter_name", "") == name.rpartition(".")[2]
+                )
+                left, right, scaling = wrapper.get_delta_factors("default")
+                rounded = before[name] + torch.bmm(left, right) * scaling
+                same[name] = torch.equal(here, whole[name]), torch.equal(rounded, whole[name])
+        balancer.close()
+        found.append(same)
+    return found
+
+
+def test_a_base_in_bfloat16_is_merged_as_peft_merges_it() -> None:
+    for families in run_ranks(RANKS, merged_in_bfloat16):
+        for same in families:
+            assert len(same) == 2 and set(same.values()) == {(True, False)}, same
+
+
 # -- refused at attach -----------------------------------------------------------------------------------------------
 
 

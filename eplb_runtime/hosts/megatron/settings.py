@@ -259,7 +259,8 @@ HOST = HostRules(
     (
         "experts are one tensor of each kind for each expert (SequentialMLP, TEGroupedMLP)",
         "the model is wrapped in Megatron's DistributedDataParallel, and the optimizer is Megatron's",
-        "the optimizer keeps the whole state of each expert on its rank",
+        "the optimizer keeps the whole state of each expert on its rank, or divided over those that hold the same "
+        "experts",
         "all MoE layers have one expert-parallel group, with experts in order",
         "virtual pipeline stages say which they are (models made with vp_stage=)",
     ),

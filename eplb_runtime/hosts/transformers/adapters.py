@@ -275,10 +275,11 @@ def _merge_by_expert(one: LowRank) -> None:
     wrapper, experts = one.wrapper, one.wrapper.get_base_layer()
 
     def get_delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
-        """Of the experts that are here, as PEFT's."""
-        matrix = getattr(experts, one.matrix)
-        left, right = factors(*one.pair, matrix, bool(experts.is_transposed))
-        return torch.bmm(left, right) * one.scaling
+        """Of the experts that are here, as PEFT's: multiplied in the adapters' dtype, and rounded once."""
+        a_SRI, b_SOR = one.pair
+        product = "orS,Sri->Sio" if experts.is_transposed else "orS,Sri->Soi"
+        delta = torch.einsum(product, b_SOR.permute(1, 2, 0).contiguous(), a_SRI) * one.scaling
+        return delta.to(getattr(experts, one.matrix).dtype)
 
     def written(change: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """PEFT writes by ``.data``: no version says so, and the memory may be another afterwards."""

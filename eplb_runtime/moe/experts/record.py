@@ -139,13 +139,20 @@ def piece(record_format: RecordFormat, source: End, destination: End, *, here: E
     """What of a divided record goes from one rank to another: a record of one row (0), of live memory.
 
     Weights go from the rank that steps them, which has them before any other, to all ranks that hold the expert; state
-    goes from the rank that keeps it to the one that will.
+    goes from the rank that keeps it to the one that will. What has no ranges (a frozen matrix, a registered buffer) is
+    whole on each of them, and goes to the one at the same place among those that hold the other row.
 
     Args:
         here: one of the two ends, the one on this rank.
     """
     tensors = []
     for one in (field.source for field in record_format.fields):
+        if not one.ranges:
+            if source.part == destination.part:
+                rows, copied = (one.row(here.row).detach(),), one.copies_of_row(here.row)
+                copied_along = (copied,) if copied else ()
+                tensors.append(ExpertTensor(one.name, rows, one.kind, copied_along, one.varies_in_device))
+            continue
         kept, will_keep = one.ranges[source.row][source.part], one.ranges[destination.row][destination.part]
         own = one.ranges[here.row][here.part]
         for first, end in _spans(kept, will_keep, whole=one.part == "row"):

@@ -76,6 +76,31 @@ def test_a_rank_that_keeps_no_state_can_exchange_weights_with_those_that_do() ->
     assert weights.is_divided and not RecordFormat.of([ExpertTensor("w", torch.ones(2, 3), "parameter")]).is_divided
 
 
+@pytest.mark.parametrize(("source", "destination"), list(product(range(3), repeat=2)))
+def test_what_is_not_divided_comes_whole_from_the_same_place(source: int, destination: int) -> None:
+    def with_whole(rank: int, place: int) -> RecordFormat:
+        ours = 10.0 * rank + place
+        frozen = ExpertTensor("frozen", tuple(torch.full((2, 3), ours + slot) for slot in range(3)), "parameter")
+        buffer = ExpertTensor("count", ours + torch.arange(3.0), "buffer")
+        return RecordFormat.of([frozen, *(field.source for field in record_of(rank, place).fields), buffer])
+
+    here, there = [with_whole(0, place) for place in range(2)], [with_whole(1, place) for place in range(2)]
+    for source_part, part in product(range(2), repeat=2):
+        ends = End(source, source_part), End(destination, part)
+        leaves = piece(here[source_part], *ends, here=ends[0])
+        arrives = piece(there[part], *ends, here=ends[1])
+        assert leaves.digest() == arrives.digest() and leaves.nbytes == arrives.nbytes
+        whole = [field.source.name for field in leaves.fields if field.source.name in ("frozen", "count")]
+        assert whole == (["frozen", "count"] if source_part == part else [])
+        if leaves.fields:
+            arrives.unpack(packed(leaves), 0)
+    for part, record in enumerate(there):
+        frozen, *_, count = (field.source for field in record.fields)
+        for slot in range(3):
+            expected = part + source if slot == destination else 10 + part + slot
+            assert frozen.row(slot).eq(expected).all() and count.row(slot) == expected
+
+
 def test_state_that_is_not_all_here_is_refused_before_anything_is_sent() -> None:
     state = ExpertTensor("w/exp_avg", (torch.ones(3),) * 3, "optimizer_state", ranges=RANGES, part="range")
     with pytest.raises(OptimizerStateError, match="elements 0 to 12 of an expert are not all here"):
