@@ -148,8 +148,8 @@ class LogicalView:
         return self.balancer.placement.num_experts if self.balancer is not None else 0
 
     def refuse_freed(self, what: str, *, patient: bool = False) -> None:
-        """Refuse state whose memory is freed, as jobs do between phases, on all ranks before any of them waits for
-        another. Collective when attached; a rank that calls alone is told
+        """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
+        all ranks before any of them waits for another. Collective when attached; a rank that calls alone is told
         so.
 
         Args:
@@ -157,10 +157,10 @@ class LogicalView:
             patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
 
         Raises:
-            CheckpointError: some of it is freed, here or on another rank.
+            CheckpointError: some of it is freed or merged, here or on another rank.
             RuntimeError: a rank did not come within the timeout.
         """
-        freed = self._freed()
+        freed = self._freed() or why_merged(self.model)
         freed = f"{what}: {freed}" if freed else ""
         if self.balancer is not None:
             if not patient:
@@ -168,7 +168,9 @@ class LogicalView:
             group, device = self.balancer._gradient_group, self.balancer._runtime.device
             here = torch.tensor([bool(freed)], dtype=torch.uint8, device=device)
             ranks = [dist.get_process_group_ranks(group)[n] for n in gather_rows(here, group).flatten().nonzero()]
-            freed = freed or (f"{what}: state of rank {ranks[0]} is freed; its own error says which" if ranks else "")
+            freed = freed or (
+                f"{what}: state of rank {ranks[0]} is freed or merged; its own error says which" if ranks else ""
+            )
         if freed:
             raise CheckpointError(freed)
 
@@ -187,6 +189,15 @@ class LogicalView:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
             self.balancer.weights_changed()
+
+
+def why_merged(model: nn.Module) -> str:
+    """Why weights are not what their names say: adapters are added to them (PEFT's ``merged_adapters``), and are there
+    beside them; empty: they are."""
+    for name, module in model.named_modules():
+        if getattr(module, "merged_adapters", None):
+            return f"adapters are merged into {name}, and stand beside it: unmerge_adapter() first"
+    return ""
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:

@@ -35,6 +35,8 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     from .in_step import InStep
+    from .transformers.adapters import adapted_experts
+    from .transformers.describe import follows_experts_interface
 except ImportError as error:
     raise ImportError(
         f"BalancedTrainer needs Transformers with Accelerate: pip install 'eplb-runtime[trainer]' ({error})"
@@ -347,6 +349,11 @@ def _refuse(trainer: Any) -> None:
                 f"BalancedTrainer does not run with {name}: it spreads the experts itself, and Accelerate's "
                 "DistributedDataParallel averages the rest"
             )
+    if args.save_on_each_node and any(adapted_experts(trainer.model, follows_experts_interface)):
+        raise AttachError(
+            "BalancedTrainer does not take save_on_each_node with adapters of experts: the job's first rank alone "
+            "writes them, so give a folder that all nodes see"
+        )
     if args.n_gpu > 1 or not dist.is_initialized():
         raise AttachError("BalancedTrainer needs a process for each device: start it with torchrun")
 

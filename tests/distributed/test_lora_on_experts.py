@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,11 @@ def with_lora(job: Job, **more: Any) -> Any:
 
 def made(job: Job) -> tuple[Any, torch.optim.Optimizer]:
     model = with_lora(job)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def on_attention(job: Job) -> tuple[Any, torch.optim.Optimizer]:
+    model = with_lora(job, target_parameters=[])
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
@@ -205,13 +211,27 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     from peft import PeftModel
 
     found: dict[str, Any] = {}
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("eplb_runtime").addHandler(handler)
     job = Job(layers=2)
     models = {}
     for name, move in (("static", False), ("moved", True)):
         model, optimizer, balancer = attached(job, move=move)
         train(model, optimizer, [rank], 3)
+        found["gathered everywhere"] = []
+        gather = type(balancer).gather_experts
+        type(balancer).gather_experts = lambda *_, **__: found["gathered everywhere"].append(1)
         model.save_pretrained(folder / name)
+        type(balancer).gather_experts = gather
         models[name] = model, balancer
+    model, optimizer, balancer = attached(job, move=False, given=on_attention(job))
+    model.save_pretrained(folder / f"attention {rank}")
+    found["warned at saves"] = [line for line in warned if "state_dict()" in line]
+    model.state_dict()
+    found["control: warned"] = [line for line in warned if "state_dict()" in line]
+    balancer.close()
     model, balancer = models["moved"]
     model.eval()
     logical = eplb.logical_state_dict(model)
@@ -232,14 +252,17 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     of_static = {k: v for k, v in other.merge_and_unload().state_dict().items() if ".experts." in k}
     found["merged after moves"] = differing(merged, of_static)
     model.merge_adapter(safe_merge=True)
-    here = eplb.logical_state_dict(model)
-    found["merged here"] = max(
-        (here[f"model.base_model.model.{name.replace('experts.', 'experts.base_layer.base_layer.')}"] - tensor)
-        .abs()
-        .max()
-        .item()
-        for name, tensor in merged.items()
-    )
+    found["while merged"] = [
+        said(lambda: eplb.logical_state_dict(model)),
+        said(lambda: eplb.checkpoint.save(folder / "while merged", model, optimizer)),
+        said(lambda: eplb.load_logical_state_dict(model, None, logical)),
+        said(lambda: list(balancer.named_logical_tensors())),
+    ]
+    found["merged here"] = 0.0
+    for name, tensor in merged.items():
+        name = f"base_model.model.{name.replace('experts.', 'experts.base_layer.base_layer.')}"
+        here = balancer.gather_experts(balancer.layer_of_parameter[name], model.get_parameter(name).detach())
+        found["merged here"] = max(found["merged here"], (here - tensor).abs().max().item())
     found["merged loss"] = loss(model), adapted
     with model.disable_adapter():
         found["merged and disabled"] = loss(model), found["disabled"][1]
@@ -267,7 +290,7 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
 def said(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ValueError as error:
+    except (ValueError, eplb.checkpoint.ExportError) as error:
         return str(error)
     return "nothing was refused"
 
@@ -277,12 +300,17 @@ def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
 
     close = {"abs": 1e-6}
     for found in run_ranks(RANKS, used, tmp_path):
+        assert found["gathered everywhere"] == []
+        assert found["warned at saves"] == [] and len(found["control: warned"]) == 1
         assert found["moved"] and found["merged after moves"] == [] and found["loaded"] == []
         disabled, base, adapted = found["disabled"]
         assert disabled == pytest.approx(base, **close) and abs(adapted - base) > 1e-3
         for what in ("saved, merged elsewhere", "merged loss", "merged and disabled"):
             assert found[what][0] == pytest.approx(found[what][1], **close), what
         assert found["merged here"] < 1e-12 and found["unmerged"] < 1e-12
+        for line in found["while merged"]:
+            assert "adapters are merged into base_model.model" in line and "unmerge_adapter() first" in line, line
+            assert "\n" not in line
         merging, unloading, another, exported = found["refused"]
         assert merging == unloading and "merge_adapter() merges where they are" in merging
         assert "'second'" in another and "comes after attach" in another
@@ -291,6 +319,34 @@ def test_peft_merges_saves_loads_and_disables_them(tmp_path: Path) -> None:
     one, other = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("static", "moved"))
     assert differing(one, other) == [] and len(one) == 2 * (2 + 4)
     assert {tuple(one[name].shape) for name in one if ".experts." in name and "lora_A" in name} == {(EXPERTS * 16, 32)}
+
+
+def merged_beside_copies(rank: int, folder: Path) -> tuple[list[float], bool]:
+    """Losses of forwards after each call that writes into experts, all of them with copies."""
+    job = Job(replica_slots=1)
+    model, optimizer, balancer = attached(job, move=True)
+    train(model, optimizer, [rank], 3)
+    model.save_pretrained(folder)
+    model.eval()
+    ids = batch_of(rank, 77)
+    losses = []
+    for call in (
+        lambda: None,
+        model.merge_adapter,
+        model.unmerge_adapter,
+        lambda: model.load_adapter(folder, "default", is_trainable=True),
+    ):
+        call()
+        with torch.no_grad():
+            losses.append(float(model(input_ids=ids, labels=ids).loss))
+    has_copies = balancer._runtime.maps.replicas.has_copies(0)
+    balancer.close()
+    return losses, has_copies
+
+
+def test_copies_follow_what_peft_writes(tmp_path: Path) -> None:
+    for losses, has_copies in run_ranks(RANKS, merged_beside_copies, tmp_path):
+        assert has_copies and losses == pytest.approx([losses[0]] * 4, abs=1e-6)
 
 
 def merged_in_bfloat16(rank: int) -> list[dict[str, tuple[bool, bool]]]:

@@ -104,8 +104,8 @@ class PartialStateWarning:
         if not self._said:
             self._said = True
             logger.warning(
-                "state_dict() of an attached model holds this rank's %d of %d experts, and is no checkpoint of the "
-                "whole: save with eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
+                "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole "
+                "use eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
                 len(homes.here),
                 len(homes.order),
             )

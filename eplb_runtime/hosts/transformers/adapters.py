@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.joint_access import JointAccess
 from ...checkpoint.state import LogicalView
+from ...moe.experts.gathering import rows_per_call
 from ..attaching.description import AttachError, MoELayer, spread_of
 
 MERGE = (
@@ -251,6 +253,7 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]], 
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
+            _renew_copies_after(model, module, "merge_adapter", "unmerge_adapter")
     _save_together(model, layers, come)
 
 
@@ -259,6 +262,19 @@ def unmerge_disabled(adapted: AdaptedExperts) -> None:
     for one in adapted.low_rank:
         if one.wrapper.disable_adapters and one.wrapper.merged:
             one.wrapper.unmerge()
+
+
+def _renew_copies_after(model: nn.Module, module: nn.Module, *calls: str) -> None:
+    """Let replica slots follow what PEFT writes into experts; every rank makes these calls."""
+
+    def called(own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        result = own(*arguments, **options)
+        LogicalView(model).weights_changed()
+        return result
+
+    for call in calls:
+        if (own := getattr(module, call, None)) is not None:
+            object.__setattr__(module, call, partial(called, own))
 
 
 def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
@@ -324,6 +340,7 @@ def _save_together(
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
+    _renew_copies_after(model, saver, "load_adapter")
     own: Any = saver.save_pretrained
     of_peft = {
         f"{layer.name}.{name}": back
@@ -341,19 +358,63 @@ def _save_together(
         come("save_pretrained of an attached model")
         view = LogicalView(model)
         meeting = JointAccess.of(view)
-        state = saver.state_dict()
-        balancer = view.balancer
-        assert balancer is not None
+        state = _detached_state(saver.state_dict)
         for name, back in of_peft.items():
-            layer = view.layer_of(name)
-            assert layer is not None
-            stack = balancer.gather_experts(layer, view.parameters[name].detach(), device="cpu")
-            state[name.removeprefix(prefix)] = back(stack)
+            stack = _on_first_rank(view, name, meeting)
+            if stack is not None:
+                state[name.removeprefix(prefix)] = back(stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
         meeting.trying(write, first_only=True)
         meeting.agree(f"{save_directory} was not written")
 
     object.__setattr__(saver, "save_pretrained", save_pretrained)
+
+
+def _on_first_rank(view: LogicalView, name: str, meeting: JointAccess) -> Tensor | None:
+    """``[E, ...]`` in logical order on the first rank's CPU; others keep nothing, and get None. Collective."""
+    balancer, layer, rows = view.balancer, view.layer_of(name), view.parameters[name]
+    assert balancer is not None and layer is not None
+    homes_RH, step = balancer.placement.homes_LRH[layer], rows_per_call(rows)
+    stack = torch.empty((view.num_experts, *rows.shape[1:]), dtype=rows.dtype) if meeting.is_first else None
+    for source, homes_H in enumerate(homes_RH):
+        for first in range(0, len(homes_H), step):
+            last = min(first + step, len(homes_H))
+            brought = balancer._bring_rows(rows, first, last, source, meeting.ranks[0])
+            if stack is not None and brought is not None:
+                stack[torch.from_numpy(homes_H[first:last].astype("int64"))] = brought.cpu()
+    return stack
+
+
+def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and nobody is warned."""
+    state = state_dict(keep_vars=True)
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def save_without_warning(module: Any) -> None:
+    """Let a library's ``save_pretrained`` that writes adapters alone, whole on every rank, read the model's state."""
+    own: Any = module.save_pretrained
+
+    def save_pretrained(*arguments: Any, **options: Any) -> Any:
+        """As the library's."""
+        with read_without_warning(module):
+            return own(*arguments, **options)
+
+    object.__setattr__(module, "save_pretrained", save_pretrained)
+
+
+@contextmanager
+def read_without_warning(module: Any) -> Iterator[None]:
+    """While it lasts, ``module.state_dict()`` gives detached live memory, without a warning that it is in part."""
+    before = module.__dict__.get("state_dict")
+    own = module.state_dict
+    object.__setattr__(module, "state_dict", lambda *_, **__: _detached_state(own))
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "state_dict")
+        if before is not None:
+            object.__setattr__(module, "state_dict", before)
 
 
 def is_saved_with_adapters(model: nn.Module) -> bool:

@@ -23,7 +23,15 @@ from ...moe.custom_ops import OutsideGraphs
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
-from .adapters import AdaptedExperts, adapted_experts, follow, unmerge_disabled
+from .adapters import (
+    AdaptedExperts,
+    adapted_experts,
+    follow,
+    peft_model,
+    read_without_warning,
+    save_without_warning,
+    unmerge_disabled,
+)
 from .compute import RowCompute
 
 if TYPE_CHECKING:
@@ -157,7 +165,10 @@ def _save_together(
         follow(model, adapted, come)
         return
     if not isinstance(model, PreTrainedModel):
-        return  # PEFT's folders hold adapters, which are whole on every rank
+        # PEFT's folders hold adapters, which are whole on every rank.
+        if (found := peft_model(model)) is not None:
+            save_without_warning(found[1])
+        return
     own = model.save_pretrained
 
     def save_pretrained(save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
@@ -165,7 +176,8 @@ def _save_together(
         from ...checkpoint import export_pretrained
 
         if getattr(model, "_hf_peft_config_loaded", False):
-            own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
+            with read_without_warning(model):
+                own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
             return
         come("save_pretrained of an attached model")
         export_pretrained(model, save_directory, **options)

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import CheckpointError, LogicalView
+from ...checkpoint.state import CheckpointError, LogicalView, why_merged
 from ...checkpoint.weights import Weight, weights_of
 from .naming import Convert, Piece, converter, pieces_of, saved_entries
 
@@ -19,10 +19,13 @@ def weights(model: nn.Module, first_layer: int) -> list[Weight]:
     """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names.
 
     Raises:
-        CheckpointError: the model is quantised, or the library's names cannot be given a tensor at a time.
+        CheckpointError: the model is quantised, adapters are merged into it, or the library's names cannot be given a
+            tensor at a time.
     """
     view = LogicalView(model)
     whole = view.model
+    if problem := why_merged(whole):
+        raise CheckpointError(problem)
     if not isinstance(whole, PreTrainedModel):
         return weights_of(model, first_layer)
     if getattr(whole, "hf_quantizer", None) is not None:
