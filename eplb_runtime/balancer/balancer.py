@@ -640,8 +640,8 @@ class Balancer:
         Args:
             tensors: what was exported, under the names of `named_logical_tensors`: pairs ``(name, tensor)``, a mapping,
                 or a function that returns either. Each rank gives what it has, on any device; together they give every
-                expert. Other tensors may be left out. Streams of `named_logical_tensors` must be given on all ranks; a
-                generator over one, by a function that begins the stream.
+                expert. Other tensors may be left out. A stream of `named_logical_tensors`, or what walks along one, by
+                a function that begins it (``lambda: balancer.named_logical_tensors()``): one that is open is ended.
             dtype: to which the export casts tensors of floating point; None: it does not.
             timeout_seconds: that ranks wait for the slowest to go through its tensors; None: as for
                 `named_logical_tensors`.
@@ -654,20 +654,14 @@ class Balancer:
                 index (``ep_rank * E/R + i``) had named them; which were not given; or a name, shape or dtype that is
                 not the model's.
         """
-        seconds = self._begin_export("verify_export()", timeout_seconds, tensors)
-        return self._export.verify(tensors, dtype, seconds)
+        return self._export.verify(tensors, dtype, self._begin_export("verify_export()", timeout_seconds))
 
-    def _begin_export(self, what: str, timeout_seconds: float | None, given: object = None) -> float:
-        """Wait until all ranks are here; returns the seconds that they wait for each other from here on.
-
-        Args:
-            given: to the call; if it is the open stream, that goes on.
-        """
+    def _begin_export(self, what: str, timeout_seconds: float | None) -> float:
+        """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
         self._refuse_if_closed(what)
         self._refuse_inside_schedule(what)
         self._rebalancer.refuse_if_broken()
-        if given is None or self._stream is None or self._stream() is not given:
-            self._end_stream(what)
+        self._end_stream(what)
         seconds = self._export_seconds(timeout_seconds)
         self._runtime.barrier(what, seconds)
         if self._rebalancer.drain():
