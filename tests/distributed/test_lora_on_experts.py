@@ -254,7 +254,7 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     model.merge_adapter(safe_merge=True)
     found["while merged"] = [
         said(lambda: eplb.logical_state_dict(model)),
-        said(lambda: eplb.checkpoint.save(folder / "while merged", model, optimizer)),
+        said(lambda: eplb.checkpoint.save(folder / "while merged", model)),
         said(lambda: eplb.load_logical_state_dict(model, None, logical)),
         said(lambda: list(balancer.named_logical_tensors())),
     ]
