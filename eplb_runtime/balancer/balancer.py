@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -168,11 +169,16 @@ class Balancer:
             runtime.maps.replicas.adds = self._gradients.arrives
             runtime.maps.replicas.follow(runtime.placement)
         self._optimizer_hooks = hook_optimizers(self)
-        self._export = export_with(self)
+        self._export_with = export_with
         self._stream: weakref.ref[TensorStream] | None = None
         weights = {**runtime.dense_parameters, **runtime.parameters}
         self._elements = {name: (weight, local(weight).numel()) for name, weight in weights.items()}
         self._is_in_logical_order = False
+
+    @cached_property
+    def _export(self) -> WeightExport:
+        """Exports of this balancer; made when the first one is asked for."""
+        return self._export_with(self)
 
     @property
     def _searches_outside(self) -> bool:

@@ -21,9 +21,8 @@ from ..config import BalancerConfig
 from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
 from .attaching.attach import attach_stages
-from .attaching.checks import device_of
+from .attaching.checks import device_of, meet
 from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
-from .attaching.meeting import meet
 from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
 

@@ -19,8 +19,8 @@ from ..observe.recording import Recording
 from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
+from .attaching.checks import meet
 from .attaching.description import AttachError, WatchedLayer, WatchedModel
-from .attaching.meeting import meet
 from .module import MoE
 
 WAITING_SECONDS = 30.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
-from eplb_runtime.hosts.attaching.meeting import meet
+from eplb_runtime.hosts.attaching.checks import meet
 from eplb_runtime.hosts.attaching.undo import Before
 
 EXPERTS = 8

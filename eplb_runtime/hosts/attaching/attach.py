@@ -59,12 +59,11 @@ from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import as_all_say, check, raise_on_all
+from .checks import as_all_say, check, meet, raise_on_all
 from .computing import local_experts, log_memory
 from .copies import carrier_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
-from .meeting import meet
 from .meta import make_buffers, make_parameters
 from .optimizers import Optimizers, homes_of
 from .sharding import cut, install, rows_of_rank, warn_of_odd_rows

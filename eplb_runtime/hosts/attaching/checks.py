@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.division import foreign_hooks
 from ...config import BalancerConfig
-from ...distributed.consensus import all_equal, extremes, first_problem, gather_rows, maxima
+from ...distributed.consensus import all_equal, barrier, extremes, first_problem, gather_rows, maxima
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job
 from ...moe.experts.element_wise import check_element_wise
@@ -410,3 +410,22 @@ def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, 
     sets = None if over_stages else groups.job.data_sets
     if differs := all_equal(xxhash.xxh3_128(text.encode()).digest(), what, groups.control, sets):
         raise AttachError(f"{differs}: {hint}")
+
+
+def meet(
+    everyone: Sequence[int],
+    what: str,
+    timeout_seconds: float,
+    problem: BaseException | None = None,
+    *,
+    patient: bool = False,
+) -> None:
+    """Wait for these ranks (`eplb_runtime.distributed.consensus.barrier`).
+
+    Raises:
+        AttachError: another rank cannot go on. This rank's own problem is raised as it is.
+        RuntimeError: a rank did not come within the timeout, or the store does not answer.
+    """
+    others_problem = barrier(everyone, what, timeout_seconds, problem, patient=patient)
+    if others_problem:
+        raise AttachError(others_problem)

@@ -22,8 +22,8 @@ from torchtitan.config.override import derive
 from ...balancer.balancer import Balancer
 from ...moe.experts.gathering import rearranged
 from ...moe.experts.slices import local
+from ..attaching.checks import meet
 from ..attaching.description import MoELayer
-from ..attaching.meeting import meet
 
 
 class StateError(RuntimeError):
