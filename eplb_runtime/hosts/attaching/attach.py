@@ -256,7 +256,7 @@ class _Attaching:
             ),
             self.transport,
             self._hook_optimizers,
-            self._export_with,
+            self._export_with(),
         )
         self.balancer._close_on_all_ranks_with(self.dispatcher.close)
 
@@ -320,12 +320,13 @@ class _Attaching:
         self.hooked = Optimizers(balancer, named)
         return self.hooked
 
-    def _export_with(self, balancer: Balancer) -> Exporter:
+    def _export_with(self) -> Callable[[Balancer], Exporter]:
+        """What makes the exports. It holds on to nothing else of the attaching."""
         listed = {
             stage.number: partial(stage.host.weights or weights_of, stage.model, self._job.first_layer(stage.number))
             for stage in self.stages
         }
-        return Exporter(balancer, listed)
+        return lambda balancer: Exporter(balancer, listed)
 
     @property
     def _come(self) -> Barrier:
