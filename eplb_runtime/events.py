@@ -202,7 +202,7 @@ def _moved(experts: int, replicas: int) -> str:
 
 
 def _row(event: Event) -> tuple[str, str, str]:
-    """Of a table: the step, the kind of event, and what happened."""
+    """Row of a table: the step, the kind of event, and what happened."""
     return str(event.step), _NAMES.get(type(event), event.name), brief(event)
 
 

@@ -100,7 +100,7 @@ class Guard:
         self._reported: set[str] = set()
         self._sampled_before_forward = False
         self._distinct = True
-        self._never_empty = {name for name, one in {**watched.experts, **watched.dense}.items() if one.numel()}
+        self._had_elements = {name for name, one in {**watched.experts, **watched.dense}.items() if one.numel()}
         self._comparisons = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
@@ -286,9 +286,9 @@ class Guard:
     def _freed(self) -> str:
         """Name weights that have no memory now: no storage, or an empty tensor as their ``.data``."""
         every = {**self._watched.experts, **self._watched.dense}
-        self._never_empty |= {name for name, one in every.items() if one.numel()}
+        self._had_elements |= {name for name, one in every.items() if one.numel()}
         for name, one in every.items():
-            if not has_memory(one) or (name in self._never_empty and not one.numel()):
+            if not has_memory(one) or (name in self._had_elements and not one.numel()):
                 return f"{_FREED} ({name}): load them before a decision; experts stay where they are"
         return ""
 

@@ -149,8 +149,7 @@ class LogicalView:
 
     def refuse_freed(self, what: str, *, patient: bool = False) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
-        all ranks before any of them waits for another. Collective when attached; a rank that calls alone is told
-        so.
+        all ranks before any of them waits for another. Collective when attached.
 
         Args:
             what: the call, by name.
@@ -192,7 +191,7 @@ class LogicalView:
 
 
 def why_merged(model: nn.Module) -> str:
-    """Why weights are not what their names say: adapters are added to them (PEFT's ``merged_adapters``), and are there
+    """Say why weights are not what their names say: adapters are added to them (PEFT's ``merged_adapters``), and stand
     beside them; empty: they are."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):

@@ -95,7 +95,6 @@ class Recorded:
         job: what the record says.
         imbalance: max / mean rank load while ``job.step_seconds`` was measured; 0: that of experts in logical order.
         bandwidths: GB/s inside nodes and between them, as the job measured them; 0: unknown.
-        takes_replicas: whether the job's framework can hold replicas.
         left_out: number of windows of other numbers of steps, which ``load`` is without.
     """
 
@@ -104,8 +103,12 @@ class Recorded:
     job: RecordedJob = field(default_factory=RecordedJob)
     imbalance: float = 0.0
     bandwidths: tuple[float, float] = (0.0, 0.0)
-    takes_replicas: bool = True
     left_out: int = 0
+
+    @property
+    def takes_replicas(self) -> bool:
+        """Return whether the job's framework can hold replicas."""
+        return not self.job.takes_no_replicas
 
 
 @dataclass(frozen=True)
@@ -228,9 +231,9 @@ def recorded(path: Path, load: FloatArray) -> Recorded:
         OSError: it cannot be read.
     """
     if path.is_dir() and (files := trace_files(path)):
-        return Recorded(load, 1, RecordedJob(ranks=len(files)), takes_replicas=False)
+        return Recorded(load, 1, RecordedJob(ranks=len(files), takes_no_replicas=1))
     if path.is_file() and path in trace_files(path.parent):
-        return Recorded(load, 1, takes_replicas=False)
+        return Recorded(load, 1, RecordedJob(takes_no_replicas=1))
     if not path.is_dir() or not holds_series(path):
         return Recorded(load)
     job, steps_T = read_job(path), read_series(path)[1]
@@ -442,14 +445,10 @@ def _settle(recorded: Recorded, given: Given) -> _Settled:
         expert_bytes=weights,
         optimizer_bytes=state,
         stall_seconds=stall,
-        replica_slots=int(_takes_replicas(recorded)) if given.replica_slots is None else given.replica_slots,
+        replica_slots=int(recorded.takes_replicas) if given.replica_slots is None else given.replica_slots,
         was_on_one_rank=given.ranks is None and job.ranks == 1,
         assumed=tuple(settling.assumed),
     )
-
-
-def _takes_replicas(recorded: Recorded) -> bool:
-    return recorded.takes_replicas and not recorded.job.takes_no_replicas
 
 
 def _notes(recorded: Recorded, settled: _Settled) -> tuple[str, ...]:
@@ -460,7 +459,7 @@ def _notes(recorded: Recorded, settled: _Settled) -> tuple[str, ...]:
             "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
             f"{settled.ranks} ranks in logical order, before and after balancing."
         )
-    if not _takes_replicas(recorded) and not settled.replica_slots:
+    if not recorded.takes_replicas and not settled.replica_slots:
         notes.append("The framework's layers hold no replicas, so homes alone are tried.")
     return tuple(notes)
 

@@ -16,7 +16,7 @@ from ...distributed.process_groups import ProcessGroups
 from .norm_of_ranges import RangesOfSlots, squares_of_slots
 
 Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
-"""Of all experts of a layer that are here, for one of their tensors."""
+"""Gradients of all experts of a layer that are here, for one of their tensors."""
 
 
 def squares_of_experts(

@@ -140,7 +140,7 @@ class Transport(ABC):
     what goes. Others want both in one call."""
 
     in_order: bool = False
-    """Whether its messages are kernels that wait for their peers on the device. Those and the host's collectives must
+    """True if its messages are kernels that wait for their peers on the device. Those and the host's collectives must
     be launched in one order on all ranks, or each may keep the other from a device: `post` is called by the thread
     that trains, at the same place of a step on every rank."""
 

@@ -321,7 +321,7 @@ class _Attaching:
         return self.hooked
 
     def _export_with(self) -> Callable[[Balancer], Exporter]:
-        """What makes the exports. It holds on to nothing else of the attaching."""
+        """Return what makes the exports. It holds on to nothing else of the attaching."""
         listed = {
             stage.number: partial(stage.host.weights or weights_of, stage.model, self._job.first_layer(stage.number))
             for stage in self.stages

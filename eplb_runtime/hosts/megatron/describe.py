@@ -135,7 +135,8 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
 
 
 def _divides_experts(model: nn.Module) -> bool:
-    """Whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the job."""
+    """Return whether optimizer state of experts is divided over ranks that hold the same; equal on all ranks of the
+    job."""
     ddp = getattr(model, "ddp_config", None)
     return (
         bool(getattr(ddp, "use_distributed_optimizer", False))

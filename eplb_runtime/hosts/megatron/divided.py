@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer keeps of an expert where several ranks hold the same ones.
+"""State that Megatron's distributed optimizer keeps of an expert where several ranks hold the same ones.
 
 It divides each bucket of a flat buffer evenly over them, wherever experts begin and end. Each steps what it has of an
 expert, whole or cut, and sends the weights to the others in the next gather.
@@ -17,7 +17,7 @@ from ..attaching.description import AttachError
 
 
 def is_divided(leaf: Any) -> bool:
-    """Whether a distributed optimizer divides what it steps over several ranks."""
+    """Return whether a distributed optimizer divides what it steps over several ranks."""
     return len(ranks_of(leaf)) > 1
 
 
