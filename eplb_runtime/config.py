@@ -585,7 +585,7 @@ def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
     """
     sections: dict[str, dict[str, Any]] = {"": {}, **{section: {} for section in _SECTIONS}}
     for name, value in settings.items():
-        for section, inner, one in _parts(name, value):
+        for section, inner, one in _flattened(name, value):
             if inner in sections[section]:
                 shown = _FLAT_NAMES.get((section, inner), inner)
                 raise ConfigError(f"{shown} is given twice: by its own name, and in {section}")
@@ -600,7 +600,7 @@ def settings_of(config: BalancerConfig) -> dict[str, Any]:
     return {name: getattr(holders[section], inner) for name, (section, inner) in _PLACES.items()}
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """Section (empty: none), name there and value of a flat setting, or of each in a section."""
     if name in _SECTIONS and isinstance(value, _SECTIONS[name]):
         yield from ((name, own.name, getattr(value, own.name)) for own in fields(value))

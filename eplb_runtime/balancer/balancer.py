@@ -76,7 +76,7 @@ class OptimizerHooks(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
 
-    def optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
 
     def follow(self) -> None:
@@ -421,7 +421,7 @@ class Balancer:
             RuntimeError: replicas are shared between layers, two run at once already, one has a backward pass; or on a
                 device migrations overlap with training, ``fully_shard`` is there, or its multiprocessors are too few.
         """
-        return self._open_second_lane().both(first, second, forwards_only=True)
+        return self._open_second_channel().both(first, second, forwards_only=True)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -806,13 +806,13 @@ class Balancer:
         """int64 ``[L, E/R]`` on the device: the logical expert of each row here; of divided rows ``[L, E/(R D)]``."""
         self._end_what_broke_off()
         rows_LH, job = self._runtime.maps.table.logical_of_rows(self._runtime.job.ep_rank), self._runtime.job
-        return rows_LH.unflatten(1, (job.row_parts, -1))[:, job.row_rank % job.row_parts]
+        return rows_LH.unflatten(1, (job.row_division, -1))[:, job.row_rank % job.row_division]
 
     def _background_group(self) -> dist.ProcessGroup:
         """A gloo group over all ranks for a thread of an asynchronous save; made once. Collective."""
         return self._runtime.groups.background()
 
-    def _open_second_lane(self) -> MicroBatchChannels:
+    def _open_second_channel(self) -> MicroBatchChannels:
         """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps.
 
         Raises:
@@ -838,7 +838,7 @@ class Balancer:
                 replicas.launching = lanes.launching
                 if runtime.device.type != "cpu":
                     lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            lanes.open(MicroBatchChannel(*runtime.groups.second_lane()))
+            lanes.open(MicroBatchChannel(*runtime.groups.second_channel()))
         return lanes
 
     # -- for other rooms ------------------------------------------------------------------------------------------
@@ -989,9 +989,9 @@ class Balancer:
         """Note that a forward of the model with these layers has ended, or failed."""
         self._rebalancer.overlapped.forward_ends(layers)
 
-    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """`OptimizerHooks.optimizer_turn`."""
-        return self._optimizer_hooks.optimizer_turn(optimizer)
+    def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """`OptimizerHooks.around_step`."""
+        return self._optimizer_hooks.around_step(optimizer)
 
     def _before_optimizer(self) -> None:
         """Reduce gradients for an optimizer that is about to step."""

@@ -34,7 +34,7 @@ from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import has_no_copies, predicted_imbalance
 from ..planner.track_record import JUDGED, TrackRecord
-from ..utils.jit import answers_at_once, compiling_ahead
+from ..utils.jit import compiling_ahead, without_waiting
 from ..utils.spans import phase
 from ..utils.worker import Worker
 from .compile_ahead import compile_apart, compile_here, compiles, is_compiled
@@ -439,7 +439,7 @@ class DecisionMaker:
             if not compiling:
                 self._track_record.observe(total.sum(axis=0, dtype=np.float64))
                 return self._make_plan(load, measurement, compiling)
-            with answers_at_once():
+            with without_waiting():
                 return self._make_plan(load, measurement, compiling)
 
         return self._in_time(make)

@@ -435,7 +435,7 @@ class Guard:
         """Ranks that do not arrive by the deadline; one that hung up may still arrive."""
         missing = list(self._groups.job.ranks)
         with contextlib.suppress(RuntimeError):
-            while missing := [rank for rank in missing if not self._groups.store.look(f"{name}/{rank}")]:
+            while missing := [rank for rank in missing if not self._groups.store.word_of(f"{name}/{rank}")]:
                 if time.monotonic() > deadline:
                     return missing
                 time.sleep(_POLL_SECONDS)

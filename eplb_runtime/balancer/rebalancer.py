@@ -141,7 +141,7 @@ class Rebalancer:
             self._registry,
             transport,
             self._agreement,
-            self._placement.home_rows(job.row_parts, job.state_holders),
+            self._placement.home_rows(job.row_division, job.state_holders),
             job.migration_rank,
             self._config.migration.staging_bytes,
             self._config.timeout_seconds,

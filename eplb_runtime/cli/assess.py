@@ -84,11 +84,11 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.assess import assess, count_plans, recorded
-    from ..tools.formats.loads import meant
+    from ..tools.formats.loads import resolved_path
     from ..utils.jit import cache_folder
 
     load = read_windows(arguments.record, arguments)
-    found, given = recorded(Path(meant(arguments.record)), load), _given(arguments)
+    found, given = recorded(Path(resolved_path(arguments.record)), load), _given(arguments)
     try:
         plans = count_plans(found, given)
         if plans and not any(cache_folder().rglob("*.nbc")):

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..observe.looking import source_of
+    from ..observe.reading import source_of
     from ..observe.recorded import holds_recorded_load, recorded_load
     from ..observe.terminal import recorded_screen, screen
 
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> None:
         _show(arguments, console, recorded.fields(), recorded_screen(arguments.job, recorded))
         return
     source = source_of(arguments.job, arguments.token)
-    view = source.look()
+    view = source.view()
     shown = screen(view, time.time())
     once = arguments.once or arguments.output is not None or not console.is_terminal or not sys.stdin
     if once or arguments.json:
@@ -78,7 +78,7 @@ def _follow(console: Any, source: Any, shown: Any, every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from ..observe.looking import LookError
+    from ..observe.reading import ViewError
     from ..observe.terminal import screen
 
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
@@ -86,9 +86,9 @@ def _follow(console: Any, source: Any, shown: Any, every: float) -> None:
             while True:
                 time.sleep(every)
                 try:
-                    shown = screen(source.look(), time.time())
+                    shown = screen(source.view(), time.time())
                     live.update(shown, refresh=True)
-                except LookError as error:  # the job has ended, or its page is slow: what was seen last stays
+                except ViewError as error:  # the job has ended, or its page is slow: what was seen last stays
                     live.update(Group(shown, Text(str(error), "red")), refresh=True)
         except KeyboardInterrupt:
             return

@@ -39,10 +39,10 @@ def _run(arguments: argparse.Namespace) -> int:
             what, started = _named(policy), time.perf_counter()
             note(f"compiling {what}: {counted(functions_on_disk(), 'function')} on the disk before")
 
-            def look(what: str = what) -> None:
+            def show_progress(what: str = what) -> None:
                 shown.update(f"compiling {what}: {counted(functions_on_disk(), 'function')} so far")
 
-            compile_apart(policy, on_wait=look)
+            compile_apart(policy, on_wait=show_progress)
             if is_compiled(policy):
                 taken = time.perf_counter() - started
                 note(f"compiled {what}: {counted(functions_on_disk(), 'function')}, {taken:.0f} s")

@@ -269,7 +269,7 @@ class _Barrier:
         while True:
             self._call = call = store.add(f"calls of {rank}", 1)
             # Skip calls that the other ranks have already given up on; they are to come again.
-            if store.look(f"{call}/state") != _GAVE_UP:
+            if store.word_of(f"{call}/state") != _GAVE_UP:
                 break
         if problem is not None:
             said = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
@@ -288,28 +288,28 @@ class _Barrier:
             store.compare_set(f"{call}/state", _GAVE_UP)
         if problem is not None:
             raise problem
-        if store.look(f"{call}/state") != _ALL:
+        if store.word_of(f"{call}/state") != _ALL:
             absent = missing or self._absent()  # where another rank has given up first
             raise RuntimeError(
                 f"rank {absent} did not come to {self._what} within {seconds:g} s: it is collective, every rank calls "
                 "it"
             )
         self._forget(call - 1)
-        return store.look(f"{call}/problem")
+        return store.word_of(f"{call}/problem")
 
     def _missing_after(self, seconds: float) -> str:
         """Wait until all have come; return who has not."""
         return "" if self._store.wait(f"{self._call}/state", seconds) else self._absent()
 
     def _absent(self) -> str:
-        absent = [str(other) for other in self._everyone if not self._store.look(f"{self._call}/{other}")]
+        absent = [str(other) for other in self._everyone if not self._store.word_of(f"{self._call}/{other}")]
         return ", ".join(absent[:8])
 
     def _forget(self, call: int) -> None:
         """Delete an earlier call, since all ranks have come to a later one. A call that was given up stays on record,
         for ranks that never came to it."""
         self._store.delete(f"{call}/{self._rank}")
-        if self._rank == self._everyone[0] and self._store.look(f"{call}/state") == _ALL:
+        if self._rank == self._everyone[0] and self._store.word_of(f"{call}/state") == _ALL:
             for key in ("problem", "here", "state"):
                 self._store.delete(f"{call}/{key}")
 

@@ -142,9 +142,9 @@ class Watch:
         """One rank speaks for all that wait in the same place."""
         places: dict[str, list[int]] = {}
         for rank in self._ranks:
-            if place := self._store.look(f"watch/{asked}/{rank}"):
+            if place := self._store.word_of(f"watch/{asked}/{rank}"):
                 pass
-            elif self._store.look(f"watch/closed/{rank}"):
+            elif self._store.word_of(f"watch/closed/{rank}"):
                 place = "has closed its balancer, which all ranks do together"
             else:
                 place = "no answer: it has ended, or is stuck"

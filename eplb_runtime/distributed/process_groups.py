@@ -105,7 +105,7 @@ class ProcessGroups:
         self._times_made: Counter[str] = Counter()
         self._background: dist.ProcessGroup | None = None
         self._nccl: NcclGroups | None = None
-        self._second_lane: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._second_channel: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
@@ -140,7 +140,7 @@ class ProcessGroups:
                 self.expert_data = group if len(job.edp_ranks) > 1 else None
             self.parts = self.expert_data
             if any(len(ranks) > 1 for ranks in job.twin_sets):
-                self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_parts > 1 else None
+                self.parts = self._new(job.part_sets, self.backend, "parts") if job.row_division > 1 else None
                 self.twins = self._new(job.twin_sets, self.backend, "twins")
             self.migration = self._new_migration(self.control, self._setup)
         except BaseException as error:
@@ -216,13 +216,13 @@ class ProcessGroups:
             self._background = self._new([self.job.ranks], "gloo", "background")
         return self._background
 
-    def second_lane(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def second_channel(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """``dispatch`` and ``counts`` once more, for a second batch at once; made at the first call, collectively."""
-        if self._second_lane is None:
+        if self._second_channel is None:
             dispatch = self._new(self.job.ep_sets, self.backend, "dispatch 2")
             counts = self._new(self.job.ep_sets, "gloo", "counts 2") if self.backend == "gloo" else dispatch
-            self._second_lane = dispatch, counts
-        return self._second_lane
+            self._second_channel = dispatch, counts
+        return self._second_channel
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
         """A gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective.
@@ -230,7 +230,7 @@ class ProcessGroups:
         Args:
             ranks_per_node: consecutive EP ranks that do.
         """
-        each = ranks_per_node * self.job.row_parts
+        each = ranks_per_node * self.job.row_division
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "gloo", "node")
 
@@ -350,7 +350,7 @@ class ProcessGroups:
         """A new group, once all its ranks have used it."""
         self._made.append(group)
         try:
-            self._meet(group, backend, timeout)
+            self._first_call(group, backend, timeout)
         except BaseException:
             self._retire(group)
             raise
@@ -381,7 +381,7 @@ class ProcessGroups:
         assert mine is not None
         return mine
 
-    def _meet(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
+    def _first_call(self, group: dist.ProcessGroup, backend: str, timeout: timedelta) -> None:
         """The first call on a group, by all its ranks, within the timeout."""
         token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
         work = dist.all_reduce(token, group=group, async_op=True)

@@ -166,7 +166,7 @@ class Job:
         return len(self.edp_ranks) if self.divided_state else 1
 
     @property
-    def row_parts(self) -> int:
+    def row_division(self) -> int:
         """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
         return self.divided_rows or 1
 
@@ -282,9 +282,9 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
         divided_rows=ranks.divided_rows,
         divided_state=ranks.divided_state,
     )
-    if len(job.edp_ranks) % job.row_parts:
+    if len(job.edp_ranks) % job.row_division:
         raise GroupError(
-            f"rows of experts are divided over {job.row_parts} ranks, and {len(job.edp_ranks)} hold the same "
+            f"rows of experts are divided over {job.row_division} ranks, and {len(job.edp_ranks)} hold the same "
             "ones: give a number that divides those"
         )
     return job if job.gradient_divisor else replace(job, gradient_divisor=len(job.data_ranks))

@@ -201,10 +201,10 @@ class Reconnection:
             # No attempt is made twice: what the ranks have left in the store of this one would be met by the next. Its
             # record is missing where the store was silent when it was to be made.
             store.compare_set(f"connections/{self._attempt}/hold", "no")
-        while store.look(f"connections/{self._attempt}/hold"):
+        while store.word_of(f"connections/{self._attempt}/hold"):
             self._attempt += 1
         here = f"connections/{self._attempt}/here"
-        if not store.look(f"{here}/{job.rank}"):
+        if not store.word_of(f"{here}/{job.rank}"):
             store.add(here, 1)
             store.compare_set(f"{here}/{job.rank}", "here")
         pause = FIRST_PAUSE_SECONDS

@@ -66,7 +66,7 @@ class JobStore:
         """Add to a counter (0 at first); what it is then."""
         return self._ask(lambda store: int(store.add(key, amount)))
 
-    def look(self, key: str) -> str:
+    def word_of(self, key: str) -> str:
         """The word of a key; empty where there is none yet."""
         return self._ask(lambda store: bytes(store.get(key)).decode() if store.check([key]) else "")
 

@@ -21,7 +21,7 @@ from ..config import BalancerConfig
 from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
 from .attaching.attach import attach_stages
-from .attaching.checks import device_of, meet
+from .attaching.checks import device_of, wait_for_ranks
 from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of
 from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
@@ -126,7 +126,7 @@ def attach(
     except BaseException as error:
         problem = problem or error
     ranks = ranks if ranks is not None else Ranks()
-    _meet(ranks, "attach", config, problem)
+    _all_can_attach(ranks, "attach", config, problem)
     return attach_stages(stages, optimizers, config=config, ranks=ranks, device=on)
 
 
@@ -169,7 +169,7 @@ def shard_experts(
         on = device_of([stage], None)
     except BaseException as error:
         problem = problem or error
-    _meet(ranks, "shard_experts", config, problem)
+    _all_can_attach(ranks, "shard_experts", config, problem)
     assert stage is not None
     shard_stage(stage, config=config, ep_group=ep_group, device=on)
 
@@ -183,7 +183,7 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     return BalancerConfig(), AttachError(f"config={shown}: give {mend}")
 
 
-def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
+def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
     """Before anything is made together: every rank can go on, or all raise."""
     if not dist.is_initialized():
         raise problem or AttachError(
@@ -194,9 +194,9 @@ def _meet(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseExceptio
     except GroupError as error:
         # Which ranks wait for this one is not known; most jobs are the whole world.
         problem = problem or AttachError(str(error))
-        meet(range(dist.get_world_size()), what, config.timeout_seconds, problem)
+        wait_for_ranks(range(dist.get_world_size()), what, config.timeout_seconds, problem)
         raise problem from None
-    meet(everyone, what, config.timeout_seconds, problem, patient=True)
+    wait_for_ranks(everyone, what, config.timeout_seconds, problem, patient=True)
 
 
 def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hosts: Sequence[HostModel]) -> Ranks:

@@ -28,7 +28,7 @@ from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import Ranks
 from ..moe.dispatch.channels import MicroBatchChannels
-from . import MoE, _meet
+from . import MoE, _all_can_attach
 from . import attach as attach_models
 from .attaching.description import AttachError
 
@@ -75,7 +75,7 @@ def attach(
     except Exception as error:
         problem = error
     chosen = ranks if ranks is not None else ranks_of(schedule, ep_group)
-    _meet(chosen, "attach to a schedule", config, problem)
+    _all_can_attach(chosen, "attach to a schedule", config, problem)
     models = [stage.submod for stage in stages_of(schedule)]
     balancer = attach_models(models, optimizers, layers=layers, config=config, ranks=chosen)
     accompany(schedule, balancer)
@@ -109,7 +109,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
             f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
             "not overlap"
         )
-    together = OverlappedForwardBackward(schedule, balancer._open_second_lane(), balancer)
+    together = OverlappedForwardBackward(schedule, balancer._open_second_channel(), balancer)
     together.take_forwards()
     schedule.register_custom_function(OVERLAP_F_B, together)
     own = schedule.step

@@ -19,7 +19,7 @@ from ..observe.recording import Recording
 from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
-from .attaching.checks import meet
+from .attaching.checks import wait_for_ranks
 from .attaching.description import AttachError, WatchedLayer, WatchedModel
 from .module import MoE
 
@@ -107,7 +107,7 @@ def record(
         raise problem
     if not alone:
         everyone = list(range(dist.get_world_size()))
-        meet(everyone, "record", WAITING_SECONDS, problem, patient=True)
+        wait_for_ranks(everyone, "record", WAITING_SECONDS, problem, patient=True)
         group = _group(everyone)
         _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
     recording = Recording(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..utils.jit import jit
-from .lightest import lightest, set_value, tournament
+from .least_loaded import least_loaded, set_value, tournament
 
 MEMORIES = (1.0, 0.7, 0.5, 0.25, 0.1, 0.0)
 """Weights of the newest window that averages are tried with; 1 remembers the last window alone, 0 all alike."""
@@ -279,7 +279,7 @@ def _dealt(foretold_TLE: Load, came_TLE: Load, ranks: int) -> Load:
             filled_R = np.zeros(ranks, dtype=np.int64)
             open_ranks = tournament(dealt_R)
             for expert in np.argsort(-load_E, kind="mergesort"):
-                best = lightest(open_ranks)
+                best = least_loaded(open_ranks)
                 dealt_R[best] += load_E[expert]
                 came_R[best] += came_E[expert]
                 filled_R[best] += 1

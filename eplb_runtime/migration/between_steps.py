@@ -63,7 +63,7 @@ class BetweenSteps:
                 seconds=engine.seconds,
             )
         for round_ in migration.schedule.rounds:
-            verdict = self._carry_out(migration, round_, Ballot(f"{key}/{round_.number}"))
+            verdict = self._execute(migration, round_, Ballot(f"{key}/{round_.number}"))
             if not verdict.commit:
                 break
         engine.wait_for_device()
@@ -78,7 +78,7 @@ class BetweenSteps:
         self.in_flight = False
         return MigrationProgress(self._current)
 
-    def _carry_out(self, migration: PreparedMigration, round_: Round, ballot: Ballot) -> Verdict:
+    def _execute(self, migration: PreparedMigration, round_: Round, ballot: Ballot) -> Verdict:
         engine = self._engine
         engine.restart()
         posted = engine.post(migration, round_)

@@ -191,7 +191,7 @@ class MigrationEngine:
 
         Args:
             formats: of the layers that differ, for an overlapped migration: each round then has one layer, and rounds
-                of up to `at_once_bytes` may be in flight together.
+                of up to `in_flight_bytes` may be in flight together.
 
         Returns:
             None in place of the migration if there is none, with the verdict that says why.
@@ -210,7 +210,7 @@ class MigrationEngine:
                 schedule = make_schedule(
                     current, target, records.nbytes, budget, records.holders, overlapped, self._home_rows.parts
                 )
-                self._executor.reserve(schedule, records, self.at_once_bytes(schedule) if overlapped else None)
+                self._executor.reserve(schedule, records, self.in_flight_bytes(schedule) if overlapped else None)
                 self.probe(Phase.PREPARED, schedule)
             except Exception as error:
                 logger.warning("this rank cannot prepare the migration", exc_info=True)
@@ -221,7 +221,7 @@ class MigrationEngine:
             return None, verdict
         return PreparedMigration(key, schedule, records, current), verdict
 
-    def at_once_bytes(self, schedule: TransferSchedule) -> int:
+    def in_flight_bytes(self, schedule: TransferSchedule) -> int:
         """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 

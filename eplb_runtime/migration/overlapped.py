@@ -375,8 +375,8 @@ class Overlapped:
         """Post the rounds that overlap with the next step."""
         migration = self._migration
         assert migration is not None
-        at_once_bytes = self._engine.at_once_bytes(migration.schedule)
-        batch = next_batch(self._open, self._nbytes, self._late, self._pace, at_once_bytes)
+        in_flight_bytes = self._engine.in_flight_bytes(migration.schedule)
+        batch = next_batch(self._open, self._nbytes, self._late, self._pace, in_flight_bytes)
         self._batches += 1
         problem = self._changed([round_.layers[0] for round_ in batch.rounds])
         self._flights = []

@@ -92,7 +92,7 @@ def next_batch(
     nbytes: Mapping[int, int],
     late: Mapping[int, int],
     pace: Pace,
-    at_once_bytes: int,
+    in_flight_bytes: int,
 ) -> Batch:
     """Choose the rounds that overlap with the next step; the same on every rank that has the same arguments.
 
@@ -107,7 +107,7 @@ def next_batch(
     bytes_taken = microseconds = 0
     for round_ in first:
         layer, size = round_.layers[0], nbytes[round_.number]
-        if late.get(layer, 0) >= _WAITED_FOR_AFTER or bytes_taken + size > at_once_bytes:
+        if late.get(layer, 0) >= _WAITED_FOR_AFTER or bytes_taken + size > in_flight_bytes:
             continue
         taken.append((pace.microseconds(size), round_))
         bytes_taken, microseconds = bytes_taken + size, microseconds + taken[-1][0]

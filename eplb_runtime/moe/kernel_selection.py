@@ -50,7 +50,7 @@ class Kernels:
         deal: as `moe.routing.splitter.deal_out`.
         hash_blocks: as `utils.checksums.block_hashes`.
         moves: order of rows, and sums of a token's choices.
-        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: the counter, then the table.
+        count_and_map: as `moe.routing.kernels.count_and_map`; None: the counter, then the table.
         regroup: as `moe.experts.aligned.regroup`.
         split: splits by counts on the device; None: the host splits.
     """
@@ -59,7 +59,7 @@ class Kernels:
     deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out
     hash_blocks: Callable[[Tensor], Tensor] = block_hashes
     moves: Moves = permute.PLAIN
-    count_and_look_up: Callable[..., Tensor] | None = None
+    count_and_map: Callable[..., Tensor] | None = None
     regroup: aligned.Regroup = aligned.regroup
     split: OnDevice | None = None
 
@@ -110,7 +110,7 @@ def tried(device: torch.device, num_experts: int, num_ranks: int, slots_per_rank
     from .routing import sources_kernel
 
     candidates = [
-        Candidate("counting and looking up", {"count_and_look_up": routing.count_and_look_up}),
+        Candidate("counting and looking up", {"count_and_map": routing.count_and_map}),
         Candidate("hashes of blocks", {"hash_blocks": launch}),
         Candidate("the order of choices by slot", moves={"leaving": moves.leaving}),
         Candidate("the order of rows that arrive", moves={"arriving": moves.arriving}),
@@ -203,12 +203,12 @@ class TrialBatch:
 
     def _slots(self, kernels: Kernels) -> tuple[Tensor, list[Tensor]]:
         """Count, and find the slot of each choice."""
-        from .routing.kernels import torch_count_and_look_up
+        from .routing.kernels import torch_count_and_map
 
         placement, device = self.placement, self.ids_TK.device
         assert placement.home is not None
         home_E = torch.from_numpy(placement.home[0].astype(np.int64)).to(device)
-        look_up = kernels.count_and_look_up or torch_count_and_look_up
+        look_up = kernels.count_and_map or torch_count_and_map
         padded_E, counted_E = torch.ones(2, placement.num_experts, dtype=torch.int64, device=device)
         slots_TK = look_up(self.ids_TK, home_E, counted_E, None)
         padded_TK = look_up(self.ids_TK, home_E, padded_E, self.real_T)

@@ -65,7 +65,7 @@ class LayerContext:
         forward_tag: the forward that this rank is in, for comparison with other ranks.
         channels: the ways of this rank's exchanges.
         check_backward: as `distributed.hang_watchdog.BackwardCheck`.
-        count_and_look_up: as `moe.routing.kernels.count_and_look_up`; None: ``counter`` and ``table`` do it.
+        count_and_map: as `moe.routing.kernels.count_and_map`; None: ``counter`` and ``table`` do it.
     """
 
     counter: LoadCounter
@@ -76,7 +76,7 @@ class LayerContext:
     forward_tag: ForwardTag
     channels: MicroBatchChannels
     check_backward: Callable[[int, int], None] = lambda layer, step: None
-    count_and_look_up: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 class ExpertParallelLayer:
@@ -207,11 +207,11 @@ class ExpertParallelLayer:
             counts = splitter.counts(topk_ids_TK)
             counts_E.add_(counts[0])
             return _Counted(counts=counts)
-        if splitter is not None or self._context.count_and_look_up is None:
+        if splitter is not None or self._context.count_and_map is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
             return _Counted()
         home_E = self._table.home_of_experts(self.index)
-        return _Counted(self._context.count_and_look_up(topk_ids_TK, home_E, counts_E, real_T))
+        return _Counted(self._context.count_and_map(topk_ids_TK, home_E, counts_E, real_T))
 
     def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""

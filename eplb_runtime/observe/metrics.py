@@ -45,7 +45,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
         now: seconds since 1970.
         left_out: events that the observer could not take.
     """
-    with state.looking():
+    with state.locked():
         return [
             *_of_imbalance(state),
             *_of_balance(state),
@@ -67,7 +67,7 @@ def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
 
 def balance_of(state: RunState) -> dict[str, float]:
     """How even the newest measured load was, by the field's names; empty before anything was measured. Inside
-    ``looking``."""
+    ``locked``."""
     return _flat(_of_balance(state))
 
 

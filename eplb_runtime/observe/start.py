@@ -121,7 +121,7 @@ class Shown:
 
     def balance(self) -> dict[str, float]:
         """How even the newest measured load was, by the field's names; empty before anything was measured."""
-        with self.state.looking():
+        with self.state.locked():
             return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:

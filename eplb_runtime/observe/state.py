@@ -52,7 +52,7 @@ Fields = Mapping[str, Any]
 
 
 class RunState:
-    """A run as its records tell it. `apply` may run on one thread while others look, inside `looking`.
+    """A run as its records tell it. `apply` may run on one thread while others look, inside `locked`.
 
     Attributes:
         version: counts records, so that who looks again knows whether anything is new.
@@ -112,7 +112,7 @@ class RunState:
         self.pause_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
     @contextmanager
-    def looking(self) -> Iterator[RunState]:
+    def locked(self) -> Iterator[RunState]:
         """Inside, nothing changes; not for long."""
         with self._lock:
             yield self

@@ -34,7 +34,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
         ``expert_work{share, source}`` (of a step; the source is "measured", "given" or "assumed"), ``guard_findings``,
         ``pauses``.
     """
-    with state.looking():
+    with state.locked():
         windows = sum(point["windows"] for point in state.curve)
 
         def mean(name: str) -> float | None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..utils.tables import counted
-from .looking import LookError, View, unpacked
+from .reading import View, ViewError, unpacked
 from .recorded import RecordedLoad
 from .summary import CAME_TRUE_TOLD
 
@@ -33,7 +33,7 @@ def screen(view: View, now: float) -> RenderableType:
     """What is shown of a run.
 
     Args:
-        view: as `looking.Source.look` gives it.
+        view: as `reading.Source.view` gives it.
         now: seconds since 1970.
 
     Raises:
@@ -42,7 +42,7 @@ def screen(view: View, now: float) -> RenderableType:
     try:
         parts: list[RenderableType] = [_head(view, now), *_load(view), _decisions(view), *_troubles(view)]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise LookError(f"what it says cannot be shown: {type(error).__name__}: {error}") from None
+        raise ViewError(f"what it says cannot be shown: {type(error).__name__}: {error}") from None
     return Group(*parts)
 
 
@@ -235,7 +235,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _matrix(packed: Any) -> NDArray[Any]:
     found = unpacked(packed)
     if found is None:
-        raise LookError("a matrix is missing in what it says")
+        raise ViewError("a matrix is missing in what it says")
     return found
 
 

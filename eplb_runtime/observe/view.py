@@ -40,7 +40,7 @@ MOST_LINKS = 64
 
 def view_of(state: RunState) -> dict[str, Any]:
     """The whole of it; see the page's script for who uses what."""
-    with state.looking():
+    with state.locked():
         measured, planned = state.measured, state.planned
         view = {
             "version": state.version,
@@ -70,7 +70,7 @@ def view_of(state: RunState) -> dict[str, Any]:
 
 
 def totals_of(state: RunState) -> dict[str, Any]:
-    """The sums of a run; inside ``looking``."""
+    """The sums of a run; inside ``locked``."""
     return {
         "decisions": sum(state.decided.values()),
         "decided": [{"decision": d, "reason": r, "count": n} for (d, r), n in sorted(state.decided.items())],

@@ -111,7 +111,7 @@ def _request(
     settled: Settled,
 ) -> PlanRequest:
     """What policies are asked: with the load to come."""
-    expected, scenarios, mixes = _load_to_come(windows, settled, topology.num_ranks)
+    expected, scenarios, mixes = _expected_load(windows, settled, topology.num_ranks)
     cost = settled.cost
     priced = cost is not None and settled.gate == "payoff"
     share_LNE = None
@@ -138,7 +138,7 @@ def _request(
     )
 
 
-def _load_to_come(
+def _expected_load(
     windows: NDArray[np.float64], settled: Settled, ranks: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """float64 ``[L, E]``, the mean of what is declared, or else foretold; ``[W, L, E]``, loads that may come; and

@@ -68,7 +68,7 @@ class ReplicaBank:
         rows: replica rows shared with other layers. None: they follow the home rows in one tensor, so that a grouped
             GEMM reads all slots without a copy; the homes' Parameters are new ones in that memory. (Slices of homes
             stay where they are: FSDP has its own memory for whole ones.)
-        num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_parts`):
+        num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_division`):
             ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
     """
 

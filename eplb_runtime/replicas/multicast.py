@@ -26,9 +26,9 @@ from ..distributed.transports.deepep_rows import (
     as_rows,
     call,
     expected_numbers,
-    parts_of,
     repeated,
     rows_of,
+    spans_of,
     streams_of,
 )
 from ..distributed.transports.side_stream import SideStream
@@ -121,13 +121,13 @@ def _call(
     by: Multicast, streams: Sequence[Sequence[RowStream]], here: dict[tuple[int, int], Tensor], first: int
 ) -> _Call:
     """Rows ``first`` to ``first + CALL_ROWS`` of every rank."""
-    mine = parts_of(streams[by.rank], first, CALL_ROWS)
+    mine = spans_of(streams[by.rank], first, CALL_ROWS)
     width = max(len(stream.peers) for of_rank in streams for stream in of_rank)
     to_NK, numbers_N = addresses(mine, by.rank * CALL_ROWS, first, width)
     coming = [
         (source, part)
         for source, of_rank in enumerate(streams)
-        for part in parts_of(of_rank, first, CALL_ROWS)
+        for part in spans_of(of_rank, first, CALL_ROWS)
         if by.rank in part.stream.peers
     ]
     expected_M = expected_numbers([(source * CALL_ROWS - first, part) for source, part in coming])

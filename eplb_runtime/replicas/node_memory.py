@@ -99,7 +99,7 @@ class NodeMemory:
         self._blocks: list[_SymmetricBlock] = []
         torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
-    def meet(self, deadline: float) -> None:
+    def connect(self, deadline: float) -> None:
         """Open a first block, and try writes and signals between all ranks. Collective; waits on the host.
 
         Args:

@@ -72,7 +72,7 @@ _caller = threading.local()
 
 
 @contextmanager
-def answers_at_once() -> Iterator[None]:
+def without_waiting() -> Iterator[None]:
     """Inside, this thread takes a weaker answer rather than wait for the compiler."""
     _caller.is_hasty = True
     try:
@@ -81,8 +81,8 @@ def answers_at_once() -> Iterator[None]:
         _caller.is_hasty = False
 
 
-def wants_answers_at_once() -> bool:
-    """Return whether this thread is inside `answers_at_once`."""
+def must_not_wait() -> bool:
+    """Return whether this thread is inside `without_waiting`."""
     return getattr(_caller, "is_hasty", False)
 
 

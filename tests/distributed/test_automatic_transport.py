@@ -89,7 +89,7 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice | None]]:
     for node, broken in ((0, False), (rank // 2, False), (0, rank == 2)):
         os.environ["GROUP_RANK"] = str(node)
         if broken:
-            neighbours.meet = refuse
+            neighbours.neighbour_of = refuse
         transport = warmed_up()
         exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
         seen.append((type(transport._carrier).__name__, transport.choice))

@@ -151,7 +151,7 @@ def keys_of_the_store(rank: int, forgets: bool) -> tuple[list[bool], list[int], 
         own.forget = lambda number: None
 
     def keys() -> int:
-        own.look("asked after all before it")
+        own.word_of("asked after all before it")
         dist.barrier()
         number = store.num_keys()
         dist.barrier()

@@ -96,7 +96,7 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
 
     interpreter.GridExecutor.__call__ = counted
     dealing = routing.count_by_blocks, routing.deal_by_kernels
-    return Kernels(*dealing, checksums_triton.launch, moves.MOVES, routing.count_and_look_up)
+    return Kernels(*dealing, checksums_triton.launch, moves.MOVES, routing.count_and_map)
 
 
 def _with_kernels(rank: int, replica_slots: int) -> tuple[Counter[str], Counter[str], Counter[str], bool]:
@@ -149,7 +149,7 @@ def test_a_layer_with_kernels_takes_as_few_launches_as_a_plain_one(monkeypatch: 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # must be there before torch imports Triton: no rank is forked
     for operations, launched, plain in run_ranks(2, _with_kernels, 0, start_method="spawn"):
         assert 40 <= plain.total() <= 52, plain
-        assert launched["_sum"] == 2 and launched["_part"] == 6 and launched["_count_and_look_up"] == 1, launched
+        assert launched["_sum"] == 2 and launched["_part"] == 6 and launched["_count_and_map"] == 1, launched
         assert operations.total() + launched.total() <= min(TOTAL, plain.total() + 6), operations + launched
 
 

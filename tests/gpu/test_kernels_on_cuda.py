@@ -43,7 +43,7 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
     counts, slots = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE), torch.empty_like(ids, dtype=torch.int64)
 
     def work() -> None:
-        slots.copy_(kernels.count_and_look_up(ids, on_device[0], counts, on_device[1]))
+        slots.copy_(kernels.count_and_map(ids, on_device[0], counts, on_device[1]))
 
     work()
     counts.zero_()
@@ -57,14 +57,14 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
         on_device[0].copy_(table)
         with no_host_sync():
             graph.replay()
-        slots_now = kernels.torch_count_and_look_up(choices(seed, dtype), table, expected, real)
+        slots_now = kernels.torch_count_and_map(choices(seed, dtype), table, expected, real)
         assert torch.equal(counts.cpu(), expected) and torch.equal(slots.cpu(), slots_now)
 
 
 def test_attach_takes_kernels_that_give_the_same_as_torch_here() -> None:
     dealing = kernels.count_by_blocks, kernels.deal_by_kernels
     expected = Kernels(
-        *dealing, checksums_triton.launch, moves.MOVES, kernels.count_and_look_up, aligned_kernel.launch, ON_DEVICE
+        *dealing, checksums_triton.launch, moves.MOVES, kernels.count_and_map, aligned_kernel.launch, ON_DEVICE
     )
     assert kernels_for(DEVICE, EXPERTS, RANKS, SLOTS) == expected
 

@@ -26,7 +26,7 @@ class GradientOwner(Protocol):
     @property
     def _gradient_group(self) -> dist.ProcessGroup: ...
 
-    def _optimizer_turn(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    def _around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Encloses the step of an optimizer, which may be skipped on all ranks."""
 
     def reduce_gradients(self) -> None: ...
@@ -63,5 +63,5 @@ class GradScaler(torch.amp.GradScaler):
         agreed on. If one of several optimizers has an overflow, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        with self._balancer._optimizer_turn(optimizer):
+        with self._balancer._around_step(optimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -31,9 +31,9 @@ from .deepep_rows import (
     as_rows,
     call,
     expected_numbers,
-    parts_of,
     repeated,
     rows_of,
+    spans_of,
     streams_of,
 )
 from .neighbours import node_of_this_rank
@@ -150,7 +150,7 @@ class DeepEP(Transport):
         if self._problem:
             raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
         out, into = to_others(self._rank, sends, receives)
-        post = _Post(self._carry, out, into, time.monotonic() + self._timeout, done=self._num_ranks == 1)
+        post = _Post(self._transfer, out, into, time.monotonic() + self._timeout, done=self._num_ranks == 1)
         if not post.done:
             self._stream.after_current()
             self._posts.append(post)
@@ -163,7 +163,7 @@ class DeepEP(Transport):
         """The buffer stays: taking it down would wait for all ranks."""
         self._end("it is closed")
 
-    def _carry(self, post: _Post, deadline: float) -> None:
+    def _transfer(self, post: _Post, deadline: float) -> None:
         """Carry what was posted, in that order, up to this post."""
         with self._lock:
             try:
@@ -228,7 +228,7 @@ class DeepEP(Transport):
         self, post: _Post, streams_R: Sequence[Sequence[RowStream]], first: int, chunk: int, deadline: float
     ) -> bool:
         """Rows ``first`` to ``first + chunk`` of every rank. Whether those that were to come have come."""
-        mine = parts_of(streams_R[self._rank], first, chunk)
+        mine = spans_of(streams_R[self._rank], first, chunk)
         to_N1, numbers_N = addresses(mine, self._rank * chunk, first, 1)
         flat = torch.empty(len(to_N1) * ROW_BYTES, dtype=torch.uint8, device=self.device)
         if post.problem:
@@ -239,7 +239,7 @@ class DeepEP(Transport):
         coming = [
             (source, part)
             for source, streams in enumerate(streams_R)
-            for part in parts_of(streams, first, chunk)
+            for part in spans_of(streams, first, chunk)
             if self._rank in part.stream.peers
         ]
         expected_M = expected_numbers([(source * chunk - first, part) for source, part in coming])

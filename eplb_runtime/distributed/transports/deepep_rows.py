@@ -90,7 +90,7 @@ def streams_of(
     return tuple(streams.values()), row
 
 
-def parts_of(streams: Sequence[RowStream], first: int, rows: int) -> list[RowSpan]:
+def spans_of(streams: Sequence[RowStream], first: int, rows: int) -> list[RowSpan]:
     """What of a rank's streams lies in its rows ``first`` to ``first + rows``."""
     bounds = ((s, max(first, s.first_row), min(first + rows, s.first_row + s.rows)) for s in streams)
     return [RowSpan(stream, begin, end) for stream, begin, end in bounds if begin < end]

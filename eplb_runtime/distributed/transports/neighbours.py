@@ -198,7 +198,7 @@ def introduce(inbox: Mailbox, card: PeerFlags) -> bytes:
     return json.dumps(said).encode()
 
 
-def meet(rank: int, introduction: bytes) -> Neighbour:
+def neighbour_of(rank: int, introduction: bytes) -> Neighbour:
     """The rank that said this.
 
     Raises:
@@ -223,7 +223,7 @@ def meet(rank: int, introduction: bytes) -> Neighbour:
     return Neighbour(rank, process, end, inbox, words)
 
 
-def meet_all(
+def neighbours_of(
     group: dist.ProcessGroup,
     device: torch.device,
     inbox: Mailbox,
@@ -245,7 +245,7 @@ def meet_all(
     problem = ""
     try:
         for peer in peers:
-            found[peer] = meet(peer, words[peer])
+            found[peer] = neighbour_of(peer, words[peer])
     except TransportError as error:
         problem = str(error)
     # Who cannot open another's memory says so to all, or they would wait for it.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...utils.errors import one_line
 from .base import Message, Pending
-from .neighbours import Kind, Mailbox, Neighbour, Notification, PeerFlags, meet_all, wait_for
+from .neighbours import Kind, Mailbox, Neighbour, Notification, PeerFlags, neighbours_of, wait_for
 from .progress import PendingMessages, Posted, ProgressTransport, to_others
 
 logger = logging.getLogger("eplb_runtime")
@@ -90,7 +90,7 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
 
     def warm_up(self, deadline: float) -> None:
         try:
-            self._neighbours = meet_all(
+            self._neighbours = neighbours_of(
                 self._group, self._meeting_device, self._inbox, self._card, self._peers, deadline
             )
             self._traffic = {peer: self._new_traffic() for peer in self._peers}

@@ -59,7 +59,7 @@ from ...replicas.sharded import ReplicaGather
 from ...replicas.sync import ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import as_all_say, check, meet, raise_on_all
+from .checks import as_all_say, check, raise_on_all, wait_for_ranks
 from .computing import local_experts, log_memory
 from .copies import carrier_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
@@ -252,7 +252,7 @@ class _Attaching:
                 ),
                 kernels=self.kernels,
                 divisors=self._divisors,
-                barrier=self._come,
+                barrier=self._barrier,
             ),
             self.transport,
             self._hook_optimizers,
@@ -264,7 +264,7 @@ class _Attaching:
         """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
         for stage in self.stages:
             _mark(stage, self.balancer, self.layer_of_parameter)
-            stage.host.save_together(self._come)
+            stage.host.save_together(self._barrier)
         saves_itself = any(stage.host.saves_itself for stage in self.stages)
         on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else PartialStateWarning()
         for index, name, layer in self._layers():
@@ -329,10 +329,10 @@ class _Attaching:
         return lambda balancer: Exporter(balancer, listed)
 
     @property
-    def _come(self) -> Barrier:
-        """`meet`, for this job. It holds on to nothing of the model."""
+    def _barrier(self) -> Barrier:
+        """`wait_for_ranks`, for this job. It holds on to nothing of the model."""
         everyone, timeout = list(self._job.ranks), self.config.timeout_seconds
-        return lambda what, seconds=None: meet(everyone, what, timeout if seconds is None else seconds)
+        return lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds)
 
     def give_up(self) -> None:
         """What was made is given back."""
@@ -368,7 +368,7 @@ class _Attaching:
         """Leave this rank its experts, in the modules and the optimizers, and register them."""
         training = bool(self.optimizers)
         slots = self.config.replica_slots
-        parts = self._job.row_parts
+        parts = self._job.row_division
         zeros = self.copies.zeros
         shared_rows = ReplicaPool(slots, zeros, parts) if self.config.shared_between_layers else None
         replica_gradients = ReplicaPool(slots, zeros, parts) if training else None
@@ -409,7 +409,7 @@ class _Attaching:
             self._job.gradient_divisor,
             self.config.shared_between_layers,
             self.topology.ranks_per_node,
-            self._job.row_parts,
+            self._job.row_division,
         )
         splitter = BatchSplitter(
             self.placement,
@@ -427,7 +427,7 @@ class _Attaching:
             on_device=None if wants_counts(self.config) else self.kernels.split,
         )
         homes = [bank.parameters for bank in self.banks.values()]
-        log_memory(self.config, homes, bool(self.optimizers), self._job.row_parts)
+        log_memory(self.config, homes, bool(self.optimizers), self._job.row_division)
         return Maps(table, splitter, replicas)
 
     def _install_layers(self, maps: Maps, counter: LoadCounter) -> list[ExpertParallelLayer | HostDispatchedLayer]:
@@ -457,7 +457,7 @@ class _Attaching:
             forward_tag,
             self.lanes,
             **apart,
-            count_and_look_up=self.kernels.count_and_look_up,
+            count_and_map=self.kernels.count_and_map,
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
         whole = ReplicaGather(self.groups.parts, self.groups.twins)

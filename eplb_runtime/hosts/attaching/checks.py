@@ -207,9 +207,9 @@ def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, jo
             "fully_shard (ignored_params), or set replica_slots=0"
         )
     for name, parameter in sliced.items():
-        if job.divided_rows and parameter.shape[1] % job.row_parts:
+        if job.divided_rows and parameter.shape[1] % job.row_division:
             raise AttachError(
-                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_parts} slices along "
+                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_division} slices along "
                 "dimension 1; set replica_slots=0"
             )
         if type(local(parameter)) is not Tensor:
@@ -412,7 +412,7 @@ def _same_everywhere(text: str, what: str, groups: ProcessGroups, hint: str, *, 
         raise AttachError(f"{differs}: {hint}")
 
 
-def meet(
+def wait_for_ranks(
     everyone: Sequence[int],
     what: str,
     timeout_seconds: float,

@@ -45,7 +45,7 @@ def local_experts(
     """
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment, regroup)
-    leaves = _standing(layer)
+    leaves = _live_parameters(layer)
     sliced = any(is_sliced(parameter) for parameter in leaves)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
@@ -53,15 +53,15 @@ def local_experts(
     if replicas is None and layer.standing is not None:
         return LocalExperts(compute, layer.standing, divisor=1.0 if sliced else divisor)
     if replicas is None:
-        return LocalExperts(compute, partial(_standing, layer), None if sliced else leaves, divisor)
+        return LocalExperts(compute, partial(_live_parameters, layer), None if sliced else leaves, divisor)
     assert bank is not None
     if bank.is_sliced:
-        standing = layer.standing or partial(_standing, layer)
+        standing = layer.standing or partial(_live_parameters, layer)
         return ShardedReplicas(compute, index, bank, replicas, homes=standing, divisor=divisor, whole=whole)
     return (PooledReplicas if replicas.shared else PersistentReplicas)(compute, index, bank, replicas, divisor)
 
 
-def _standing(layer: MoELayer) -> list[Tensor]:
+def _live_parameters(layer: MoELayer) -> list[Tensor]:
     return [layer.parameter(name) for name in layer.parameters]
 
 

@@ -61,8 +61,8 @@ def _copy_engine(
 ) -> RowTransport:
     node = groups.of_nodes(topology.ranks_per_node)
     memory = NodeMemory(node, device, _host_seconds())
-    memory.meet(time.monotonic() + groups.setup_seconds)
-    size = topology.ranks_per_node * groups.job.row_parts
+    memory.connect(time.monotonic() + groups.setup_seconds)
+    size = topology.ranks_per_node * groups.job.row_division
     return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
 
 

@@ -274,14 +274,14 @@ class Optimizers:
                 optimizer._optimizer_step_pre_hooks.move_to_end(last)  # type: ignore[attr-defined]
 
     @contextmanager
-    def optimizer_turn(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
         number = next((number for number, known in enumerate(self._known) if known is optimizer), -1)
         before = self._turns.get(number, 0)
         yield
         if number >= 0 and self._turns.get(number, 0) == before and not self._balancer._closed:
             self._balancer._guard.passed_over(optimizer)
-            self._end_turn(number, stepped=False)
+            self._end_of_step(number, stepped=False)
 
     @torch.compiler.disable
     def _after_step(self, number: int, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
@@ -291,9 +291,9 @@ class Optimizers:
         if optimizer is not None:
             self._stepped_alone(optimizer)
         self._balancer._guard.optimizer_has_stepped()
-        self._end_turn(number, stepped=True)
+        self._end_of_step(number, stepped=True)
 
-    def _end_turn(self, number: int, *, stepped: bool) -> None:
+    def _end_of_step(self, number: int, *, stepped: bool) -> None:
         """A training step ends when each optimizer has had its turn; if all were passed over, it was none."""
         self._turns[number] = self._turns.get(number, 0) + 1
         if number in self._done:

@@ -20,7 +20,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, T
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from .. import _meet
+from .. import _all_can_attach
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
@@ -28,7 +28,7 @@ from ..settings import judge
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import RULES, SPMD_RULES, TorchtitanJobSettings, settings_of
-from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, come_together, keep_order
+from .state import BalancedOptimizers, LogicalOrder, balanced_optimizers, keep_order, synchronize_state
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -113,7 +113,7 @@ def _attach(
         device = device_of(stages, None)
     except Exception as error:
         problem = error
-    _meet(ranks, "attach", config, problem)
+    _all_can_attach(ranks, "attach", config, problem)
     balancer = attach_stages(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
@@ -128,10 +128,10 @@ def _attach(
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order)
     for part in model_parts:
-        come_together(part, order)
+        synchronize_state(part, order)
     if parallel_dims.pp_enabled:
         accompany(model_parts, balancer)
-    _clip_experts_once(model_parts, balancer)
+    _clip_experts(model_parts, balancer)
     return balancer
 
 
@@ -203,7 +203,7 @@ def _is_compiled(block: nn.Module) -> bool:
 _BALANCER = "_eplb_runtime_balancer"
 
 
-def _clip_experts_once(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
+def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
     """torchtitan takes the norm over what each rank holds, in the order of the rows: its last bits follow the
     placement. For a balanced model each logical expert counts once, in logical order."""
     everything = [parameter for part in model_parts for parameter in part.parameters()]

@@ -112,12 +112,12 @@ def describe(name: str, routed: RoutedExperts) -> MoELayer:
         names,
         compute,
         install,
-        _standing(experts, names),
+        _live_parameters(experts, names),
         alignment=alignment,
     )
 
 
-def _standing(experts: nn.Module, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
+def _live_parameters(experts: nn.Module, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
     """While the block computes, FSDP keeps DTensors on the mesh ``ep`` in the module: the experts of this EP rank."""
 
     def now() -> Sequence[Tensor]:

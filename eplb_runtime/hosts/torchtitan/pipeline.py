@@ -23,7 +23,7 @@ from ..attaching.description import AttachError
 from .experts import BalancedRoutedExperts
 
 _SCHEDULE = "_eplb_runtime_schedule"
-_LOOKS = ("_forward_metadata_inference", "_backward_metadata_inference")
+_SHAPE_METHODS = ("_forward_metadata_inference", "_backward_metadata_inference")
 """What torch's stages learn shapes by."""
 
 Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
@@ -47,7 +47,7 @@ def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
         id(stage.submod): stage.stage_index
         for schedule in [_schedule_of(model_parts)]
         for stage in pipelining.stages_of(schedule)
-        if all(hasattr(stage, look) for look in _LOOKS)
+        if all(hasattr(stage, method) for method in _SHAPE_METHODS)
     }
     if not all(id(part) in number_of for part in model_parts):
         raise AttachError(
@@ -62,8 +62,8 @@ def accompany(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
     schedule = _schedule_of(model_parts)
     pipelining.accompany(schedule, balancer)
     for stage in pipelining.stages_of(schedule):
-        for look in _LOOKS:
-            setattr(stage, look, _without_tokens(getattr(stage, look), stage.submod))
+        for method in _SHAPE_METHODS:
+            setattr(stage, method, _without_tokens(getattr(stage, method), stage.submod))
     for part in model_parts:
         del part.__dict__[_SCHEDULE]
 
@@ -80,11 +80,11 @@ def _schedule_of(model_parts: Sequence[nn.Module]) -> pipelining.Schedule:
 
 def _without_tokens(own: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     @wraps(own)
-    def look(*args: Any, **options: Any) -> Any:
+    def without_tokens(*args: Any, **options: Any) -> Any:
         with _only_shapes(model):
             return own(*args, **options)
 
-    return look
+    return without_tokens
 
 
 @contextmanager

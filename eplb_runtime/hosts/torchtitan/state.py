@@ -22,7 +22,7 @@ from torchtitan.config.override import derive
 from ...balancer.balancer import Balancer
 from ...moe.experts.gathering import rearranged
 from ...moe.experts.slices import local
-from ..attaching.checks import meet
+from ..attaching.checks import wait_for_ranks
 from ..attaching.description import MoELayer
 
 
@@ -38,7 +38,7 @@ class LogicalOrder:
         self.come: Callable[[str], None] = balancer._runtime.barrier
         self.weights_changed = balancer.weights_changed
         everyone, seconds = list(balancer._runtime.job.ranks), balancer.config.timeout_seconds
-        self.wait_for_all: Callable[[str], None] = lambda what: meet(everyone, what, seconds, patient=True)
+        self.wait_for_all: Callable[[str], None] = lambda what: wait_for_ranks(everyone, what, seconds, patient=True)
         registry = balancer._runtime.registry
         self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
 
@@ -105,7 +105,7 @@ def keep_order(layer: MoELayer, order: LogicalOrder) -> None:
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
 
 
-def come_together(part: nn.Module, order: LogicalOrder) -> None:
+def synchronize_state(part: nn.Module, order: LogicalOrder) -> None:
     """Let the state of a model, or a stage of it, be taken and loaded by all ranks or none: one that does it alone says
     who is missing, and waits as long as the host would (ranks may read data before). Copies of experts follow what is
     loaded."""

@@ -50,7 +50,7 @@ def read(view: LogicalView, folder: Path) -> None:
         loaded: set[int] = set()
         for name, target in targets.items():
             experts = None if live[name].layer is None else 0
-            for made, value in _convert(target, name, _parts(view, target, experts, _Described), view.model).items():
+            for made, value in _convert(target, name, _sources(view, target, experts, _Described), view.model).items():
                 if made not in live:
                     raise CheckpointError(f"{folder}: {made} has no place in the model")
                 wanted = _wanted(live[made], experts)
@@ -64,7 +64,7 @@ def read(view: LogicalView, folder: Path) -> None:
             layer = live[name].layer
             rows = [(None, None)] if layer is None else list(enumerate(view.experts_here(layer)))
             for row, expert in rows:
-                for made, value in _convert(target, name, _parts(view, target, expert), view.model).items():
+                for made, value in _convert(target, name, _sources(view, target, expert), view.model).items():
                     _put(live[made].tensor, row, value)
     view.weights_changed()
 
@@ -134,7 +134,7 @@ class _Described:
         return self._tensor[index]
 
 
-def _parts(
+def _sources(
     view: LogicalView, target: _Target, expert: int | None, read: Callable[[Any], Any] = lambda part: part
 ) -> dict[str, list[Tensor]]:
     """What a target is made of: all of its sources, or one expert's part of each."""

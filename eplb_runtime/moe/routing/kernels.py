@@ -1,6 +1,6 @@
 """Counting and routing a batch's choices on a GPU, by few kernels: no host sync, so that a CUDA graph can hold them.
 
-Choices are logical ids, int32 or int64. With one copy of each expert, `count_and_look_up` does it in one pass; an id of
+Choices are logical ids, int32 or int64. With one copy of each expert, `count_and_map` does it in one pass; an id of
 no expert ends the job by an assertion of the device, as plain torch would. With copies, `deal_by_kernels` deals out
 once all ranks' counts have told the quotas; its reference is `splitter.deal_out`.
 """
@@ -20,7 +20,7 @@ ASSERT = {"debug": True, "sanitize_overflow": False}
 """Of a launch: what the kernel asserts is checked."""
 
 
-def count_and_look_up(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
+def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
     """Count a batch's choices and find their slots, in one pass.
 
     Args:
@@ -35,7 +35,7 @@ def count_and_look_up(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T:
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
-        _count_and_look_up[(-(-choices // _BLOCK),)](
+        _count_and_map[(-(-choices // _BLOCK),)](
             ids_TK,
             ids_TK if real_T is None else real_T.contiguous(),
             table_E,
@@ -52,7 +52,7 @@ def count_and_look_up(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T:
     return slots_TK
 
 
-def torch_count_and_look_up(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
+def torch_count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
     """The reference: what `LoadCounter.count` and `SlotTable.slots` do."""
     ids_N = ids_TK.reshape(-1).to(torch.int64)
     counted_TK = torch.ones_like(ids_TK, dtype=torch.int64)
@@ -63,7 +63,7 @@ def torch_count_and_look_up(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, r
 
 
 @jit(do_not_specialize=["choices"])
-def _count_and_look_up(  # type: ignore[no-untyped-def]
+def _count_and_map(  # type: ignore[no-untyped-def]
     ids,
     real,
     table,

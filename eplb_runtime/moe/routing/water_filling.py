@@ -90,7 +90,7 @@ def ballast(level_L: NDArray[np.floating], speed_R: NDArray[np.float64]) -> NDAr
 
 
 @jit(error_model="numpy")
-def sweep_once(
+def sweep_copies(
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
     share_NC: NDArray[np.int64],
@@ -241,7 +241,7 @@ def sweep_until_optimal(
             go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
         elif sweep == MOMENTUM_FROM - 1:
             before_NC[:] = share_NC
-        sweep_once(ranks_NC, count_N, share_NC, load_R)
+        sweep_copies(ranks_NC, count_N, share_NC, load_R)
     return sweeps
 
 

@@ -248,7 +248,7 @@ def _go_on(load_R, rank_NC, exists_NC, share_NC, before_NC, copy_C, EIGHTHS: tl.
 
 @jit
 def _refill(load_R, rank_NC, mine_NC, share_NC, count_N, COPIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The best split for each expert of a color, the others held still (`water_filling.sweep_once`)."""
+    """The best split for each expert of a color, the others held still (`water_filling.sweep_copies`)."""
     base_NC = tl.load(load_R + rank_NC, mask=mine_NC, other=0) - share_NC
     water_N = tl.sum(tl.where(mine_NC, base_NC + share_NC, 0), axis=1)
     used_N = tl.maximum(count_N, 1).to(tl.int64)

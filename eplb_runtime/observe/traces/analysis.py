@@ -55,7 +55,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False)
-class TraceLane:
+class TraceTrack:
     """When a stream did work of a kind: float64 ``[N, 2]``, microseconds since the first begin."""
 
     stream: str
@@ -93,7 +93,7 @@ class Analysis:
     streams: tuple[StreamTimes, ...]
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
-    lanes: tuple[TraceLane, ...] = field(repr=False)
+    lanes: tuple[TraceTrack, ...] = field(repr=False)
     exposed_N2: Intervals = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         streams=_streams(work, columns, span),
         kernels=_kernels(work),
         phases=phases_of(columns, work.spans_N2, work.computes_N, computing),
-        lanes=tuple(_lanes(work, columns, begin)),
+        lanes=tuple(_tracks(work, columns, begin)),
         exposed_N2=without(communicating, computing) - begin,
     )
 
@@ -252,12 +252,12 @@ def _streams(work: Work, columns: Columns, span: float) -> tuple[StreamTimes, ..
     return tuple(sorted(found, key=lambda stream: -stream.busy_us))
 
 
-def _lanes(work: Work, columns: Columns, begin: float) -> Iterator[TraceLane]:
+def _tracks(work: Work, columns: Columns, begin: float) -> Iterator[TraceTrack]:
     for place, name in _place_names(work, columns).items():
         for n, kind in enumerate(work.kinds):
             chosen_N = (work.where_N == place) & (work.kind_N == n)
             if chosen_N.any():
-                yield TraceLane(name, kind, work.union_of(chosen_N) - begin)
+                yield TraceTrack(name, kind, work.union_of(chosen_N) - begin)
 
 
 def _place_names(work: Work, columns: Columns) -> dict[int, str]:

@@ -85,7 +85,7 @@ def merge(paths: Sequence[Path], output: Path, on_progress: OnProgress = lambda 
         TraceError: one of them is no trace, or two are of the same rank.
         OSError: one cannot be read, or the output cannot be written.
     """
-    sources = [_first_look(path, on_progress) for path in paths]
+    sources = [_first_pass(path, on_progress) for path in paths]
     _number_ranks(sources)
     _align(sources)
     flows = _number_flows(sources)
@@ -131,7 +131,7 @@ def _opened(output: Path) -> Iterator[IO[str]]:
 # -- the first look --------------------------------------------------------------------------------------------------
 
 
-def _first_look(path: Path, on_progress: OnProgress) -> _Source:
+def _first_pass(path: Path, on_progress: OnProgress) -> _Source:
     source = _Source(path)
     head: dict[str, Any] = {}
     for event in read_events(path, head, on_progress):

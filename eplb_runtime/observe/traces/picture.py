@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ...utils.files import write_file
-from .analysis import Analysis, TraceLane
+from .analysis import Analysis, TraceTrack
 from .intervals import Intervals, union
 from .kinds import COLLECTIVE, COMBINE, COMPUTE, DISPATCH, NOTIFY, ONE_SIDED, POINT_TO_POINT
 
@@ -69,14 +69,14 @@ def draw(analyses: Sequence[Analysis], path: Path) -> None:
     write_file(path, drawn.getvalue())
 
 
-def _rows(one: Analysis, number: int, several: bool) -> list[tuple[str, list[TraceLane]]]:
+def _rows(one: Analysis, number: int, several: bool) -> list[tuple[str, list[TraceTrack]]]:
     """Name and work of each row, the busiest streams first."""
     rank = f"rank {number if one.rank is None else one.rank}, " if several else ""
     rows = [
         (f"{rank}{stream.name}", [lane for lane in one.lanes if lane.stream == stream.name]) for stream in one.streams
     ]
     kind = "communication exposed"
-    return [*rows, (f"{rank}exposed", [TraceLane("exposed", kind, one.exposed_N2)])]
+    return [*rows, (f"{rank}exposed", [TraceTrack("exposed", kind, one.exposed_N2)])]
 
 
 def _coarser(spans_N2: Intervals, gap: float) -> Intervals:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...utils.jit import is_ready, jit, wants_answers_at_once
+from ...utils.jit import is_ready, jit, must_not_wait
 
 FloatArray = NDArray[np.float64]
 
@@ -29,12 +29,12 @@ def lower_bound(
 
     Returns:
         float64 ``[L]``, at least 1; 1 for a layer without load, and for all where the caller cannot wait for the
-        compiler (`utils.jit.answers_at_once`).
+        compiler (`utils.jit.without_waiting`).
     """
     weight = np.ascontiguousarray(load, dtype=np.float64)
     layers, experts = weight.shape
     mean = weight.sum(axis=1) / num_ranks
-    if wants_answers_at_once() and not is_ready(floors):
+    if must_not_wait() and not is_ready(floors):
         return np.ones(layers)  # nothing better is known without the compiler
     floor = floors(weight, num_ranks, slots_per_rank)
     if groups > 1 and num_nodes > 1 and groups % num_nodes == 0 and experts % groups == 0:

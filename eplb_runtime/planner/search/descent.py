@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import LayerLoads, copy_state, set_replica, settle, stands_on, swap_homes
+from .scenarios import LayerLoads, copy_state, has_copy_on, set_replica, settle, swap_homes
 
 NEAR_BONUS = 1.02
 """A step inside the node is preferred while its gain is at most 2 % less."""
@@ -75,7 +75,7 @@ def descend(
                 busiest = rank
         if busiest < 0 or excess_R[busiest] <= 0.0:
             break
-        _look(layer, tokens_EW, load_RW)
+        _read_tokens(layer, tokens_EW, load_RW)
         best.gain_M[:] = 0.0
         _find_swaps(layer, busiest, tokens_EW, load_RW, question.ranks_per_node, best)
         _find_replicas(layer, busiest, load_RW, question.ranks_per_node, best)
@@ -145,7 +145,7 @@ def _excess(layer: LayerLoads, excess_R: NDArray[np.float64]) -> None:
 
 
 @jit(error_model="numpy")
-def _look(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
+def _read_tokens(layer: LayerLoads, tokens_EW: NDArray[np.float64], load_RW: NDArray[np.float64]) -> None:
     """Tokens of each expert at its home, and of each rank, scenarios innermost."""
     scenarios, experts = layer.load_WE.shape
     for expert in range(experts):
@@ -190,9 +190,9 @@ def _find_swaps(
                 gain *= bonus
                 if gain <= best.gain_M[-1]:
                     continue
-                if layer.row_E[here] >= 0 and stands_on(layer, here, rank):
+                if layer.row_E[here] >= 0 and has_copy_on(layer, here, rank):
                     continue
-                if layer.row_E[there] >= 0 and stands_on(layer, there, busiest):
+                if layer.row_E[there] >= 0 and has_copy_on(layer, there, busiest):
                     continue
                 keep_best(best, gain, 0, here, there, 0)
 
@@ -231,7 +231,7 @@ def _find_replicas(
                         gain += 2.0 * shift * (gap - shift)
                     gain -= loss_W[scenario]
                 gain *= bonus
-                if gain > best.gain_M[-1] and not stands_on(layer, expert, rank):
+                if gain > best.gain_M[-1] and not has_copy_on(layer, expert, rank):
                     keep_best(best, gain, 1, expert, rank, slot)
 
 
@@ -281,12 +281,12 @@ def _cost_of_leaving(
         freed = float(layer.share_WNC[scenario, row, place])
         if freed <= 0.0:
             continue
-        lightest = np.inf
+        least_loaded = np.inf
         for copy in range(layer.count_N[row]):
             if copy != place:
-                lightest = min(lightest, load_RW[layer.ranks_NC[row, copy], scenario])
+                least_loaded = min(least_loaded, load_RW[layer.ranks_NC[row, copy], scenario])
         freed_W[scenario] = freed
-        loss_W[scenario] = 2.0 * freed * (lightest - load_RW[rank, scenario] + freed)
+        loss_W[scenario] = 2.0 * freed * (least_loaded - load_RW[rank, scenario] + freed)
 
 
 @jit(error_model="numpy")

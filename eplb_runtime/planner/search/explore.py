@@ -17,7 +17,7 @@ from .descent import GOOD_ENOUGH, LEAST_FALL, descend
 from .nearness import draw_near
 from .pouring import NEAR_AND_LEVEL, pour
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import LayerLoads, copy_state, empty_layer, set_replica, settle, stand, stands_on
+from .scenarios import LayerLoads, copy_state, empty_layer, has_copy_on, place_experts, set_replica, settle
 from .settle import match_ranks
 from .starts import add_chords, pack, pack_near
 
@@ -128,19 +128,19 @@ def pour_anew(
     layer = empty_layer(load_WE, ballast_WR, slots, limits.max_copies)
     track, peak_W = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1)), np.empty(1)
     enough = limits.lowest * (1.0 + GOOD_ENOUGH) + LITTLE
-    stand(layer, home_XE[0], replica_XRK[0])
+    place_experts(layer, home_XE[0], replica_XRK[0])
     value, start, tried_RK = judge(layer, peak_W)[0], 0, np.empty_like(question.start_replica_RK)
     least = np.inf
     for near_and_level in NEAR_AND_LEVEL:
         if value <= enough:
             break
         pour(load_E, ballast_R, limits.max_copies, near_and_level, home_XE[1], tried_RK)
-        stand(layer, home_XE[1], tried_RK)
+        place_experts(layer, home_XE[1], tried_RK)
         value = judge(layer, peak_W)[0]
         if value < least:
             least, start = value, 1
             replica_XRK[1] = tried_RK
-    stand(layer, home_XE[start], replica_XRK[start])
+    place_experts(layer, home_XE[start], replica_XRK[start])
     record(layer, question, track, 0, judge(layer, peak_W)[0])
     return Found(layer.home_E, layer.replica_RK, track, 0, start), Starts(home_XE, replica_XRK)
 
@@ -158,7 +158,7 @@ def _search_from(
     """Descend, try chords in slots left empty, and descend on if some stay."""
     room = limits.max_steps + 2
     track = Track(np.empty(room), np.zeros((room, 2), dtype=np.int64), np.empty(room))
-    stand(layer, starts.home_XE[start], starts.replica_XRK[start])
+    place_experts(layer, starts.home_XE[start], starts.replica_XRK[start])
     steps, filled = 0, 0
     for _ in range(2):
         rest = Track(track.value_N[filled:-1], track.moved_N2[filled:], track.seconds_N[filled:])
@@ -182,7 +182,7 @@ def _price(
 ) -> float:
     """What all scenarios make of a placement, and what going there costs, in imbalance."""
     track = Track(np.empty(1), np.zeros((1, 2), dtype=np.int64), np.empty(1))
-    stand(every, home_E, replica_RK)
+    place_experts(every, home_E, replica_RK)
     reached = judge(every, np.empty(every.load_WR.shape[0]))[1] + crossing_cost(every, question)
     record(every, question, track, 0, reached)
     return float(track.value_N[0] + price_of_moves(every, question) + seconds_price * track.seconds_N[0])
@@ -230,7 +230,7 @@ def _heaviest(layer: LayerLoads, source: int, rank: int) -> int:
         load = 0.0
         for scenario in range(layer.load_WE.shape[0]):
             load += float(layer.load_WE[scenario, expert])
-        if load / copies > best_load and not stands_on(layer, expert, rank):
+        if load / copies > best_load and not has_copy_on(layer, expert, rank):
             best, best_load = expert, load / copies
     return best
 

@@ -14,7 +14,7 @@ from ...placement import EMPTY
 from ...utils.jit import jit
 from .descent import LEAST_FALL, SETTLING_SWEEPS, Best, keep_best, take
 from .prices import Question, Track, crossing_cost, judge, price_of_moves, record
-from .scenarios import LayerLoads, copy_state, settle, stands_on, tokens_at_home
+from .scenarios import LayerLoads, copy_state, has_copy_on, settle, tokens_at_home
 
 TRIED = 6
 """Steps tried in earnest at a time."""
@@ -104,7 +104,7 @@ def _find_swaps(
             crowded = max(load_R[rank_here] - shift, load_R[rank_there] + shift) - peak
             gain = nearer * question.crossing_price - CROWDING * ranks * max(crowded, 0.0)
             if gain > best.gain_M[-1] and not (
-                stands_on(layer, here, rank_there) or stands_on(layer, there, rank_here)
+                has_copy_on(layer, here, rank_there) or has_copy_on(layer, there, rank_here)
             ):
                 keep_best(best, gain, 0, here, there, 0)
 

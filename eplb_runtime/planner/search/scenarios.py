@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...moe.routing.water_filling import sweep_once, sweep_until_optimal
+from ...moe.routing.water_filling import sweep_copies, sweep_until_optimal
 from ...placement import EMPTY
 from ...utils.jit import jit
 
@@ -78,7 +78,7 @@ def empty_layer(load_WE: NDArray[np.int64], ballast_WR: NDArray[np.int64], slots
 
 
 @jit(error_model="numpy")
-def stand(layer: LayerLoads, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]) -> None:
+def place_experts(layer: LayerLoads, home_E: NDArray[np.int32], replica_RK: NDArray[np.int32]) -> None:
     """Put experts where these say, and split every scenario; replicas beyond the most copies are dropped."""
     ranks, slots = layer.replica_RK.shape
     filled_R = np.zeros(ranks, dtype=np.int32)
@@ -138,7 +138,7 @@ def settle(layer: LayerLoads, sweeps: int) -> None:
     used = layer.used[0]
     for scenario in range(layer.load_WR.shape[0]):
         for _ in range(sweeps):
-            sweep_once(
+            sweep_copies(
                 layer.ranks_NC[:used], layer.count_N[:used], layer.share_WNC[scenario, :used], layer.load_WR[scenario]
             )
 
@@ -165,7 +165,7 @@ def copy_state(source: LayerLoads, target: LayerLoads) -> None:
 
 
 @jit(error_model="numpy")
-def stands_on(layer: LayerLoads, expert: int, rank: int) -> bool:
+def has_copy_on(layer: LayerLoads, expert: int, rank: int) -> bool:
     if layer.home_E[expert] == rank:
         return True
     found = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...load.lightest import lightest, set_value, tournament
+from ...load.least_loaded import least_loaded, set_value, tournament
 from ...placement import EMPTY
 from ...utils.jit import jit
 
@@ -57,7 +57,7 @@ def pack(
     for_homes, for_copies = tournament(load_R), tournament(load_R)
     for expert in np.argsort(-unit_E, kind="mergesort"):
         if not keep_homes:
-            rank = lightest(for_homes)
+            rank = least_loaded(for_homes)
             home_E[expert] = rank
             homes_R[rank] += 1
             load_R[rank] += unit_E[expert]
@@ -69,7 +69,7 @@ def pack(
         holders_C[0] = home_E[expert]
         set_value(for_copies, holders_C[0], np.inf)
         for _ in range(copies_E[expert] - 1):
-            rank = lightest(for_copies)
+            rank = least_loaded(for_copies)
             if rank < 0:
                 break
             replica_RK[rank, filled_R[rank]] = expert
@@ -114,14 +114,14 @@ def pack_near(
     for expert in np.argsort(-load_E, kind="mergesort"):
         first = node_E[expert] * ranks_per_node
         node_load_R, node_filled_R = load_R[first : first + ranks_per_node], filled_R[first : first + ranks_per_node]
-        rank = _lightest(node_load_R, node_filled_R, homes)
+        rank = _least_loaded(node_load_R, node_filled_R, homes)
         home_E[expert] = first + rank
         node_load_R[rank] += load_E[expert]
         node_filled_R[rank] += 1
 
 
 @jit
-def _lightest(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: int) -> int:
+def _least_loaded(load_R: NDArray[np.float64], filled_R: NDArray[np.int64], room: int) -> int:
     best = -1
     for rank in range(load_R.size):
         if filled_R[rank] < room and (best < 0 or load_R[rank] < load_R[best]):
@@ -137,7 +137,7 @@ def hottest_first(load_E: NDArray[np.float64], spare: int, most: int) -> NDArray
     for _ in range(spare):
         if heaviest[1] >= 0.0:
             break
-        expert = lightest(heaviest)
+        expert = least_loaded(heaviest)
         copies_E[expert] += 1
         set_value(heaviest, expert, -load_E[expert] / copies_E[expert] if copies_E[expert] < most else 0.0)
     return copies_E

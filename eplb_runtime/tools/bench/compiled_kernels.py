@@ -38,7 +38,7 @@ def _of_slots(dedup: bool) -> dict[str, Any]:
 
 SUMS = (moves._sum, moves._sum_here)
 """Kernels whose products are rounded before they are added."""
-ASSERTING = (moves._count_slots, routing._count_and_look_up, routing._count_block)
+ASSERTING = (moves._count_slots, routing._count_and_map, routing._count_block)
 """Kernels that end the job on a slot or an expert that there is not."""
 
 
@@ -67,7 +67,7 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
             for ids in (INT, LONG)
             for case in (
                 (
-                    routing._count_and_look_up,
+                    routing._count_and_map,
                     [ids, "*i1", LONG, LONG, LONG, *[NUMBER] * 2],
                     {"TOP_K": 8, "PADDED": ids == INT, **OF_EXPERTS},
                 ),

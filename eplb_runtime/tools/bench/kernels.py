@@ -94,8 +94,8 @@ def _kernels(device: torch.device, tokens: int, top_k: int, experts: int, ranks:
     counts_E = torch.zeros_like(table_E)
     yield _Kernel(
         "count load and look up slots",
-        partial(routing.count_and_look_up, ids_TK, table_E, counts_E),
-        partial(routing.torch_count_and_look_up, ids_TK, table_E, counts_E),
+        partial(routing.count_and_map, ids_TK, table_E, counts_E),
+        partial(routing.torch_count_and_map, ids_TK, table_E, counts_E),
         copy_ids,
     )
     yield from _of_copies(ids_TK, experts, ranks, copy_ids)

@@ -178,7 +178,7 @@ def _stop(faults: Faults, draw: Draw, subject: Any) -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def _stand(faults: Faults, draw: Draw, subject: Any) -> None:
+def _stall(faults: Faults, draw: Draw, subject: Any) -> None:
     time.sleep(faults.timeout_seconds * (1.1 + draw.amount / 2))
 
 
@@ -217,7 +217,7 @@ def _cut(faults: Faults, draw: Draw, subject: Any) -> None:
 
 FAULTS: Mapping[str, Callable[[Faults, Draw, Any], None]] = {
     "stop": _stop,
-    "stand still": _stand,
+    "stand still": _stall,
     KILL: _kill,
     RAISE: _raise,
     "silent store": _silence_store,

@@ -175,7 +175,7 @@ def run(
         _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
         _TrainVariant("attached", work, 1.0, _config(work, policy="incremental")),
     ]
-    _take_turns(variants, on_progress)
+    _alternate(variants, on_progress)
     static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
     imbalance = _imbalance(variants[0])
     ideal = [block / imbalance for block in static]
@@ -226,7 +226,7 @@ def run_brief(
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
     variants = _pair(work)
-    _take_turns(variants, on_progress)
+    _alternate(variants, on_progress)
     static, homes = (_over_ranks(variant.block_seconds) for variant in variants)
     result = {
         "ranks": dist.get_world_size(),
@@ -279,7 +279,7 @@ def _config(work: Workload, **options: Any) -> BalancerConfig:
     return config_from_settings({"interval": work.interval, "window": 2 * work.interval, "moe_share": 1.0, **options})
 
 
-def _take_turns(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> None:
+def _alternate(variants: Sequence[_TrainVariant], on_progress: Callable[[str], None]) -> None:
     work = variants[0].work
     for variant in variants:
         on_progress(f"{variant.name}: experts find their places")

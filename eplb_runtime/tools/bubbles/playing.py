@@ -208,7 +208,7 @@ def plot(played: Played, times: Times, stretch_S: Sequence[float] | None, path: 
             height = 0.9 / len(step)
             for level, part in enumerate(step):
                 bottom = rank - 0.45 + level * height
-                axes.add_patch(_box(begin, bottom, width, height, colours[part.kind]))
+                axes.add_patch(_rectangle(begin, bottom, width, height, colours[part.kind]))
                 axes.text(
                     begin + width / 2, bottom + height / 2, str(part.microbatch), ha="center", va="center", size=6
                 )
@@ -223,7 +223,7 @@ def plot(played: Played, times: Times, stretch_S: Sequence[float] | None, path: 
         figure.savefig(file, format=Path(path).suffix[1:])
 
 
-def _box(left: float, bottom: float, width: float, height: float, colour: str) -> Any:
+def _rectangle(left: float, bottom: float, width: float, height: float, colour: str) -> Any:
     from matplotlib.patches import Rectangle
 
     return Rectangle((left, bottom), width, height, facecolor=colour, edgecolor="white", linewidth=0.5)

@@ -18,7 +18,7 @@ from .base import Engine, ExpertMap
 from .content import Content, open_content
 from .engines import ENGINES, OWN
 from .errors import ConvertError
-from .loads import checked_load, find_load, layers_without_tokens, meant, neither
+from .loads import checked_load, find_load, layers_without_tokens, neither, resolved_path
 from .slots import fill_empty_slots, restore_homes
 
 FORMATS = tuple(engine.name for engine in ENGINES if engine.placement_endings)
@@ -69,7 +69,7 @@ def convert(
         ConvertError, PlacementError: what is wrong with which file.
         OSError: the destination cannot be written.
     """
-    source, destination = meant(source), Path(destination)
+    source, destination = resolved_path(source), Path(destination)
     target = _engine(to or BY_ENDING.get(destination.suffix, OWN.name))
     with _about(destination, reading=False):
         require_writable(destination, sorted({*target.placement_endings, *target.load_endings}))

@@ -48,7 +48,7 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
     Raises:
         LoadFileError: missing, of another format, or with values that are no token counts.
     """
-    path = meant(path)
+    path = resolved_path(path)
     try:
         content = open_content(path)
         found = find_load(content)
@@ -61,7 +61,7 @@ def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
         raise LoadFileError(f"{path}: {error}") from None
 
 
-def meant(path: str | Path) -> Path:
+def resolved_path(path: str | Path) -> Path:
     """The file that is meant: ``sample`` comes along, where nothing has this name."""
     path = Path(path)
     return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path

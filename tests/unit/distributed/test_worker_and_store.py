@@ -71,7 +71,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     patient = JobStore(stuck, "job", 10.0)
     assert patient.compare_set("another decision", "abort") == "abort"
     assert patient.compare_set("another decision", "commit") == "abort"
-    assert (patient.look("another decision"), patient.look("a third")) == ("abort", "")
+    assert (patient.word_of("another decision"), patient.look("a third")) == ("abort", "")
     assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
 
 
@@ -86,7 +86,7 @@ def test_a_silent_store_costs_one_timeout_until_it_has_answered(monkeypatch: pyt
     store = JobStore(stuck, "job", 0.05)  # type: ignore[arg-type]
     for _ in range(14):
         with pytest.raises(StoreError, match="does not answer"):
-            store.look("decision")
+            store.word_of("decision")
     assert len(waits) == 1 and store.silent
     with pytest.raises(StoreError):
         store.compare_set("decision", "commit", patient=True)
@@ -142,7 +142,7 @@ def test_a_wait_for_a_word_ends_with_the_word_or_its_time() -> None:
     store.compare_set("a key", "a word")
     assert store.wait("a key", 0.01)
     store.delete("a key")
-    assert not store.look("a key")
+    assert not store.word_of("a key")
 
 
 def watch_on(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> Watch:

@@ -33,7 +33,7 @@ def test_the_largest_number_that_comes_in_time_travels(jobs: list[tuple[int, int
     rounds = {layer: [round_of(layer, layer)] for layer in range(len(jobs))}
     nbytes = {layer: size * MIB for layer, (size, _) in enumerate(jobs)}
     pace = Pace(tuple(deadline for _, deadline in jobs), us_per_mib=1)
-    batch = next_batch(rounds, nbytes, {}, pace, at_once_bytes=1000 * MIB)
+    batch = next_batch(rounds, nbytes, {}, pace, in_flight_bytes=1000 * MIB)
     most = most_in_time(jobs)
     assert batch.waited_for == (most == 0)
     assert len(batch.rounds) == max(most, 1)
@@ -48,7 +48,7 @@ def test_the_largest_number_that_comes_in_time_travels(jobs: list[tuple[int, int
 def test_no_more_bytes_than_a_rank_may_receive_in_a_step(sizes: list[int], most: int) -> None:
     rounds = {layer: [round_of(layer, layer)] for layer in range(len(sizes))}
     nbytes = {layer: size * MIB for layer, size in enumerate(sizes)}
-    batch = next_batch(rounds, nbytes, {}, Pace((1 << 30,) * len(sizes), 1), at_once_bytes=most * MIB)
+    batch = next_batch(rounds, nbytes, {}, Pace((1 << 30,) * len(sizes), 1), in_flight_bytes=most * MIB)
     assert sum(nbytes[round_.number] for round_ in batch.rounds) <= most * MIB
     assert not batch.waited_for
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from eplb_runtime.cli import main
 from eplb_runtime.observe.event_log import EventWriter
-from eplb_runtime.observe.looking import LookError, source_of, unpacked
+from eplb_runtime.observe.reading import ViewError, source_of, unpacked
 from eplb_runtime.observe.server import Answer, PageServer
 from eplb_runtime.observe.state import MOST_DECISIONS, state_of
 from eplb_runtime.observe.terminal import screen, sparkline
@@ -120,10 +120,10 @@ def test_the_ranks_shown_are_those_that_were_measured() -> None:
 
 def test_the_page_of_a_running_job_is_asked(page: str) -> None:
     source = source_of(f"{page}/?token={TOKEN}")
-    told = source.look()
+    told = source.view()
     assert told["progress"]["step"] == 12345 and "step 12345 " in shown(told) and "250 ms a step" in shown(told)
     again = source_of(page, TOKEN)
-    assert again.look() == again.look() == told  # the second time nothing is new
+    assert again.view() == again.view() == told  # the second time nothing is new
 
 
 def test_what_cannot_be_shown_is_said_in_one_line(
@@ -145,8 +145,8 @@ def test_what_cannot_be_shown_is_said_in_one_line(
 def test_a_page_of_another_server_is_refused() -> None:
     server = PageServer("127.0.0.1", 0, None, {"/state": lambda query: Answer(b'{"a": 1}', "application/json")})
     try:
-        with pytest.raises(LookError, match="not a page of ours"):
-            source_of(server.url).look()
+        with pytest.raises(ViewError, match="not a page of ours"):
+            source_of(server.url).view()
     finally:
         server.close()
 
@@ -163,7 +163,7 @@ ANYTHING = st.recursive(
 def test_whatever_a_page_says_it_is_shown_or_refused(name: str, value: Any) -> None:
     try:
         shown({**VIEW, name: value} if name != "time" else VIEW)
-    except LookError as error:
+    except ViewError as error:
         assert "\n" not in str(error)
 
 

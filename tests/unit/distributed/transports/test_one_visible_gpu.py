@@ -93,7 +93,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, others: tuple[int, str], shares: bool)
     memory._device = torch.device("cuda", 0)
     monkeypatch.setattr(node_memory, "gather_bytes", gather)
     monkeypatch.setattr(node_memory, "launcher_environment", lambda: {SHARING: "1"} if shares else {})
-    memory.meet(0.0)
+    memory.connect(0.0)
 
 
 def test_symmetric_memory_takes_two_gpus_of_one_number_for_one_unless_it_is_told(

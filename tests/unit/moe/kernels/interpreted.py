@@ -48,12 +48,12 @@ def test_counting_and_looking_up_in_one_pass(tokens: int, top_k: int, experts: i
     real = torch.arange(2 * tokens) % 3 > 0
     for mask in (None, real[:tokens], real[::2]):
         counts, expected = torch.full((2, experts), 9)
-        slots = kernels.count_and_look_up(ids, table, counts, mask)
-        assert torch.equal(slots, kernels.torch_count_and_look_up(ids, table, expected, mask))
+        slots = kernels.count_and_map(ids, table, counts, mask)
+        assert torch.equal(slots, kernels.torch_count_and_map(ids, table, expected, mask))
         assert torch.equal(counts, expected)
         assert counts.sum() == 9 * experts + (ids if mask is None else ids[mask]).numel()
     wide = torch.stack([ids, ids + 1], dim=2).flatten(1)[:, ::2]  # does not lie in a row
-    assert torch.equal(kernels.count_and_look_up(wide, table, counts), table[ids.long()])
+    assert torch.equal(kernels.count_and_map(wide, table, counts), table[ids.long()])
 
 
 def test_counting_and_looking_up_is_what_counter_and_table_do() -> None:
@@ -61,17 +61,17 @@ def test_counting_and_looking_up_is_what_counter_and_table_do() -> None:
     table, counters = SlotTable(placement, CPU), [LoadCounter(2, 6, 10, CPU) for _ in range(2)]
     ids, real = ids_of(50, 3, 6, torch.int64), torch.arange(50) % 4 > 0
     counters[0].count(1, ids, real)
-    slots = kernels.count_and_look_up(ids, table.home_of_experts(1), counters[1].counts[1], real)
+    slots = kernels.count_and_map(ids, table.home_of_experts(1), counters[1].counts[1], real)
     assert torch.equal(slots, table.slots(1, ids)) and torch.equal(counters[0].counts, counters[1].counts)
 
 
 @pytest.mark.parametrize("expert", [-1, 16])
 def test_an_id_of_no_expert_is_noticed_on_the_device(expert: int, asserting: None) -> None:
     ids, table = ids_of(90, 3, 16, torch.int64), torch.arange(16)
-    kernels.count_and_look_up(ids, table, torch.zeros_like(table))
+    kernels.count_and_map(ids, table, torch.zeros_like(table))
     ids[40, 1] = expert
     with pytest.raises(Exception, match="an expert that there is not"):
-        kernels.count_and_look_up(ids, table, torch.zeros_like(table))
+        kernels.count_and_map(ids, table, torch.zeros_like(table))
     with pytest.raises(Exception, match="an expert that there is not"):
         kernels.count_by_blocks(ids, 16)
 
@@ -82,7 +82,7 @@ def test_what_is_tried_out_at_attach_is_taken(caplog: pytest.LogCaptureFixture) 
         taken = kernel_selection.tried(CPU, 60, 3, 21)
     assert (taken.count, taken.deal) == (kernels.count_by_blocks, kernels.deal_by_kernels)
     assert taken.hash_blocks is checksums_triton.launch
-    assert taken.count_and_look_up is kernels.count_and_look_up
+    assert taken.count_and_map is kernels.count_and_map
     assert taken.moves == replace(moves.MOVES, sum_choices=permute.sum_choices)
     assert taken.split is not None and taken.split.sent_by_rank is sources_kernel.sent_by_rank
     assert [record.getMessage() for record in caplog.records] == [

@@ -18,7 +18,7 @@ from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import PLAIN, Moves, sum_choices
 from eplb_runtime.moe.experts.aligned import regroup
 from eplb_runtime.moe.kernel_selection import Candidate, Kernels, TrialBatch, kernels_for, select
-from eplb_runtime.moe.routing.kernels import torch_count_and_look_up
+from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings, count_choices, deal_out
 from eplb_runtime.placement import Placement
 from eplb_runtime.utils.checksums import HASH_BLOCK_BYTES, block_hashes
@@ -97,7 +97,7 @@ def test_the_trial_notices_a_wrong_result_of_every_kernel() -> None:
         torch.index_select(source, 0, index_U[staying.shape[0] :], out=leaving)
 
     candidates = [
-        Candidate("look up", {"count_and_look_up": off_by_one(torch_count_and_look_up)}),
+        Candidate("look up", {"count_and_map": off_by_one(torch_count_and_map)}),
         Candidate("hashes", {"hash_blocks": off_by_one(block_hashes)}),
         Candidate("regroup", {"regroup": off_by_one(regroup)}),
         *(Candidate(name, moves={name: off_by_one(getattr(permute, name))}) for name in MOVES),

@@ -27,14 +27,14 @@ _LARGEST = 1 << 26
 View = dict[str, Any]
 
 
-class LookError(FileError):
+class ViewError(FileError):
     """There is no run to look at; one line that says why."""
 
 
 class Source(Protocol):
     """Where a run is seen."""
 
-    def look(self) -> View:
+    def view(self) -> View:
         """The view as `view.view_of` makes it, with ``progress`` where the job says it.
 
         Raises:
@@ -61,21 +61,21 @@ class FolderSource:
 
     def __init__(self, run: Path) -> None:
         if not run.exists():
-            raise LookError(f"{run}: there is no such folder")
+            raise ViewError(f"{run}: there is no such folder")
         if not holds_events(run):
-            raise LookError(f"{run}: no folder of a run (BalancerConfig(run=...) writes one), or nothing in it yet")
+            raise ViewError(f"{run}: no folder of a run (BalancerConfig(run=...) writes one), or nothing in it yet")
         self._reader = EventReader(run)
         self._state = RunState()
         self._run = run
 
-    def look(self) -> View:
+    def view(self) -> View:
         for record in self._reader.new():
             try:
                 self._state.apply(record)
             except RecordError:
                 continue  # of a job that wrote something else: what can be used is shown
         if not self._state.job:
-            raise LookError(f"{self._run}: its log does not say what job it is of")
+            raise ViewError(f"{self._run}: its log does not say what job it is of")
         return {**view_of(self._state), "progress": None}
 
 
@@ -85,19 +85,19 @@ class PageSource:
     def __init__(self, address: str, token: str | None) -> None:
         parts = urllib.parse.urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise LookError(f"{address}: give an address as http://127.0.0.1:8265")
+            raise ViewError(f"{address}: give an address as http://127.0.0.1:8265")
         found = urllib.parse.parse_qs(parts.query).get("token", [None])[0]
         self._token = token or found
         self._shown = f"{parts.scheme}://{parts.netloc}"
         self._view: View | None = None
 
-    def look(self) -> View:
+    def view(self) -> View:
         after = -1 if self._view is None else self._view["version"]
         answer = self._ask(f"{self._shown}/state?after={after}")
         if isinstance(answer, dict) and isinstance(answer.get("view"), dict):
             self._view = answer["view"]
         if self._view is None or not isinstance(answer, dict) or "version" not in self._view:
-            raise LookError(f"{self._shown}: it answers, but it is not a page of ours")
+            raise ViewError(f"{self._shown}: it answers, but it is not a page of ours")
         return {**self._view, "progress": answer.get("progress")}
 
     def _ask(self, address: str) -> Any:
@@ -110,16 +110,16 @@ class PageSource:
                 content = response.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:
             wanted = ": it wants a token (--token)" if error.code in (401, 403) else ""
-            raise LookError(f"{self._shown}: {error.code} {error.reason}{wanted}") from None
+            raise ViewError(f"{self._shown}: {error.code} {error.reason}{wanted}") from None
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", error)
-            raise LookError(f"{self._shown}: no answer ({why})") from None
+            raise ViewError(f"{self._shown}: no answer ({why})") from None
         if len(content) > MOST_BYTES:
-            raise LookError(f"{self._shown}: it answers with more than {MOST_BYTES >> 20} MiB")
+            raise ViewError(f"{self._shown}: it answers with more than {MOST_BYTES >> 20} MiB")
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            raise LookError(f"{self._shown}: it answers, but it is not a page of ours") from None
+            raise ViewError(f"{self._shown}: it answers, but it is not a page of ours") from None
 
 
 class _StayHere(urllib.request.HTTPRedirectHandler):
@@ -144,4 +144,4 @@ def unpacked(packed: Any) -> NDArray[Any] | None:
             raise ValueError(f"shape {shape}")
         return np.frombuffer(base64.b64decode(packed["data"], validate=True), kind).reshape(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise LookError(f"a matrix that cannot be read: {error}") from None
+        raise ViewError(f"a matrix that cannot be read: {error}") from None

@@ -35,7 +35,7 @@ def set_value(tree: NDArray[np.float64], index: int, value: float) -> None:
 
 
 @jit(error_model="numpy")
-def lightest(tree: NDArray[np.float64]) -> int:
+def least_loaded(tree: NDArray[np.float64]) -> int:
     """The index of the least value, the first of several; -1 where all are infinite."""
     if tree[1] == np.inf:
         return -1
