@@ -48,7 +48,7 @@ NOT_USED = """
 """
 """Words that name nothing: each has a term of the field."""
 STILL_USED = "at_once"
-"""Classes and functions that have such a word all the same: `Balancer.at_once` is public. The list only gets shorter."""
+"""Classes and functions that have such a word all the same (public, this one). The list only gets shorter."""
 LAZY = {"eplb_runtime/__init__.py"}
 """Files that may name anything: the public names."""
 
