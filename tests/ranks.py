@@ -11,11 +11,12 @@ import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,12 @@ PRELOAD = [
     "compiled",
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
+PRELOAD_OF = {
+    "test_megatron": ["torch._inductor.compile_fx", "megatron_ranks"],
+    "test_megatron_newer": [],  # it imports another version
+    "test_compiled_model": ["torch._inductor.compile_fx"],
+}
+"""What ranks import besides, by the name of the test's module: the longest that it begins with."""
 FINISH_SECONDS = 240
 COMPILED_SECONDS = 20.0
 """Ranks wait so long for compiled code, that no test races with a compiler; less than the balancer's own timeout."""
@@ -62,8 +69,7 @@ def run_ranks(
     """
     compile_once()
     context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        start_server()
+    server = server_for(_module_of(function)) if start_method == "forkserver" else None
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
@@ -74,8 +80,9 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
+        with patch.object(forkserver, "connect_to_new_process", server and server.connect_to_new_process):
+            for process in processes:
+                process.start()
         for process in processes:
             process.join(FINISH_SECONDS)
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -97,19 +104,28 @@ def run_ranks(
     return results
 
 
+def server_for(module: str) -> forkserver.ForkServer:
+    """What ranks are forked from whose function is of this module."""
+    begins = max((name for name in PRELOAD_OF if module.startswith(name)), key=len, default=None)
+    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD))
+
+
 @cache
-def start_server() -> None:
-    """What ranks are forked from. It finds modules by the environment alone, and passes over what it does not find."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """One that has imported these. It finds modules by the environment alone, and passes over what it does not find."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(list(preload))
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A pool of compilers is processes and a thread, which would not survive a fork.
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders), TORCHINDUCTOR_COMPILE_THREADS="1"):
+        server.ensure_running()
+    return server
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return function.__module__.rpartition(".")[2]
 
 
 @cache
