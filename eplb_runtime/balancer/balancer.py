@@ -395,6 +395,7 @@ class Balancer:
         Raises:
             RuntimeError: a rank did not call it.
         """
+        self._end_stream("weights_changed()")
         if self._runtime.maps.replicas is None or self._closed:
             return
         self._runtime.barrier("weights_changed()")
@@ -830,16 +831,16 @@ class Balancer:
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
-        runtime, lanes = self._runtime, self._runtime.lanes
-        if not lanes.is_open:
+        runtime, channels = self._runtime, self._runtime.channels
+        if not channels.is_open:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             if (replicas := runtime.maps.replicas) is not None:
-                replicas.launching = lanes.launching
+                replicas.launching = channels.launching
                 if runtime.device.type != "cpu":
-                    lanes.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
-            lanes.open(MicroBatchChannel(*runtime.groups.second_channel()))
-        return lanes
+                    channels.ahead = replicas.wait_all  # both streams wait for what the caller's has waited for
+            channels.open(MicroBatchChannel(*runtime.groups.second_channel()))
+        return channels
 
     # -- for other rooms ------------------------------------------------------------------------------------------
 
@@ -952,7 +953,7 @@ class Balancer:
                     if not self._replaced_was_reported and self._guard.is_new:
                         self._warn_of_replaced()
                 self._in_step = True
-                if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.lanes.busy:
+                if self._runtime.maps.replicas is not None and not in_recompute() and not self._runtime.channels.busy:
                     self._runtime.maps.replicas.abandon()
                 self._rebalancer.forward_begins()
                 self._gradients.forward_begins()

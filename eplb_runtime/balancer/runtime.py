@@ -59,7 +59,7 @@ class Runtime:
         layers: the MoE layers of this rank.
         host_dispatches: whether the framework dispatches tokens, keeps each expert in tensors of its own, and saves
             them; equal on all ranks, also where ``layers`` is empty.
-        lanes: channels on which this rank exchanges tokens.
+        channels: channels on which this rank exchanges tokens.
         watch: measures how long this rank waits for others.
         model_check: notices changes of the model that the balancer cannot follow.
         kernels: the Triton and Numba kernels in use.
@@ -81,7 +81,7 @@ class Runtime:
     parameters: Mapping[str, Tensor]
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
     host_dispatches: bool
-    lanes: MicroBatchChannels
+    channels: MicroBatchChannels
     watch: Watch
     model_check: ModelCheck
     kernels: Kernels

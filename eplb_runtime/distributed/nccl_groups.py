@@ -63,17 +63,22 @@ class NcclGroups:
                 f"connections over NCCL were made anew {SPARE} times, and no more are ready: experts stay where they "
                 "are until the job starts again"
             )
-        self._next = taken + 1
+        skipped, self._next = self._made[self._next : taken], taken + 1
+        _end(skipped)
         return self._names[taken], self._made[taken]
 
     def close(self) -> None:
         """Give back those that were not used; the others go with their groups."""
         unused, self._made = self._made[self._next :], self._made[: self._next]
-        for backend in unused:
-            try:
-                backend.abort()
-            except Exception as error:
-                logger.debug("an unused NCCL group could not be ended: %s", error)
+        _end(unused)
+
+
+def _end(unused: Sequence[Any]) -> None:
+    for backend in unused:
+        try:
+            backend.abort()
+        except Exception as error:
+            logger.debug("an unused NCCL group could not be ended: %s", error)
 
 
 def nccl_backend(store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> Any:

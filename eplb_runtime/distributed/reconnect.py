@@ -1,5 +1,5 @@
 """New connections after a failure broke the old ones: made beside training, taken over by all ranks at the same step or
-by none, tried until it works.
+by none, tried until it works, or until no groups are left to try with.
 
 A rank that has lost the others waits in the launcher's store until all are there, however long that takes. Then they
 connect, compare what they stand on, and propose a step from which the new connections hold. Whether they do is one
@@ -31,6 +31,7 @@ logger = logging.getLogger("eplb_runtime")
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 10.0
 _UNKNOWN = "unknown"
+_ENDED = "connections/ended"
 _LACKING = "no, there are too few file descriptors"
 LEAD_SECONDS = 0.1
 """How far ahead the step lies from which new connections hold, at the first try; all should know of it by then."""
@@ -155,8 +156,12 @@ class Reconnection:
                 self.tries += 1
                 if self._try():
                     return
+            except NoGroupsLeft as error:
+                self._word(_ENDED, str(error))  # for ranks that have not come so far, and wait for this one
+                logger.error("%s", error)
+                return
             except Exception as error:
-                lacking = isinstance(error, TooFewDescriptors | NoGroupsLeft) or _LACKING in str(error)
+                lacking = isinstance(error, TooFewDescriptors) or _LACKING in str(error)
                 level = logging.WARNING if lacking and not warned else logging.INFO
                 warned = warned or lacking
                 logger.log(level, "the ranks could not connect yet (%s); trying again", one_line(error))
@@ -209,6 +214,8 @@ class Reconnection:
             store.compare_set(f"{here}/{job.rank}", "here")
         pause = FIRST_PAUSE_SECONDS
         while store.add(here, 0) < len(job.ranks) and not self._closing.is_set():
+            if ended := store.word_of(_ENDED):
+                raise NoGroupsLeft(ended)
             self._closing.wait(pause)
             # Whoever comes last goes on at once, and waits for the others a timeout long.
             pause = min(1.5 * pause, self._groups.timeout_seconds / 8)

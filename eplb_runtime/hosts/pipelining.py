@@ -130,9 +130,9 @@ class OverlappedForwardBackward:
     draws again (activation checkpointing of dropout) would be the forward's: leave one of the two out.
     """
 
-    def __init__(self, schedule: Any, lanes: MicroBatchChannels, balancer: Balancer) -> None:
+    def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
         self._schedule = schedule
-        self._lanes = lanes
+        self._channels = channels
         self._balancer = balancer
         self.save_output = True
         self.loss_kwargs: dict[str, Any] | None = None
@@ -144,15 +144,15 @@ class OverlappedForwardBackward:
         # A backward pass runs on the stream of its forward, so the forward beside it takes the other one.
         turned = not self._turned.get(_which(backward), False)
         self._turned[_which(forward)] = turned
-        self._lanes.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
+        self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
 
     def take_forwards(self) -> None:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
-        if not self._lanes.has_streams:
+        if not self._channels.has_streams:
             return
         if (replicas := self._balancer._runtime.maps.replicas) is not None:
             # In a backward pass they are added to gradients that the caller's stream has just written, see below.
-            replicas.adding = self._lanes.in_order_with_this_stream()
+            replicas.adding = self._channels.in_order_with_this_stream()
         schedule = self._schedule
         schedule._maybe_compute_loss = self._on_a_stream(
             schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])
@@ -176,9 +176,9 @@ class OverlappedForwardBackward:
 
         @wraps(own)
         def on_a_stream(*args: Any, **kwargs: Any) -> Any:
-            if self._lanes.busy:
+            if self._channels.busy:
                 return own(*args, **kwargs)
-            return self._lanes.alone(lambda: own(*args, **kwargs), self._turned.setdefault(which(*args), False))
+            return self._channels.alone(lambda: own(*args, **kwargs), self._turned.setdefault(which(*args), False))
 
         return on_a_stream
 

@@ -100,7 +100,7 @@ def next_batch(
         open_: rounds of each layer that are still to come, in their order; none empty.
         nbytes: of each round by its number: bytes that the busiest rank receives.
         late: how often each layer was late so far.
-        at_once_bytes: bytes that a rank may receive in one step.
+        in_flight_bytes: bytes that a rank may receive in one step.
     """
     first = sorted((rounds[0] for rounds in open_.values()), key=lambda r: (pace.deadlines_L[r.layers[0]], r.number))
     taken: list[tuple[int, Round]] = []

@@ -38,7 +38,7 @@ class Source(Protocol):
         """The view as `view.view_of` makes it, with ``progress`` where the job says it.
 
         Raises:
-            LookError: there is nothing, or nothing any more.
+            ViewError: there is nothing, or nothing any more.
         """
 
 
@@ -49,7 +49,7 @@ def source_of(place: str, token: str | None = None) -> Source:
         token: that the page wants; it may also stand in the address, as ``?token=...``.
 
     Raises:
-        LookError: it is neither.
+        ViewError: it is neither.
     """
     if "://" in place:
         return PageSource(place, token)
@@ -133,7 +133,7 @@ def unpacked(packed: Any) -> NDArray[Any] | None:
     """A matrix of a view; None where there is none.
 
     Raises:
-        LookError: it is none of ours.
+        ViewError: it is none of ours.
     """
     if packed is None:
         return None

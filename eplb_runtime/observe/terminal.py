@@ -37,7 +37,7 @@ def screen(view: View, now: float) -> RenderableType:
         now: seconds since 1970.
 
     Raises:
-        LookError: the view is none of ours.
+        ViewError: the view is none of ours.
     """
     try:
         parts: list[RenderableType] = [_head(view, now), *_load(view), _decisions(view), *_troubles(view)]

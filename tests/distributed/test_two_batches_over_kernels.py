@@ -51,9 +51,9 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     deepep_double.CALLS.clear()
     model, optimizer, balancer = attached(kind, replica_slots, recompute)
-    lanes = balancer._open_second_channel()
+    channels = balancer._open_second_channel()
     both = balancer.at_once if at_once else lambda first, second: (first(), second())
-    pair = lanes.both if at_once else lambda first, second: (first(), second())
+    pair = channels.both if at_once else lambda first, second: (first(), second())
     seen: dict[str, Any] = {}
     threads = set()
 

@@ -210,7 +210,7 @@ class _Attaching:
         by_kernels = self.dispatch.name not in OVER_TORCH
         first = MicroBatchChannel(self.groups.dispatch, self.groups.counts)
         seconds = host_timeout(self.groups.backend).total_seconds()
-        self.lanes = MicroBatchChannels(first, self.device, in_order=by_kernels, seconds=seconds)
+        self.channels = MicroBatchChannels(first, self.device, in_order=by_kernels, seconds=seconds)
         sizes = placement.num_experts, placement.num_ranks, placement.slots_per_rank
         self.kernels = kernels_for(self.device, *sizes) if self.config.dispatch.kernels else Kernels()
         self.maps = self._maps()
@@ -244,7 +244,7 @@ class _Attaching:
                 layers=self.layers,
                 host_dispatches=self._host_dispatches,
                 watch=self.watch,
-                lanes=self.lanes,
+                channels=self.channels,
                 model_check=ModelCheck(
                     {stage.prefix: stage.model for stage in self.stages},
                     [(name, layer.experts, layer.parameters) for _, name, layer in self._layers()],
@@ -436,12 +436,12 @@ class _Attaching:
         if self._job.is_planner and self.config.dispatch.name != "all_to_all":
             logger.info("dispatch: %s (%s)", self.dispatch.name, self.dispatch.why)
         dispatching = DispatchContext(
-            self.lanes, self.placement.slots_per_rank, forward_tag, self.kernels.moves, self.expert_clock
+            self.channels, self.placement.slots_per_rank, forward_tag, self.kernels.moves, self.expert_clock
         )
         self.dispatcher = make_dispatcher(self.config, self.dispatch, self.topology, dispatching)
         for note in notes(self.config) if self._job.is_planner else ():
             logger.warning("%s", note)
-        exchange_counts = CountExchange(self.lanes, forward_tag)
+        exchange_counts = CountExchange(self.channels, forward_tag)
         real_tokens = {id(layer): stage.host.real_tokens for stage in self.stages for layer in stage.host.layers}
         apart = (
             {}
@@ -455,7 +455,7 @@ class _Attaching:
             self.dispatcher,
             exchange_counts,
             forward_tag,
-            self.lanes,
+            self.channels,
             **apart,
             count_and_map=self.kernels.count_and_map,
         )

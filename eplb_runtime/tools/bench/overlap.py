@@ -215,13 +215,13 @@ class _OverlapJob:
         generator = torch.Generator().manual_seed(1 + rank % ep)
         self._batch, self._target = torch.randn(2, micro_batches * tokens, HIDDEN, generator=generator)
         self.link, self._spans = SlowLink(), OverlapSpans()
-        self._lanes = _Measured(self.balancer, self._schedule, self.link, self._spans)
+        self._channels = _Measured(self.balancer, self._schedule, self.link, self._spans)
 
     def step(self, way: str) -> tuple[float, list[Span], list[Tensor]]:
         """Seconds, where they went, and losses with gradients. The weights stay."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._lanes.way = way
+        self._channels.way = way
         self._spans.take()
         losses: list[Tensor] = []
         dist.barrier()
@@ -235,7 +235,7 @@ class _OverlapJob:
 
 
 class _Measured:
-    """Puts itself between a balancer's lanes and a schedule's pairs.
+    """Puts itself between a balancer's channels and a schedule's pairs.
 
     Attributes:
         way: how the next pairs run.
@@ -245,15 +245,15 @@ class _Measured:
         self.way = IN_TURN
         together: Any = pipelining.overlap(schedule, balancer)
         layer: Any = balancer._runtime.layers[0]
-        lanes, watch, dispatcher = balancer._runtime.lanes, balancer._runtime.watch, layer._dispatcher
-        self._spans, self._at_once = spans, lanes.both
+        channels, watch, dispatcher = balancer._runtime.channels, balancer._runtime.watch, layer._dispatcher
+        self._spans, self._at_once = spans, channels.both
         for instance, name, value in (
             (together, "forward", spans.part("forward", together.forward)),
             (together, "backward", spans.part("backward", together.backward)),
             (together, "arrived", spans.pipeline(together.arrived)),
             (watch, "waiting", spans.watching(watch.waiting)),
             (dispatcher, "_exchange", link.slowed(dispatcher._exchange)),
-            (lanes, "both", self._both),
+            (channels, "both", self._both),
         ):
             setattr(instance, name, value)
 

@@ -77,7 +77,9 @@ def test_ranks_take_the_same_one_though_some_have_used_fewer(
     told_by_the_others(monkeypatch, 0)
     assert groups.take(dist.ProcessGroup(0, 1))[0] == "a job's/0"
     told_by_the_others(monkeypatch, 3)
+    made = list(groups._made)
     assert groups.take(dist.ProcessGroup(0, 1))[0] == "a job's/3"
+    assert [backend.aborted for backend in made] == [False, True, True, False, False]  # those that were passed over
     assert groups.take(dist.ProcessGroup(0, 1))[0] == "a job's/4"
 
 
@@ -92,7 +94,7 @@ def test_what_is_used_up_is_said_in_a_line_and_what_is_left_over_is_ended(
         groups.take(dist.ProcessGroup(0, 1))
     assert "\n" not in str(error.value)
     groups.close()
-    assert [backend.aborted for backend in made] == [False, False, True, True, True]
+    assert [backend.aborted for backend in made] == [True, False, True, True, True]
 
 
 def test_a_private_group_takes_the_backend_that_it_is_given(

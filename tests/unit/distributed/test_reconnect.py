@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from eplb_runtime.distributed import reconnect
+from eplb_runtime.distributed.nccl_groups import NoGroupsLeft
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.process_groups import Connections
 from eplb_runtime.distributed.reconnect import Link, RankState, Reconnection
@@ -26,7 +28,7 @@ class Store:
         self.counters: dict[str, int] = {}
         self.silences = 0
 
-    def look(self, key: str) -> str:
+    def word_of(self, key: str) -> str:
         return self.words.get(key, "")
 
     def compare_set(self, key: str, word: str) -> str:
@@ -174,3 +176,34 @@ def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
         time.sleep(0)
     made.close(5.0)
     assert carrier.closed
+
+
+def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
+    job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, groups, state = job
+    left = RuntimeError("made to fail"), NoGroupsLeft("no more are ready: experts stay where they are")
+
+    def connect(attempt: int, key: str, seconds: float) -> Connections:
+        groups.attempts.append(attempt)
+        raise left[len(groups.attempts) - 1]
+
+    monkeypatch.setattr(groups, "connect", connect)
+    made.begin()
+    with caplog.at_level(logging.ERROR, "eplb_runtime"):
+        made._worker.submit(lambda: None).result(30)  # the same thread, after it
+    assert [record.getMessage() for record in caplog.records] == [str(left[1])]
+    assert groups.attempts == [1, 2] and made.under_way and made.at_boundary() is None
+
+
+def test_a_rank_that_waits_for_others_who_have_no_groups_left_ends_too(
+    job: tuple[Reconnection, Groups, RankState], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, groups, state = job
+    groups.job = SimpleNamespace(ranks=(0, 1), rank=0)  # the other never comes
+    groups.store.words["connections/ended"] = "no more are ready: experts stay where they are"
+    made.begin()
+    with caplog.at_level(logging.ERROR, "eplb_runtime"):
+        made._worker.submit(lambda: None).result(30)
+    assert [record.getMessage() for record in caplog.records] == ["no more are ready: experts stay where they are"]
+    assert groups.attempts == []

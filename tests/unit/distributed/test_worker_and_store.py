@@ -71,7 +71,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     patient = JobStore(stuck, "job", 10.0)
     assert patient.compare_set("another decision", "abort") == "abort"
     assert patient.compare_set("another decision", "commit") == "abort"
-    assert (patient.word_of("another decision"), patient.look("a third")) == ("abort", "")
+    assert (patient.word_of("another decision"), patient.word_of("a third")) == ("abort", "")
     assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
 
 

@@ -92,7 +92,7 @@ jit._compiling.append(-1)  # another thread
 load = np.random.default_rng(3).lognormal(0.0, 1.0, (5, 6, 64)) * 1000
 cost = CostModel(home_bytes=1000, step_seconds=1.0)
 question = {"slots_per_rank": 9, "current": Placement.initial(6, 64, 8, 1), "gate": "payoff", "cost": cost}
-with jit.answers_at_once():
+with jit.without_waiting():
     made = plan(load, Topology(8, 4), policy="swaps", forecast="window", **question)
 assert made.moved_slots and made.decision == "rebalance", made
 jit._compiling.clear()
