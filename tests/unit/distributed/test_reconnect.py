@@ -181,7 +181,7 @@ def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
 def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
     job: tuple[Reconnection, Groups, RankState], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, groups, state = job
+    made, groups, _state = job
     left = RuntimeError("made to fail"), NoGroupsLeft("no more are ready: experts stay where they are")
 
     def connect(attempt: int, key: str, seconds: float) -> Connections:
@@ -199,7 +199,7 @@ def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
 def test_a_rank_that_waits_for_others_who_have_no_groups_left_ends_too(
     job: tuple[Reconnection, Groups, RankState], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, groups, state = job
+    made, groups, _state = job
     groups.job = SimpleNamespace(ranks=(0, 1), rank=0)  # the other never comes
     groups.store.words["connections/ended"] = "no more are ready: experts stay where they are"
     made.begin()
