@@ -26,6 +26,9 @@ SPLITS = ("water_filling", "even")
 TRAINING_GATES = ("payoff", "always")
 TRAINING_POLICIES = ("incremental", "static")
 TRANSPORTS = ("torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto")
+"""A new one is named here, in `distributed.transports.TRANSPORTS` (a test holds both equal) and in what
+`MigrationConfig` says of ``transport``; `distributed.transports.automatic` may choose it, `tests/transport_contract.py`
+tries it."""
 COPIES_BY = ("torch", "copy_engine", "deepep")
 DISPATCHES = ("all_to_all", "hierarchical", "deepep", "auto")
 COMBINE_ORDERS = ("logical", "by_rank")

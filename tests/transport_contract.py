@@ -279,7 +279,7 @@ def what_is_done_stays_done_after_an_abort(rank: int, transport: Transport) -> N
 
 
 def a_message_that_is_said_to_be_here_is(rank: int, transport: Transport) -> None:
-    """Asked before anything has been sent, by carriers that tell messages apart and by others."""
+    """Asked before anything has been sent, by transports that tell messages apart and by others."""
     sizes = [70_000, 0, 16]
     if rank == 0:
         into = [transport.empty(size) for size in sizes]
@@ -300,7 +300,7 @@ def a_message_that_is_said_to_be_here_is(rank: int, transport: Transport) -> Non
 
 
 def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Transport) -> None:
-    """For carriers that say so; each message is told of when it is here, while later ones have not even been sent."""
+    """For transports that say so; each message is told of when it is here, while later ones have not even been sent."""
     sizes = [3 << 20, 16, 5000]
     if transport.one_by_one and rank == 0:
         into = [transport.empty(size) for size in sizes]
@@ -320,7 +320,7 @@ def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Tr
 
 
 def what_is_read_is_hashed_before_the_next_message_is_filled(rank: int, transport: Transport) -> None:
-    """For carriers that say so; the last message says what the ones before it were hashed to."""
+    """For transports that say so; the last message says what the ones before it were hashed to."""
     if not transport.hashes:
         return
     to, source = (rank + 1) % RANKS, (rank - 1) % RANKS

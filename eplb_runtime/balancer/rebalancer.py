@@ -131,7 +131,7 @@ class Rebalancer:
         self._between_steps = BetweenSteps(self._engine, self._get_ready, self._wait_for_replicas)
         self.overlapped = self._new_overlapped()
         self._migration: Migration = self.overlapped if config.overlap else self._between_steps
-        self._reconnection = Reconnection(groups, self._rank_state, self._carrier, use_my_device, self._at_point)
+        self._reconnection = Reconnection(groups, self._rank_state, self._make_transport, use_my_device, self._at_point)
         self._compiler = Worker("eplb_runtime compile")
         self._compiled = self._begin_compiling()
 
@@ -680,7 +680,7 @@ class Rebalancer:
                 f"{what} cannot work while the ranks connect anew (see the log): try again some steps later"
             )
 
-    def _carrier(self, connections: Connections, seconds: float) -> Transport:
+    def _make_transport(self, connections: Connections, seconds: float) -> Transport:
         """Make a transport of experts on new connections, within so many seconds."""
         device, backend = self._runtime.device, self._groups.backend
         transport = new_transport(self._config, connections.migration, backend, device, seconds)

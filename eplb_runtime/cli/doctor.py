@@ -81,13 +81,13 @@ def _run(arguments: argparse.Namespace) -> None:
         staging_bytes=arguments.staging_bytes,
     )
     with process_group(device) as here, spinner() if is_first() else nullcontext() as shown:
-        carriers = try_transports(here, on_progress=lambda said: shown.update(said) if shown is not None else None)
+        trials = try_transports(here, on_progress=lambda said: shown.update(said) if shown is not None else None)
     if not is_first():
         return
     if arguments.json:
-        print_json({**found.to_dict(), "transports": [asdict(carrier) for carrier in carriers]})
+        print_json({**found.to_dict(), "transports": [asdict(trial) for trial in trials]})
         return
-    _show(found, carriers)
+    _show(found, trials)
 
 
 def _judge(paths: Sequence[str], as_json: bool) -> None:
@@ -160,7 +160,7 @@ def _or_unknown(size: int | None) -> str:
     return "not known" if size is None else str(size)
 
 
-def _show(found: Diagnosis, carriers: Sequence[TransportTrial]) -> None:
+def _show(found: Diagnosis, trials: Sequence[TransportTrial]) -> None:
     if found.shape is not None:
         shape = found.shape
         title = (
@@ -194,22 +194,22 @@ def _show(found: Diagnosis, carriers: Sequence[TransportTrial]) -> None:
             for b in (*found.backends, found.compiled)
         ],
     )
-    print_table("transports of experts", [_transport(carrier) for carrier in carriers])
+    print_table("transports of experts", [_transport(trial) for trial in trials])
     print_table(
         "two trainings are the same",
         [{"": said.what, "to": said.same, "why": said.why} for said in found.exactness],
     )
 
 
-def _transport(carrier: TransportTrial) -> dict[str, str]:
-    inside, between = carrier.intra_node_gb_per_second, carrier.inter_node_gb_per_second
+def _transport(trial: TransportTrial) -> dict[str, str]:
+    inside, between = trial.intra_node_gb_per_second, trial.inter_node_gb_per_second
     return {
-        "transport": carrier.name,
-        "on": carrier.device,
-        "usable": "yes" if carrier.usable else "no",
+        "transport": trial.name,
+        "on": trial.device,
+        "usable": "yes" if trial.usable else "no",
         "GB/s in node": "" if inside is None else f"{inside:.3g}",
         "between": "" if between is None else f"{between:.3g}",
-        "why": carrier.why,
+        "why": trial.why,
     }
 
 

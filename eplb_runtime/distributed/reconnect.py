@@ -39,7 +39,7 @@ LEAD_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Link:
-    """Connections, and the carrier of experts on them."""
+    """Connections, and the transport of experts on them."""
 
     connections: Connections
     transport: Transport
@@ -76,7 +76,7 @@ class Reconnection:
     Args:
         groups: make the connections.
         state: of this rank.
-        carrier: a warmed-up transport on new connections, made in so many seconds; it leaves nothing where it fails.
+        make_transport: warms one up on new connections, in so many seconds; leaves nothing where it fails.
         begin: called once on the thread that makes connections.
         probe: told of each point on the way.
 
@@ -89,13 +89,13 @@ class Reconnection:
         self,
         groups: ProcessGroups,
         state: RankState,
-        carrier: Callable[[Connections, float], Transport],
+        make_transport: Callable[[Connections, float], Transport],
         begin: Callable[[], None],
         probe: Probe = unobserved,
     ) -> None:
         self._groups = groups
         self._state = state
-        self._carrier = carrier
+        self._make_transport = make_transport
         self._probe = probe
         self._worker = Worker("eplb_runtime connect", begin)
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class Reconnection:
             # On a busy machine no try would be through in a short timeout: each has more time than the one before.
             seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
             connections = self._groups.connect(self._attempt, key, seconds)
-            link = Link(connections, self._carrier(connections, seconds))
+            link = Link(connections, self._make_transport(connections, seconds))
             self._probe(Phase.CONNECTED, self._attempt)
             proposal = self._propose(key, link)
             # Training may not learn that they hold, if the store is silent just then; the others will miss it.

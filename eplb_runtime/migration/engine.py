@@ -147,7 +147,11 @@ class MigrationEngine:
 
     def rehearse(self, placement: Placement) -> float:
         """Measure the seconds of a migration in which nothing moves: ranks compare experts and schedules, and vote.
-        Collective; never raises."""
+        Collective.
+
+        Raises:
+            InDoubt: the launcher's store gave no answer.
+        """
         seconds = 0.0
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()

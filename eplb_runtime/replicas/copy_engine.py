@@ -56,7 +56,7 @@ class Side:
 
 
 class CopyEngine(RowTransport):
-    """Rows between ranks of this node by copy engines, between others by another carrier.
+    """Rows between ranks of this node by copy engines, between others by another transport.
 
     Args:
         memory: of the node, met.

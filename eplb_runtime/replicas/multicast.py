@@ -41,7 +41,7 @@ MOST_RANKS = 32
 
 
 class Multicast(RowTransport):
-    """Weights by DeepEP, gradients by another carrier.
+    """Weights by DeepEP, gradients by another transport.
 
     Args:
         buffer: `deep_ep.Buffer` of the EP group, the one that tokens go by if they do.

@@ -52,7 +52,7 @@ def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], within: str,
     assert why in choice.why and bool(why) == bool(choice.why)
 
 
-def test_every_carrier_says_whether_it_can_be_used() -> None:
+def test_every_transport_says_whether_it_can_be_used() -> None:
     found = {finding.name: finding for finding in probe(CPU)}
     assert set(found) == {"torch", "shm", "cuda_ipc", "nixl", "nvshmem", "deepep"}
     assert found["torch"].usable and found["shm"].usable and all(finding.why for finding in found.values())
@@ -92,7 +92,7 @@ def in_three_places(rank: int) -> list[tuple[str, TransportChoice | None]]:
             neighbours.neighbour_of = refuse
         transport = warmed_up()
         exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
-        seen.append((type(transport._carrier).__name__, transport.choice))
+        seen.append((type(transport._inner).__name__, transport.choice))
         transport.close()
     return seen
 

@@ -164,7 +164,7 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
     assert not first["written"]
 
 
-def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path) -> dict[str, dict[str, Any]]:
+def what_other_transports_make_of_it(rank: int, transports: list[str], heaps: Path) -> dict[str, dict[str, Any]]:
     """A job over each of them, with a fault at each point of the protocol; then the same steps without migrations.
     Those of GPUs carry by doubles."""
     TRANSPORTS["cuda_ipc"] = lambda *arguments: CudaIpc(*arguments, memory=OfAnyMemory())
@@ -203,9 +203,9 @@ def what_other_carriers_make_of_it(rank: int, transports: list[str], heaps: Path
     return said
 
 
-def test_so_it_is_with_other_carriers(tmp_path: Path) -> None:
+def test_so_it_is_with_other_transports(tmp_path: Path) -> None:
     transports = ["shm", "cuda_ipc", "nvshmem", *([] if nixl_agent.why_not() else ["nixl"])]
-    results = run_ranks(RANKS, what_other_carriers_make_of_it, transports, tmp_path)
+    results = run_ranks(RANKS, what_other_transports_make_of_it, transports, tmp_path)
     for transport in transports:
         first = results[0][transport]
         assert "rank 1" in first["prepared 1"] and "checksum" in first["staged 2"]

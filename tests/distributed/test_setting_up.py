@@ -61,7 +61,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "the carrier": (attaching, "new_transport"),
     "links": (attaching, "measure"),
     "checks": (attaching, "check"),
-    "copies": (attaching, "carrier_of_copies"),
+    "copies": (attaching, "transport_of_copies"),
     "cutting": (attaching, "cut"),
     "the balancer": (attaching, "Balancer"),
     "the first comparison": (eplb.Balancer, "_begin"),

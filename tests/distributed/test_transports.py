@@ -25,14 +25,14 @@ def on_cpu(rank: int) -> torch.device:
 
 
 def believe_in_two_nodes(rank: int, name: str) -> None:
-    """The last rank has a node of its own, so that "auto" takes one carrier inside a node and another across."""
+    """The last rank has a node of its own, so that "auto" takes one transport inside a node and another across."""
     if name == "auto":
         os.environ["GROUP_RANK"] = str(rank // 2)
 
 
-def run_all_cases(rank: int, name: str) -> dict:
+def run_chosen_cases(rank: int, name: str, chosen: set[str]) -> dict:
     believe_in_two_nodes(rank, name)
-    return run_cases(rank, name, "gloo", on_cpu, CASES)
+    return run_cases(rank, name, "gloo", on_cpu, [case for case in CASES if case.__name__ in chosen])
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -47,8 +47,12 @@ def skip_without_its_package(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def said(transport_name: str) -> list[dict]:
-    return run_ranks(RANKS, run_all_cases, transport_name)
+def said(request: pytest.FixtureRequest, transport_name: str) -> list[dict]:
+    """What each rank found in each of the cases that were asked for (``pytest -k``)."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return run_ranks(
+        RANKS, run_chosen_cases, transport_name, {one["case"].__name__ for one in params if one.get("case") in CASES}
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -1,4 +1,4 @@
-"""Carriers of expert bytes by the name that users give; one file each, all behind `base.Transport`."""
+"""Transports of expert bytes by the name that users give; one file each, all behind `base.Transport`."""
 
 from __future__ import annotations
 

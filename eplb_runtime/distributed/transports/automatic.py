@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from . import cuda_memory, deepep_package, nixl_agent, nvshmem_heap, shm
-from .base import Message, Pending, PendingGroup, Transport, TransportError, first_problem, gather_bytes
+from .base import (
+    Message,
+    Pending,
+    PendingGroup,
+    Transport,
+    TransportError,
+    Wrapping,
+    first_problem,
+    gather_bytes,
+)
 from .cuda_ipc import CudaIpc
 from .neighbours import node_of_this_rank
 from .nixl import Nixl
@@ -26,7 +35,7 @@ logger = logging.getLogger("eplb_runtime")
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether a carrier can be used by a process like this one, and why not, or what for."""
+    """Whether a transport can be used by a process like this one, and why not, or what for."""
 
     name: str
     usable: bool
@@ -35,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The carriers of one job, equal on all its ranks.
+    """The transports of one job, equal on all its ranks.
 
     Args:
         within: for ranks of one node.
@@ -67,7 +76,7 @@ def why_not(name: str, device: torch.device) -> str:
 
 
 def probe(device: torch.device) -> tuple[Finding, ...]:
-    """What each carrier finds in this process, by name; connects nothing.
+    """What each transport finds in this process, by name; connects nothing.
 
     Args:
         device: the model's.
@@ -102,7 +111,7 @@ def why_not_each(device: torch.device, backend: str) -> dict[str, str]:
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> TransportChoice:
-    """The carriers that all ranks will use.
+    """The transports that all ranks will use.
 
     Args:
         nodes: of each rank, names of the nodes.
@@ -122,11 +131,11 @@ def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> Transp
     return TransportChoice(within, across, "; ".join(f"no {name}: {why[name]}" for name in unused))
 
 
-class Automatic(Transport):
+class Automatic(Wrapping):
     """Chooses when it warms up, with all ranks of the group; torch.distributed until then, and where the choice fails.
 
     Args:
-        group, backend, device, timeout_seconds: as for every carrier.
+        group, backend, device, timeout_seconds: as for every transport.
 
     Attributes:
         choice: None before `warm_up`.
@@ -135,9 +144,8 @@ class Automatic(Transport):
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         self._group = group
         self._arguments = (group, backend, device, timeout_seconds)
-        self._carrier: Transport = TorchPointToPoint(*self._arguments)
+        super().__init__(TorchPointToPoint(*self._arguments))
         self._model_device = device
-        self.device = self._carrier.device
         self.choice: TransportChoice | None = None
 
     def warm_up(self, deadline: float) -> None:
@@ -153,40 +161,10 @@ class Automatic(Transport):
                     "torch", "torch", f"{self.choice.within} or {self.choice.across} failed: {problem}"
                 )
         if (self.choice.within, self.choice.across) == ("torch", "torch"):
-            self._carrier.warm_up(deadline)
+            super().warm_up(deadline)
         if self._group.rank() == 0:
             chosen = self.choice
             logger.info("transport: %s within nodes, %s across (%s)", chosen.within, chosen.across, chosen.why)
-
-    @property
-    def hashes(self) -> bool:  # type: ignore[override]
-        return self._carrier.hashes
-
-    @property
-    def one_by_one(self) -> bool:  # type: ignore[override]
-        return self._carrier.one_by_one
-
-    @property
-    def in_order(self) -> bool:  # type: ignore[override]
-        return self._carrier.in_order
-
-    def wait_at_most(self, seconds: float) -> None:
-        self._carrier.wait_at_most(seconds)
-
-    def register(self, regions: Sequence[Tensor]) -> None:
-        self._carrier.register(regions)
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return self._carrier.post(sends, receives)
-
-    def empty(self, nbytes: int) -> Tensor:
-        return self._carrier.empty(nbytes)
-
-    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
-        return self._carrier.seconds(sends, receives, deadline)
-
-    def close(self) -> None:
-        self._carrier.close()
 
     def _make(self, name: str, peers: Sequence[int]) -> Transport:
         if name == "shm":
@@ -196,29 +174,29 @@ class Automatic(Transport):
         return Nixl(*self._arguments, peers=peers) if name == "nixl" else TorchPointToPoint(*self._arguments)
 
     def _try(self, nodes: Sequence[str], choice: TransportChoice, deadline: float) -> str:
-        """Use these carriers if they work on every rank; else why they do not."""
+        """Use these transports if they work on every rank; else why they do not."""
         own = nodes[self._group.rank()]
         near = [rank for rank, node in enumerate(nodes) if node == own]
         far = [rank for rank, node in enumerate(nodes) if node != own]
-        carrier, problem = None, ""
+        transport, problem = None, ""
         try:
-            carrier = self._make(choice.within, near)
+            transport = self._make(choice.within, near)
             if far:
-                carrier = Mixed(carrier, self._make(choice.across, far), near)
+                transport = Mixed(transport, self._make(choice.across, far), near)
             # Half of the time: if it fails there has to be some left.
-            carrier.warm_up((time.monotonic() + deadline) / 2)
+            transport.warm_up((time.monotonic() + deadline) / 2)
         except (TransportError, OSError) as error:
             problem = one_line(error)
         failed = first_problem(problem, self._group, self.device, deadline)
-        if carrier is not None and failed is None:
-            self._carrier = carrier
-        elif carrier is not None:
-            carrier.close()
+        if transport is not None and failed is None:
+            self._inner = transport
+        elif transport is not None:
+            transport.close()
         return "" if failed is None else failed.text
 
 
 class Mixed(Transport):
-    """Sends each message by the carrier of its peer. Both work on the same device.
+    """Sends each message by the transport of its peer. Both work on the same device.
 
     Args:
         within, across: made on the same group.
@@ -272,10 +250,10 @@ class Mixed(Transport):
 
 
 class _Both(PendingGroup):
-    """Of both carriers.
+    """Of both transports.
 
     Args:
-        places: of each message received, which carrier's it is and the how manyeth of those.
+        places: of each message received, which transport's it is and the how manyeth of those.
     """
 
     def __init__(self, within: Pending, across: Pending, places: Sequence[tuple[int, int]]) -> None:

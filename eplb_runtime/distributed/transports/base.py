@@ -1,4 +1,4 @@
-"""What the engine asks of a carrier of bytes: it posts messages and returns a `Pending` to poll, wait for or abort."""
+"""What the engine asks of what carries bytes: it posts messages and returns a `Pending` to poll, wait for or abort."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Message:
     Args:
         peer: rank within the EP group; this rank's own number is allowed.
         data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
-        hashes: int64 ``[B]`` for the block hashes of what is sent; for carriers that say so (`Transport.hashes`).
-        fill: called once before ``data`` is read, when the messages before it have been read; for the same carriers.
+        hashes: int64 ``[B]`` for the block hashes of what is sent; for transports that say so (`Transport.hashes`).
+        fill: called once before ``data`` is read, when the messages before it have been read; for the same transports.
     """
 
     peer: int
@@ -48,7 +48,7 @@ class Pending(ABC):
         """
 
     def has(self, index: int) -> bool:
-        """Whether this one of the messages received is here and may be read; carriers that cannot tell wait for all.
+        """Whether this one of the messages received is here and may be read; transports that cannot tell wait for all.
 
         Raises:
             TransportError: as `poll`.
@@ -132,7 +132,7 @@ class Transport(ABC):
     """
 
     device: torch.device
-    """Where messages have to be: the model's device, or the CPU when the carrier needs host memory."""
+    """Where messages have to be: the model's device, or the CPU when the transport needs host memory."""
     hashes: bool = False
     """Whether it fills in `Message.hashes` while it reads what it sends."""
     one_by_one: bool = False
@@ -150,7 +150,7 @@ class Transport(ABC):
         """Give what is posted from here on so long, whatever the deadline, in the place of what it was made with."""
         self._timeout = seconds
 
-    def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most carriers have nothing to do)
+    def register(self, regions: Sequence[Tensor]) -> None:  # noqa: B027 (most transports have nothing to do)
         """Get memory ready that messages will be parts of; collective in effect. Regions known already cost nothing.
 
         Args:
@@ -190,3 +190,51 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is the transport's own; nothing may be pending."""
+
+
+class Wrapping(Transport):
+    """Does all that another transport does, by that one; a subclass changes what it is there for.
+
+    Args:
+        inner: ends with this one.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._inner.device
+
+    @property
+    def hashes(self) -> bool:  # type: ignore[override]
+        return self._inner.hashes
+
+    @property
+    def one_by_one(self) -> bool:  # type: ignore[override]
+        return self._inner.one_by_one
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        return self._inner.in_order
+
+    def wait_at_most(self, seconds: float) -> None:
+        self._inner.wait_at_most(seconds)
+
+    def register(self, regions: Sequence[Tensor]) -> None:
+        self._inner.register(regions)
+
+    def warm_up(self, deadline: float) -> None:
+        self._inner.warm_up(deadline)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self._inner.post(sends, receives)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return self._inner.empty(nbytes)
+
+    def seconds(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> float:
+        return self._inner.seconds(sends, receives, deadline)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,4 +1,4 @@
-"""A stream of a carrier's own, beside the one that trains; on a CPU what is given to it is done at once."""
+"""A stream of a transport's own, beside the one that trains; on a CPU what is given to it is done at once."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ from ...topology import Topology
 from ...utils.errors import one_line
 from .checks import as_all_say, check, raise_on_all, wait_for_ranks
 from .computing import local_experts, log_memory
-from .copies import carrier_of_copies
+from .copies import transport_of_copies
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .forwards import Forwards
 from .meta import make_buffers, make_parameters
@@ -107,7 +107,7 @@ def attach_stages(
         placement = check(stages, optimizers, config, groups, device)
         dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
         raise_on_all(dispatch.problem, groups)
-        copies = carrier_of_copies(config, groups, topology, device)
+        copies = transport_of_copies(config, groups, topology, device)
     except BaseException as error:
         said = as_all_say(error, groups)
         if transport is not None:

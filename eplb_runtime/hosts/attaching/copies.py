@@ -21,7 +21,7 @@ from ...utils.errors import one_line
 from .checks import raise_on_all
 
 
-def carrier_of_copies(
+def transport_of_copies(
     config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
 ) -> RowTransport:
     """Collective over the job.
@@ -34,14 +34,14 @@ def carrier_of_copies(
         return by_torch
     lacks, make = {"copy_engine": (_no_copy_engine, _copy_engine), "deepep": (_no_deepep, _deepep)}[config.copies_by]
     raise_on_all(_refused(config, lacks(groups, topology, device)), groups)
-    carrier: RowTransport = by_torch
+    transport: RowTransport = by_torch
     problem = ""
     try:
-        carrier = make(config, groups, topology, device, by_torch)
+        transport = make(config, groups, topology, device, by_torch)
     except (RuntimeError, AssertionError, ConfigError) as error:
         problem = one_line(error)
     raise_on_all(_refused(config, problem), groups)
-    return carrier
+    return transport
 
 
 def _refused(config: BalancerConfig, why: str) -> str:

@@ -1,8 +1,8 @@
-"""Rows as a carrier takes them that knows bfloat16 only: nothing is rounded on the way that was not bfloat16 before.
+"""Rows as a transport takes them that knows bfloat16 only: nothing is rounded on the way that was not bfloat16 before.
 
-Towards the experts a carrier copies rows, so any bytes can stand in them: a hidden state with its router weights behind
-it. On the way back it adds rows up, in float32: bfloat16 columns are added as such, and whatever else has to stay as
-it is travels a byte a column, since each column then has one summand that is not zero.
+Towards the experts a transport copies rows, so any bytes can stand in them: a hidden state with its router weights
+behind it. On the way back it adds rows up, in float32: bfloat16 columns are added as such, and whatever else has to
+stay as it is travels a byte a column, since each column then has one summand that is not zero.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
 from ...distributed.transports.automatic import probe
-from ...distributed.transports.base import Message, Pending, Transport
+from ...distributed.transports.base import Message, Pending, Transport, Wrapping
 from ...distributed.transports.neighbours import node_of_this_rank
 from ...migration.between_steps import BetweenSteps
 from ...migration.engine import MigrationEngine
@@ -24,35 +24,22 @@ from ...moe.experts.record import RecordFormat
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
 
-CARRIERS = ("torch", "shm", "cuda_ipc", "nixl")
+NAMES = ("torch", "shm", "cuda_ipc", "nixl")
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
 
 
-class _Weighed(Transport):
-    """A carrier whose messages to other ranks are added up."""
+class _Weighed(Wrapping):
+    """A transport whose messages to other ranks are added up."""
 
-    def __init__(self, carrier: Transport, rank: int) -> None:
-        self.device, self.hashes, self.one_by_one = carrier.device, carrier.hashes, carrier.one_by_one
-        self._carrier = carrier
+    def __init__(self, inner: Transport, rank: int) -> None:
+        super().__init__(inner)
         self._rank = rank
         self.nbytes = 0
 
-    def register(self, regions: Sequence[Tensor]) -> None:
-        self._carrier.register(regions)
-
-    def warm_up(self, deadline: float) -> None:
-        self._carrier.warm_up(deadline)
-
-    def empty(self, nbytes: int) -> Tensor:
-        return self._carrier.empty(nbytes)
-
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.nbytes += sum(message.data.numel() for message in sends if message.peer != self._rank)
-        return self._carrier.post(sends, receives)
-
-    def close(self) -> None:
-        self._carrier.close()
+        return super().post(sends, receives)
 
 
 def run(
@@ -61,7 +48,7 @@ def run(
     shapes: tuple[tuple[int, int], ...] = SHAPES,
     experts_per_rank: int = 4,
     staging_bytes: int = 256 << 20,
-    carriers: Sequence[str] | None = None,
+    transports: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
 
@@ -69,7 +56,7 @@ def run(
         device: of this rank.
         repeats: engine and plain messages take turns; a repeat takes as long as its slowest rank, the median counts.
         staging_bytes: as in `BalancerConfig`.
-        carriers: names of transports; None: all that every rank can use.
+        transports: names of transports; None: all that every rank can use.
 
     Returns:
         JSON-able; ``"migrate"`` rows have ``transport``, ``hidden``, ``width``, ``expert_mib`` (with state),
@@ -86,12 +73,12 @@ def run(
         raise ValueError("bench migrate needs 2 ranks or more")
     groups = ProcessGroups(Ranks(), [1], device, 60.0)
     try:
-        if carriers is None:
-            carriers = _usable_everywhere(device, groups)
+        if transports is None:
+            transports = _usable_everywhere(device, groups)
         rows = [
-            _row(groups, device, repeats, carrier, *shape, experts_per_rank, staging_bytes)
+            _row(groups, device, repeats, name, *shape, experts_per_rank, staging_bytes)
             for shape in shapes
-            for carrier in carriers
+            for name in transports
         ]
     finally:
         groups.close()
@@ -100,12 +87,12 @@ def run(
 
 def _usable_everywhere(device: torch.device, groups: ProcessGroups) -> list[str]:
     usable = {finding.name for finding in probe(device) if finding.usable}
-    votes = torch.tensor([name in usable for name in CARRIERS], dtype=torch.int64)
+    votes = torch.tensor([name in usable for name in NAMES], dtype=torch.int64)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=groups.control)
     one_node = len(set(gather_bytes(node_of_this_rank().encode(), groups.control, deadline=soon()))) == 1
     return [
         name
-        for name, vote in zip(CARRIERS, votes.tolist(), strict=True)
+        for name, vote in zip(NAMES, votes.tolist(), strict=True)
         if vote and (name not in ("shm", "cuda_ipc") or one_node)
     ]
 
@@ -114,7 +101,7 @@ def _row(
     groups: ProcessGroups,
     device: torch.device,
     repeats: int,
-    carrier: str,
+    name: str,
     hidden: int,
     width: int,
     homes: int,
@@ -122,7 +109,7 @@ def _row(
 ) -> dict[str, Any]:
     ranks = groups.job.ep_size
     registry = _experts(homes, hidden, width, device)
-    transport = _Weighed(TRANSPORTS[carrier](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
+    transport = _Weighed(TRANSPORTS[name](groups.migration, groups.backend, device, 60.0), groups.job.ep_rank)
     transport.warm_up(soon())
     agreement = Agreement(groups.control)
     placement = Placement.initial(1, homes * ranks, ranks, 0)
@@ -137,7 +124,7 @@ def _row(
         target = _next_rank(placement)
         transport.nbytes = 0
         dist.barrier(group=groups.control)
-        key = f"bench/{carrier}/{hidden}x{width}/{repeat}"
+        key = f"bench/{name}/{hidden}x{width}/{repeat}"
         migration.begin(placement, target, key)
         outcome = migration.advance()
         if outcome.failed_phase is not None:
@@ -155,7 +142,7 @@ def _row(
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=groups.control)
     pause, carried, plain = seconds.median(dim=0).values.tolist()
     return {
-        "transport": carrier,
+        "transport": name,
         "hidden": hidden,
         "width": width,
         "expert_mib": payload / 2**20,

@@ -7,9 +7,10 @@ said to be. All variants train in one run and take turns in blocks of steps, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ...config import BalancerConfig, config_from_settings
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
 from ...observe.profiling import Profiler
+from ..assess import Given, assess, recorded
+from ..formats.loads import read_load
 
 
 @dataclass(frozen=True)
@@ -163,14 +166,17 @@ def run(
         own step x mean / max: ``share_of_ideal_gain`` (supposes that a step is nothing but the busiest rank's load).
         ``"ideal_step_ms"``, ``"static_imbalance"``. ``"overhead"``: ``static_step_ms`` (``even``'s),
         ``attached_step_ms`` (even load, and a balancer that decides every interval), ``overhead``, ``homes_moved``.
+        ``"assess"``: a row for homes and one for replicas of what `tools.assess` says from the record of the static
+        variant, which has no other figures: ``predicted_step_ms`` beside ``step_ms``, and ``difference`` of the two.
         Times are medians over blocks; shares and overhead are medians over blocks that stood side by side.
     """
     work = work or Workload(blocks=blocks, width=width)
     if device.type != "cpu":
         raise ValueError("bench train measures on CPUs")
     torch.set_num_threads(1)
+    record = TemporaryDirectory(prefix="eplb-bench-")  # the first rank writes into its own
     variants = [
-        *_pair(work),
+        *_pair(work, {"run": record.name, "moe_share": None}),
         _TrainVariant("replicas", work, work.skew, _config(work, policy="incremental", replica_slots=1)),
         _TrainVariant("even", work, 1.0, BalancerConfig(policy="static", interval=None)),
         _TrainVariant("attached", work, 1.0, _config(work, policy="incremental")),
@@ -179,7 +185,7 @@ def run(
     static, _, _, even, attached = (_over_ranks(variant.block_seconds) for variant in variants)
     imbalance = _imbalance(variants[0])
     ideal = [block / imbalance for block in static]
-    result = {
+    result: dict[str, Any] = {
         "ranks": dist.get_world_size(),
         "train": [_row(variant, static, even, ideal) for variant in variants[:-1]],
         "ideal_step_ms": _step_ms(ideal, work),
@@ -198,6 +204,8 @@ def run(
         if profile is not None:
             variant.profiled(profile / variant.name)
         variant.balancer.close()
+    result["assess"] = _assessed(Path(record.name), result["train"], work)
+    record.cleanup()
     return result
 
 
@@ -247,11 +255,34 @@ def run_brief(
     return result
 
 
-def _pair(work: Workload) -> list[_TrainVariant]:
+def _pair(work: Workload, recorded_by: Mapping[str, Any] | None = None) -> list[_TrainVariant]:
     return [
-        _TrainVariant("static", work, work.skew, _config(work, policy="static")),
+        _TrainVariant("static", work, work.skew, _config(work, policy="static", **(recorded_by or {}))),
         _TrainVariant("homes", work, work.skew, _config(work, policy="incremental")),
     ]
+
+
+def _assessed(folder: Path, train: Sequence[Mapping[str, Any]], work: Workload) -> list[dict[str, Any]]:
+    """What `assess` makes of the static variant's record, beside what was measured; empty but on the first rank."""
+    if dist.get_rank():
+        return []
+    found = assess(recorded(folder, read_load(folder)), Given(every=work.interval, replica_slots=1))
+    step_ms = {row["variant"]: row["step_ms"] for row in train}
+    rows = []
+    for name, way in (("homes", found.homes), ("replicas", found.replicas)):
+        if way is not None and found.shares is not None:
+            predicted = step_ms["static"] * (1 - way.step_saved)
+            rows.append(
+                {
+                    "variant": name,
+                    "expert_share": found.shares[0],
+                    "imbalance": way.imbalance,
+                    "predicted_step_ms": predicted,
+                    "step_ms": step_ms[name],
+                    "difference": predicted / step_ms[name] - 1,
+                }
+            )
+    return rows
 
 
 def _row(variant: _TrainVariant, static: list[float], even: list[float], ideal: list[float]) -> dict[str, Any]:

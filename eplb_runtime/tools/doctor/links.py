@@ -70,24 +70,24 @@ def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> Trans
         failed = first_problem(problem, control)
         if failed or transport is None:
             return TransportTrial(name, device.type, False, str(failed), None, None)
-        carrier = transport
-        _, problem = _attempt(lambda: carrier.warm_up(time.monotonic() + TIMEOUT_SECONDS))
+        made = transport
+        _, problem = _attempt(lambda: made.warm_up(time.monotonic() + TIMEOUT_SECONDS))
         failed = first_problem(problem, control)
         if failed:
             return TransportTrial(name, device.type, False, str(failed), None, None)
         topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
-        measured, problem = _attempt(lambda: measure(topology, carrier, dist.get_rank(), control, TIMEOUT_SECONDS))
+        measured, problem = _attempt(lambda: measure(topology, made, dist.get_rank(), control, TIMEOUT_SECONDS))
         failed = first_problem(problem, control)
         if failed or measured is None:
             return TransportTrial(name, device.type, False, str(failed), None, None)
-        return _carrier(name, device, measured)
+        return _trial(name, device, measured)
     finally:
         if transport is not None:
             _attempt(transport.close)
         dist.destroy_process_group(group)
 
 
-def _carrier(name: str, device: torch.device, measured: Topology) -> TransportTrial:
+def _trial(name: str, device: torch.device, measured: Topology) -> TransportTrial:
     alone = measured.num_ranks == 1
     inside = None if measured.ranks_per_node == 1 else measured.intra_node_bandwidth / 1e9
     between = None if measured.num_nodes == 1 else measured.inter_node_bandwidth / 1e9

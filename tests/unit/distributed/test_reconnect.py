@@ -77,7 +77,7 @@ class Agreeing:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Reconnection, Groups, RankState]]:
     monkeypatch.setattr(reconnect, "Agreement", Agreeing)
     groups, state = Groups(), RankState(step_seconds=1e-3)
-    made = Reconnection(groups, state, lambda connections, seconds: Carrier(), lambda: None)  # type: ignore[arg-type, return-value]
+    made = Reconnection(groups, state, lambda connections, seconds: FakeTransport(), lambda: None)  # type: ignore[arg-type, return-value]
     yield made, groups, state
     made.close(5.0)
 
@@ -132,7 +132,7 @@ def test_an_attempt_whose_record_a_silent_store_has_not_taken_is_not_made_again(
     assert groups.attempts == [1, 2]
 
 
-class Carrier:
+class FakeTransport:
     """Of experts; knows whether it was given back."""
 
     def __init__(self) -> None:
@@ -147,35 +147,35 @@ def test_a_transport_whose_connections_never_held_is_closed_and_the_one_that_hol
 ) -> None:
     """The first try fails after its transport was warmed up, the second holds."""
     made, groups, state = job
-    carriers: list[Carrier] = []
+    made_so_far: list[FakeTransport] = []
 
-    def carrier(*_: Any) -> Carrier:
-        carriers.append(Carrier())
-        return carriers[-1]
+    def make_transport(*_: Any) -> FakeTransport:
+        made_so_far.append(FakeTransport())
+        return made_so_far[-1]
 
     def at(phase: Phase, subject: Any) -> None:
         if phase is Phase.CONNECTED and subject == 1:
             raise RuntimeError("made to fail")
 
-    made._carrier, made._probe = carrier, at  # type: ignore[assignment]
+    made._make_transport, made._probe = make_transport, at  # type: ignore[assignment]
     made.begin()
     link = train_until_connected(made, groups, state)
     assert groups.given_back == ["attempt 1"]
-    assert [carrier.closed for carrier in carriers] == [True, False]
-    assert link.transport is carriers[1]  # type: ignore[comparison-overlap]
+    assert [one.closed for one in made_so_far] == [True, False]
+    assert link.transport is made_so_far[1]  # type: ignore[comparison-overlap]
 
 
 def test_a_transport_that_training_never_took_over_is_closed_at_the_end(
     job: tuple[Reconnection, Groups, RankState],
 ) -> None:
     made, *_ = job
-    carrier = Carrier()
-    made._carrier = lambda *_: carrier  # type: ignore[assignment, return-value]
+    transport = FakeTransport()
+    made._make_transport = lambda *_: transport  # type: ignore[assignment, return-value]
     made.begin()
     while made._proposal is None:
         time.sleep(0)
     made.close(5.0)
-    assert carrier.closed
+    assert transport.closed
 
 
 def test_without_groups_left_it_is_said_once_and_nothing_is_tried_again(
