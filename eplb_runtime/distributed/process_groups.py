@@ -109,12 +109,12 @@ class ProcessGroups:
         self._whole_world = len(self._members) == dist.get_world_size()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: nobody else may have to wait for that.
-        self._meeting_place = world.clone()  # type: ignore[attr-defined]
-        self._name = name_of_job(self._meeting_place, self._members, dist.get_rank())
+        self._launcher_store = world.clone()  # type: ignore[attr-defined]
+        self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
-        self._meeting_place.set_timeout(self._setup)
-        self._setting_up = SettingUp(self._meeting_place, f"{self._name}/set up", self._members, dist.get_rank())
-        self._watched = WatchedStore(self._meeting_place, self._setting_up.key)
+        self._launcher_store.set_timeout(self._setup)
+        self._setting_up = SettingUp(self._launcher_store, f"{self._name}/set up", self._members, dist.get_rank())
+        self._watched = WatchedStore(self._launcher_store, self._setting_up.key)
         try:
             self._refuse_without_descriptors([len(self._members)])
             self.control = self._new([self._members], "gloo", "control", self._setup)
@@ -177,7 +177,7 @@ class ProcessGroups:
         job = self.job
         self._refuse_without_descriptors([len(job.ranks), *[len(job.migration_ranks)] * (self.backend == "gloo")])
         made: list[dist.ProcessGroup] = []
-        place = WatchedStore(self._meeting_place, f"{self._name}/{key}")
+        place = WatchedStore(self._launcher_store, f"{self._name}/{key}")
         limit = timedelta(seconds=seconds)
         try:
             made.append(self._new([job.ranks], "gloo", f"control {attempt}", limit, place))
@@ -272,7 +272,7 @@ class ProcessGroups:
         ranks, rank, longest = self.job.migration_ranks, dist.get_rank(), self._of_migration(self._setup)
         if self._nccl is None:
             name = f"{self._name}/migration of {ranks[0]}"
-            self._nccl = NcclGroups(self._meeting_place, name, ranks, rank, longest)
+            self._nccl = NcclGroups(self._launcher_store, name, ranks, rank, longest)
         name, backend = self._nccl.take(control)
         description = "eplb_runtime migration"
         group = private_groups.make(self._watched, name, ranks, rank, "nccl", longest, description, backend)

@@ -216,18 +216,18 @@ class TrialBatch:
         if placement.num_slots == placement.num_experts:
             return slots_TK, results
         crowded = _with_one_crowded_expert(placement)
-        for locality, counted, stands in ((False, False, placement), (True, True, crowded), (True, True, placement)):
-            slots_TK, counts_E = self._split(kernels, stands, locality, counted)
+        for locality, counted, current in ((False, False, placement), (True, True, crowded), (True, True, placement)):
+            slots_TK, counts_E = self._split(kernels, current, locality, counted)
             results += [counts_E, slots_TK]
         return slots_TK, results
 
-    def _split(self, kernels: Kernels, stands: Placement, locality: bool, counted: bool) -> tuple[Tensor, Tensor]:
+    def _split(self, kernels: Kernels, current: Placement, locality: bool, counted: bool) -> tuple[Tensor, Tensor]:
         """Split the batch over replicas of a placement; ``counted``: who deals is told what the counting found."""
         splitter = BatchSplitter(
-            stands,
+            current,
             self.ids_TK.device,
-            stands.num_ranks - 1,
-            SplitSettings(2 if stands.num_ranks % 2 == 0 else 1, locality=locality),
+            current.num_ranks - 1,
+            SplitSettings(2 if current.num_ranks % 2 == 0 else 1, locality=locality),
             count=kernels.count,
             deal=kernels.deal,
             on_device=kernels.split,

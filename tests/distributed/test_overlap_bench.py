@@ -28,7 +28,7 @@ def test_what_is_exposed_is_waited_for_while_no_thread_computes() -> None:
     blocks = SpanBlocks.of(spans)
     assert (blocks.total, blocks.waiting) == (10.0, 6.0)
     assert blocks.exposed == pytest.approx(1.0)  # from 4 to 5; from 9 to 10 there is nothing to carry
-    alone = SpanBlocks.of([span for span in spans if span.lane == 0])
+    alone = SpanBlocks.of([span for span in spans if span.thread == 0])
     assert alone.exposed == pytest.approx(3.0) == alone.waiting
 
 

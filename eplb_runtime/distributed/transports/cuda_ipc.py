@@ -66,22 +66,22 @@ class _IpcReceive:
 class _IpcTraffic(Traffic):
     """Args:
     sends: messages that it has not been told of yet.
-    told: messages that it may read, and has not read yet.
+    readable: messages that it may read, and has not read yet.
     receives: messages that this rank waits for.
     opened: its storages by the identity of their pages.
     """
 
     sends: deque[_IpcSend] = field(default_factory=deque)
-    told: deque[_IpcSend] = field(default_factory=deque)
+    readable: deque[_IpcSend] = field(default_factory=deque)
     receives: deque[_IpcReceive] = field(default_factory=deque)
     opened: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
-        return bool(self.sends or self.told or self.receives)
+        return bool(self.sends or self.readable or self.receives)
 
     def drop(self) -> None:
-        for queue in (self.sends, self.told, self.receives, self.offers):
+        for queue in (self.sends, self.readable, self.receives, self.offers):
             queue.clear()
 
 
@@ -220,8 +220,8 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
         if note.kind == Kind.FREED:
             with self._closing_memory():
                 traffic.opened.pop(note.identity, None)
-        elif traffic.told:
-            traffic.told.popleft().pending.one_done()
+        elif traffic.readable:
+            traffic.readable.popleft().pending.one_done()
 
     def _step_on(self) -> None:
         try:
@@ -245,7 +245,7 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
             while traffic.sends and not traffic.problem and traffic.sends[0].pending.ready():
                 send = traffic.sends.popleft()
                 self._tell(peer, send.export.offer(self._rank, send.data))
-                traffic.told.append(send)
+                traffic.readable.append(send)
 
     def _copy_what_is_offered(self) -> None:
         for peer, traffic in self._traffic.items():

@@ -51,12 +51,12 @@ class _Post(Pending):
     """One rank's messages of a round. Asking for it carries it: `poll` waits for the other ranks.
 
     Args:
-        carry: called with this and a deadline, until it is done or has failed.
+        transfer: called with this and a deadline, until it is done or has failed.
         sends, receives: to and from other ranks.
         end: a time of `time.monotonic`, the latest for all of it.
     """
 
-    carry: Callable[[_Post, float], None]
+    transfer: Callable[[_Post, float], None]
     sends: Sequence[Message]
     receives: Sequence[Message]
     end: float
@@ -69,7 +69,7 @@ class _Post(Pending):
 
     def wait(self, deadline: float) -> None:
         if not self.done and not self.problem:
-            self.carry(self, min(deadline, self.end))
+            self.transfer(self, min(deadline, self.end))
         if self.problem:
             raise TransportError(self.problem)
 
@@ -104,7 +104,7 @@ class DeepEP(Transport):
             raise TransportError(f"transport 'deepep': {deepep_package.why_not(device)}")
         self.device = device
         self._group = group
-        self._meeting_device = torch.device("cpu") if backend == "gloo" else device
+        self._group_device = torch.device("cpu") if backend == "gloo" else device
         self._rank, self._num_ranks = group.rank(), group.size()
         self._timeout = timeout_seconds
         self._package = package
@@ -122,7 +122,7 @@ class DeepEP(Transport):
             except ConfigError as error:
                 problem = str(error)
         word = json.dumps([node_of_this_rank(), problem]).encode()
-        said = [json.loads(one) for one in gather_bytes(word, self._group, self._meeting_device, deadline)]
+        said = [json.loads(one) for one in gather_bytes(word, self._group, self._group_device, deadline)]
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
@@ -209,9 +209,9 @@ class DeepEP(Transport):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._meeting_device, deadline)
+            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._group_device, deadline)
             # A rank that gave up before does not come to this one, so nobody waits on its GPU for it.
-            gather_bytes(b"", self._group, self._meeting_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
+            gather_bytes(b"", self._group, self._group_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
         of_ranks = [json.loads(word) for word in said]

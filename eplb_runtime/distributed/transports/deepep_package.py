@@ -170,9 +170,9 @@ class Shared:
         return self._buffers[num_sms]
 
 
-_kept: dict[tuple[int, tuple[int, ...]], Shared] = {}
+_shared: dict[tuple[int, tuple[int, ...]], Shared] = {}
 
 
 def shared_between(package: Any, group: dist.ProcessGroup) -> Shared:
     """What this process has between the ranks of a group; kept until it ends."""
-    return _kept.setdefault((id(package), tuple(dist.get_process_group_ranks(group))), Shared(package))
+    return _shared.setdefault((id(package), tuple(dist.get_process_group_ranks(group))), Shared(package))

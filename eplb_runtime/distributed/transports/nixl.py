@@ -53,12 +53,12 @@ class _Region:
 
     Args:
         handle: the agent's.
-        told: peers that may write there; what none was told of is only read here.
+        notified: peers that may write there; what none was notified of is only read here.
     """
 
     memory: Tensor
     handle: Any
-    told: set[int] = field(default_factory=set)
+    notified: set[int] = field(default_factory=set)
 
     def holds(self, data: Tensor) -> bool:
         first, start = data.data_ptr(), self.memory.data_ptr()
@@ -244,7 +244,7 @@ class Nixl(ProgressTransport[_Notified]):
         ours.update(set(ours))  # Python's own hold on each
         for region, storage in zip(list(self._regions), storages, strict=True):
             # Peers would go on to believe in memory that they were told of; that is staging memory, which stays.
-            if not region.told and torch._C._storage_Use_Count(storage._cdata) <= ours[storage._cdata]:
+            if not region.notified and torch._C._storage_Use_Count(storage._cdata) <= ours[storage._cdata]:
                 self._regions.remove(region)
                 with contextlib.suppress(Exception):  # as little can be done about it as at the end
                     self._agent.deregister_memory(region.handle)
@@ -309,10 +309,10 @@ class Nixl(ProgressTransport[_Notified]):
     def _tell_of(self, place: Tensor, peer: int) -> None:
         """Let a peer write where this is."""
         region, traffic = self._region_of(place), self._traffic[peer]
-        if region is not None and peer not in region.told:
+        if region is not None and peer not in region.notified:
             metadata = self._agent.get_partial_agent_metadata(region.handle, True, ["UCX"])
             self._agent.send_notif(traffic.name, _HEAD.pack(_MEMORY, 0, 0) + metadata)
-            region.told.add(peer)
+            region.notified.add(peer)
             traffic.memories_sent += 1
 
     # -- the thread ----------------------------------------------------------------------------------------------------

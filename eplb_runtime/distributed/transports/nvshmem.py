@@ -85,7 +85,7 @@ class Nvshmem(ProgressTransport[PendingMessages]):
             raise TransportError(f"transport 'nvshmem': {why_not(device)}")
         self.device = device
         self._group = group
-        self._meeting_device = torch.device("cpu") if backend == "gloo" else device
+        self._group_device = torch.device("cpu") if backend == "gloo" else device
         super().__init__(group.rank(), timeout_seconds)
         self._library = library
         self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
@@ -96,16 +96,16 @@ class Nvshmem(ProgressTransport[PendingMessages]):
         self._closed = False
 
     def warm_up(self, deadline: float) -> None:
-        window = window_of(self._group, self._meeting_device, GOODBYE + 1, deadline, self._library)
+        window = window_of(self._group, self._group_device, GOODBYE + 1, deadline, self._library)
         # What another transport has left on its way is over on every rank before notes begin anew.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        gather_bytes(b"", self._group, self._meeting_device, deadline)
+        gather_bytes(b"", self._group, self._group_device, deadline)
         with self._stream():
             window.notes_RKN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._notes_RKN = torch.empty_like(window.notes_RKN, device="cpu", pin_memory=self.device.type == "cuda")
-        gather_bytes(b"", self._group, self._meeting_device, deadline)
+        gather_bytes(b"", self._group, self._group_device, deadline)
         self._window = window
         try_out(self, self._peers, deadline)
 

@@ -64,7 +64,7 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
 
     Args:
         group: the migration group; only used to find each other.
-        meeting_device: that its backend works on.
+        group_device: that its backend works on.
         timeout_seconds: nothing that was posted is waited for longer, whatever the deadline.
         peers: the ranks of this node that will be sent to; None: all of the group.
     """
@@ -72,12 +72,12 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        meeting_device: torch.device,
+        group_device: torch.device,
         timeout_seconds: float,
         peers: Sequence[int] | None,
     ) -> None:
         self._group = group
-        self._meeting_device = meeting_device
+        self._group_device = group_device
         super().__init__(group.rank(), timeout_seconds)
         everybody = range(group.size()) if peers is None else peers
         self._peers = [peer for peer in everybody if peer != self._rank]
@@ -91,7 +91,7 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
     def warm_up(self, deadline: float) -> None:
         try:
             self._neighbours = neighbours_of(
-                self._group, self._meeting_device, self._inbox, self._card, self._peers, deadline
+                self._group, self._group_device, self._inbox, self._card, self._peers, deadline
             )
             self._traffic = {peer: self._new_traffic() for peer in self._peers}
             self._try_out(deadline)
@@ -195,9 +195,9 @@ class WithinNode(ProgressTransport[Posted], Generic[Posted, Way]):
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, peer: int, note: Notification, told: Callable[[], None] = lambda: None) -> None:
+    def _tell(self, peer: int, note: Notification, on_sent: Callable[[], None] = lambda: None) -> None:
         """``told``: called when it is written."""
-        self._neighbours[peer].outbox.append((note.encode(), told))
+        self._neighbours[peer].outbox.append((note.encode(), on_sent))
 
     def _notify_all(self, note: Notification) -> None:
         for peer, traffic in self._traffic.items():

@@ -54,7 +54,7 @@ class RecomputeCache:
         self._is_overlapping = is_overlapping
         self.changes = changes
         self.before_backward = before_backward
-        self._meet_in_backward = check_backward
+        self._check_backward = check_backward
         self._lock = Lock()
         self._step = -1
         self._count = 0
@@ -92,7 +92,7 @@ class RecomputeCache:
         if only:
             forward = self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
         left: Tensor = _UntilBackward.apply(
-            combined_TD, _PendingForward(self, self._step, forward), self._meet_in_backward
+            combined_TD, _PendingForward(self, self._step, forward), self._check_backward
         )
         return left
 
@@ -100,7 +100,7 @@ class RecomputeCache:
         """`track_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
         if not combined_TD.requires_grad:
             return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, None, self._meet_in_backward)
+        left: Tensor = _UntilBackward.apply(combined_TD, None, self._check_backward)
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
@@ -201,8 +201,8 @@ class _PendingForward:
 
 class _UntilBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None, meet: Callable[[], None]) -> Tensor:
-        ctx.pending, ctx.meet = pending, meet
+    def forward(ctx: Any, combined_TD: Tensor, pending: _PendingForward | None, check: Callable[[], None]) -> Tensor:
+        ctx.pending, ctx.check = pending, check
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -219,7 +219,7 @@ class _UntilBackward(torch.autograd.Function):
             )
         if ctx.pending is not None:
             ctx.pending.check()
-        ctx.meet()
+        ctx.check()
         _ = ctx.saved_tensors
         if ctx.pending is not None:
             ctx.pending()

@@ -75,7 +75,7 @@ class Analysis:
         steps: that the profiler has marked; ``step_us``: median of them, 0 where there is none; ``step_spread_us``:
             from their first to their third quartile.
         kinds: by kind of work, runs and their durations added up.
-        lanes, exposed_N2: for drawing: what ran when, and when communication was exposed.
+        tracks, exposed_N2: for drawing: what ran when, and when communication was exposed.
     """
 
     file: str
@@ -93,13 +93,13 @@ class Analysis:
     streams: tuple[StreamTimes, ...]
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
-    lanes: tuple[TraceTrack, ...] = field(repr=False)
+    tracks: tuple[TraceTrack, ...] = field(repr=False)
     exposed_N2: Intervals = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; without what is only drawn."""
-        fields = asdict(replace(self, lanes=(), exposed_N2=NONE))
-        return {key: value for key, value in fields.items() if key not in ("lanes", "exposed_N2")}
+        fields = asdict(replace(self, tracks=(), exposed_N2=NONE))
+        return {key: value for key, value in fields.items() if key not in ("tracks", "exposed_N2")}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def analyse(path: Path, on_progress: OnProgress = lambda count: None) -> Analysi
         streams=_streams(work, columns, span),
         kernels=_kernels(work),
         phases=phases_of(columns, work.spans_N2, work.computes_N, computing),
-        lanes=tuple(_tracks(work, columns, begin)),
+        tracks=tuple(_tracks(work, columns, begin)),
         exposed_N2=without(communicating, computing) - begin,
     )
 

@@ -46,11 +46,11 @@ def draw(analyses: Sequence[Analysis], path: Path) -> None:
     figure = Figure(figsize=(12, 1.2 + 0.36 * len(rows)), layout="constrained")
     axes = figure.subplots()
     used: dict[str, str] = {}
-    for place, (_, lanes) in enumerate(reversed(rows)):
-        for lane in lanes:
-            colour = COLOURS.get(lane.kind, EXPOSED)
-            used[lane.kind] = colour
-            spans = _coarser(lane.spans_N2, span * _FINEST) / 1e3
+    for place, (_, tracks) in enumerate(reversed(rows)):
+        for track in tracks:
+            colour = COLOURS.get(track.kind, EXPOSED)
+            used[track.kind] = colour
+            spans = _coarser(track.spans_N2, span * _FINEST) / 1e3
             bars = np.stack([spans[:, 0], spans[:, 1] - spans[:, 0]], axis=1)
             axes.broken_barh(
                 [(begin, width) for begin, width in bars.tolist()], (place - 0.4, 0.8), color=colour, linewidth=0
@@ -73,7 +73,8 @@ def _rows(one: Analysis, number: int, several: bool) -> list[tuple[str, list[Tra
     """Name and work of each row, the busiest streams first."""
     rank = f"rank {number if one.rank is None else one.rank}, " if several else ""
     rows = [
-        (f"{rank}{stream.name}", [lane for lane in one.lanes if lane.stream == stream.name]) for stream in one.streams
+        (f"{rank}{stream.name}", [track for track in one.tracks if track.stream == stream.name])
+        for stream in one.streams
     ]
     kind = "communication exposed"
     return [*rows, (f"{rank}exposed", [TraceTrack("exposed", kind, one.exposed_N2)])]

@@ -63,10 +63,10 @@ class _Slowed:
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds of a clock that all processes of a machine share. ``lane``: 0 the training thread, 1 the one beside."""
+    """Seconds of a clock that all processes of a machine share. ``thread``: 0 the training thread, 1 the one beside."""
 
     name: str
-    lane: int
+    thread: int
     begin: float
     end: float
 
@@ -85,8 +85,8 @@ class OverlapSpans:
         try:
             yield
         finally:
-            lane = int(threading.get_ident() != self._first)
-            self.taken.append(Span(name, lane, began, time.perf_counter()))
+            thread = int(threading.get_ident() != self._first)
+            self.taken.append(Span(name, thread, began, time.perf_counter()))
 
     def watching(self, waiting: Callable[[], Any]) -> Callable[[], Any]:
         """``Watch.waiting``, noted; inside `pipeline` it is for the pipeline, else for tokens."""
@@ -150,7 +150,7 @@ class SpanBlocks:
             for one, next_ in pairwise(edges):
                 running = [span for span in inside if span.begin <= one and next_ <= span.end]
                 working, for_tokens, for_others = (
-                    {span.lane for span in running if kind(span.name)}
+                    {span.thread for span in running if kind(span.name)}
                     for kind in (
                         lambda name: name not in (TOKENS, PIPELINE),
                         lambda name: name == TOKENS,
@@ -168,12 +168,12 @@ def write_trace(folder: Path, rank: int, steps: Sequence[tuple[str, Sequence[Spa
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "training thread"}},
-        {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "second lane"}},
+        {"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "second thread"}},
     ]
     for name, spans in steps:
         for span in spans:
             shown = f"{name}: {span.name}" if span.name == BLOCK else span.name
             microseconds = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
-            events.append({"ph": "X", "pid": rank, "tid": span.lane, "name": shown, "cat": name, **microseconds})
+            events.append({"ph": "X", "pid": rank, "tid": span.thread, "name": shown, "cat": name, **microseconds})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"overlap-{rank}.json").write_text(json.dumps({"traceEvents": events}))
