@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ PARTS = 4
 """The batch of a step: each rank takes its share of so many parts."""
 
 State = dict[str, torch.Tensor]
+Saved = Callable[..., tuple[str, list[dict[str, Any]]]]
 
 
 def nothing() -> None:
@@ -168,6 +170,18 @@ def mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([result["losses"] for result in results]).mean(0)
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A folder that nobody writes to any more, and what each rank has saved there: one for each question."""
+
+    @cache
+    def saved(world_size: int, how: str = "save") -> tuple[str, list[dict[str, Any]]]:
+        folder = str(tmp_path_factory.mktemp("checkpoint") / "saved")
+        return folder, run_ranks(world_size, save_and_go_on, Job(), folder, how)
+
+    return saved
+
+
 @pytest.mark.parametrize(
     ("job", "how"),
     [
@@ -202,14 +216,17 @@ def test_saved_at_ep_4_it_loads_bit_equal_at_ep_4_2_1_and_without_a_balancer(
                 assert different(saved[0]["after"], loaded[0]["after"]) == []
 
 
-def test_and_back_from_ep_2_and_from_plain_dcp_without_a_balancer_to_ep_4(tmp_path: Path) -> None:
+def test_and_back_from_ep_2_and_from_plain_dcp_without_a_balancer_to_ep_4(tmp_path: Path, saved_once: Saved) -> None:
     for name, world_size, job, how in [
         ("ep2", 2, Job(), "save"),
         ("plain", 1, Job(attached=False), "plain"),
         ("under a key", 2, Job(), "app"),
     ]:
-        folder = str(tmp_path / name)
-        saved = run_ranks(world_size, save_and_go_on, job, folder, how)
+        folder, saved = str(tmp_path / name), []
+        if name == "ep2":
+            folder, saved = saved_once(2)
+        else:
+            saved = run_ranks(world_size, save_and_go_on, job, folder, how)
         for replica_slots in (0, 1):
             there = Job(replica_slots=replica_slots)
             loaded = run_ranks(4, load_and_go_on, there, folder, "app" if how == "app" else "")
@@ -238,18 +255,16 @@ def plain_load(rank: int, folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
-def test_plain_dcp_reads_it_as_whole_tensors(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
+def test_plain_dcp_reads_it_as_whole_tensors(saved_once: Saved) -> None:
+    folder, saved = saved_once(4, "dcp")
     (loaded,) = run_ranks(1, plain_load, folder)
     assert different(saved[0]["state"], loaded) == []
 
 
-def test_each_rank_writes_its_own_experts_only(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    saved = run_ranks(4, save_and_go_on, Job(), str(folder), "dcp")
+def test_each_rank_writes_its_own_experts_only(saved_once: Saved) -> None:
+    folder, saved = saved_once(4, "dcp")
     placement = saved[0]["placement"]
-    storage = dcp.FileSystemReader(str(folder)).read_metadata().storage_data
+    storage = dcp.FileSystemReader(folder).read_metadata().storage_data
     seen = set()
     for index, info in storage.items():
         if index.fqn.endswith("layers.0.mlp.experts.down_proj"):
@@ -260,14 +275,13 @@ def test_each_rank_writes_its_own_experts_only(tmp_path: Path) -> None:
     assert seen == {0, 1, 2, 3}
 
 
-def test_control_rows_in_slot_order_are_noticed(tmp_path: Path) -> None:
+def test_control_rows_in_slot_order_are_noticed(tmp_path: Path, saved_once: Saved) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(2, save_and_go_on, Job(damage=rows_in_slot_order), folder)
     (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), folder)
     found = different(saved[0]["state"], loaded["state"])
     assert any("experts.down_proj" in name for name in found)
-    good = str(tmp_path / "good")
-    saved = run_ranks(2, save_and_go_on, Job(), good)
+    good, saved = saved_once(2)
     loaded = run_ranks(2, load_and_go_on, Job(damage=rows_in_slot_order), good)[0]
     assert any("experts.down_proj" in name for name in different(saved[0]["state"], loaded["state"]))
 
@@ -285,8 +299,8 @@ def in_memory(rank: int, job: Job, state: State, fresh: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh optimizer", "used optimizer"])
-def test_what_logical_state_dict_gives_can_be_taken_anywhere(fresh: bool, tmp_path: Path) -> None:
-    saved = run_ranks(2, save_and_go_on, Job(), str(tmp_path / "unused"))
+def test_what_logical_state_dict_gives_can_be_taken_anywhere(fresh: bool, saved_once: Saved) -> None:
+    _, saved = saved_once(2)
     for world_size, job in [(4, Job()), (2, Job()), (1, Job(attached=False))]:
         loaded = run_ranks(world_size, in_memory, job, saved[0]["state"], fresh)
         for result in loaded:
@@ -324,9 +338,8 @@ def load_without_warm_start(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_without_the_warm_start_the_losses_are_the_same(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(2, save_and_go_on, Job(), folder)
+def test_without_the_warm_start_the_losses_are_the_same(saved_once: Saved) -> None:
+    folder, saved = saved_once(2)
     loaded = run_ranks(2, load_without_warm_start, folder)
     assert different(saved[0]["state"], loaded[0]["state"]) == []
     assert [r["losses"] for r in loaded] == [r["losses"] for r in saved]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -190,9 +191,14 @@ def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[
     return found
 
 
+@cache
+def never_moved(job: Job) -> list[dict[str, Any]]:
+    return run_ranks(2, train, "static", job)
+
+
 def compare(job: Job) -> list[str]:
     """What differs between training that never moves an expert and training that does."""
-    static = run_ranks(2, train, "static", job)
+    static = never_moved(replace(job, damage=nothing))
     moving = run_ranks(2, train, "incremental", job)
     assert static[0]["migrations"] == 0
     assert moving[0]["migrations"] >= 2
@@ -231,7 +237,7 @@ def test_control_left_behind_it_is_noticed(job: Job, left: str) -> None:
 # -- GradScaler ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("replica_slots", "optimizer"), [(0, "AdamW"), (1, "AdamW"), (0, "fused")])
+@pytest.mark.parametrize(("replica_slots", "optimizer"), [(1, "AdamW"), (0, "fused")])
 def test_a_scaled_run_is_the_unscaled_run_and_skips_a_step_on_every_rank(replica_slots: int, optimizer: str) -> None:
     """The scale is a power of two, so that scaling is exact; one rank alone overflows, in an expert."""
     plain = Job(optimizer=optimizer, overflow_at=5, replica_slots=replica_slots, steps=20)
