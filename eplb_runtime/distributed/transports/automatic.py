@@ -176,6 +176,9 @@ class Automatic(Transport):
     def register(self, regions: Sequence[Tensor]) -> None:
         self._carrier.register(regions)
 
+    def free_spare(self) -> None:
+        self._carrier.free_spare()
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         return self._carrier.post(sends, receives)
 
@@ -241,6 +244,10 @@ class Mixed(Transport):
     def register(self, regions: Sequence[Tensor]) -> None:
         self._within.register(regions)
         self._across.register(regions)
+
+    def free_spare(self) -> None:
+        self._within.free_spare()
+        self._across.free_spare()
 
     def warm_up(self, deadline: float) -> None:
         self._within.warm_up(deadline)

@@ -157,6 +157,9 @@ class Transport(ABC):
             regions: contiguous uint8 tensors that stay where they are.
         """
 
+    def free_spare(self) -> None:  # noqa: B027 (most carriers keep none)
+        """Free memory that is kept for messages to come; nothing may be pending."""
+
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
         """Open the connections to all peers now, so that the first rebalance does not pay for them; collective.
