@@ -157,6 +157,20 @@ class BalancingResumed(Event):
 
 
 @dataclass(frozen=True)
+class Suspended(Event):
+    """A rollout begins: nothing is decided or moved until the balancer is resumed. ``freed_bytes``: on this rank."""
+
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class SuspensionEnded(Event):
+    """A rollout is over, and the job trains. ``seconds``: how long the balancer was suspended."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class BalancingEnded(Event):
     """There will be no more rebalancing: the balancer was closed, or this rank is broken for good."""
 
@@ -190,6 +204,10 @@ def brief(event: Event) -> str:
         return f"{event.phase}: {event.cause}"
     if isinstance(event, BalancingResumed):
         return f"connected after {event.tries} tries"
+    if isinstance(event, Suspended):
+        return f"a rollout begins, {event.freed_bytes / 2**20:.1f} MiB are freed here"
+    if isinstance(event, SuspensionEnded):
+        return f"a rollout ends after {event.seconds:.3g} s"
     if isinstance(event, BalancingPaused | BalancingEnded):
         return event.cause
     return event.finding if isinstance(event, GuardFinding) else ""
@@ -213,6 +231,8 @@ _NAMES: dict[type[Event], str] = {
     RebalanceAborted: "dropped",
     BalancingPaused: "paused",
     BalancingResumed: "resumed",
+    Suspended: "suspended",
+    SuspensionEnded: "training",
     BalancingEnded: "ended",
     GuardFinding: "guard",
 }

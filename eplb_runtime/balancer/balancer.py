@@ -33,9 +33,10 @@ from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.gathering import in_logical_order, on_one_rank
 from ..moe.experts.lone_step import LONE_STEP_INTERVAL, LoneSteps, is_due
 from ..moe.experts.matching import MARK, arrays_in, matched
+from ..moe.experts.memory import WeightMemory
 from ..moe.experts.outside import Outside, holder_of, whole_average
 from ..moe.experts.registry import RegistryError, why_not_written
-from ..moe.experts.slices import is_sliced, local
+from ..moe.experts.slices import is_sliced
 from ..placement import Placement
 from ..planner import Plan
 from ..utils.spans import phase
@@ -43,6 +44,7 @@ from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logicall
 from .gradients.division import Division
 from .gradients.reduction import Gradients
 from .guard import Guard
+from .phases import Phases
 from .rebalancer import Rebalancer
 from .restore import Restorer
 from .runtime import Runtime
@@ -113,6 +115,9 @@ class Balancer:
         self._forwards: list[Any] = []
         self._optimizers: list[Any] = []
         self._dense = dict(runtime.dense_parameters)
+        self._memory = WeightMemory()
+        for name, weight in {**runtime.dense_parameters, **runtime.parameters}.items():
+            self._memory.add(name, weight)
         self._training = False
         self._sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
         self._extra_tensors: dict[str, tuple[int, Tensor]] = {}
@@ -130,7 +135,7 @@ class Balancer:
         self._guard = Guard(
             config.guard,
             groups,
-            runtime.watched(self._dense, self._optimizers),
+            runtime.watched(self._dense, self._optimizers, self._memory.name_of_freed),
             runtime.device,
             None if config.interval is None else config.interval + config.migration.lag + 2,
             lone=self._lone_steps(),
@@ -171,8 +176,7 @@ class Balancer:
         self._optimizer_hooks = hook_optimizers(self)
         self._export_with = export_with
         self._stream: weakref.ref[TensorStream] | None = None
-        weights = {**runtime.dense_parameters, **runtime.parameters}
-        self._elements = {name: (weight, local(weight).numel()) for name, weight in weights.items()}
+        self._phases = Phases(runtime, self._rebalancer, self._memory, self.events)
         self._is_in_logical_order = False
 
     @cached_property
@@ -240,6 +244,7 @@ class Balancer:
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
         self._refuse_inside_schedule("the end of a training step (optimizer.step())")
+        self._phases.refuse("the end of a training step (optimizer.step())")
         self._end_stream("the end of a training step")
         self._gradients.begin()
         self._in_step = False
@@ -264,12 +269,13 @@ class Balancer:
             Whether experts moved.
 
         Raises:
-            RuntimeError: inside ``quiesce``, after ``close``, while the ranks connect anew after a failure, or between
-                a backward pass and the optimizer's step.
+            RuntimeError: inside ``quiesce``, after ``close``, while suspended or while the ranks connect anew after a
+                failure, or between a backward pass and the optimizer's step.
         """
         self._refuse_if_closed("rebalance()")
         self._refuse_inside_a_step("rebalance()")
         self._refuse_in_logical_order("rebalance()")
+        self._phases.refuse("rebalance()")
         self._rebalancer.refuse_if_broken()
         self._end_stream("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
@@ -367,12 +373,8 @@ class Balancer:
             mark.copy_(torch.tensor([self._runtime.job.ep_rank, *self.placement.homes_LRH[layer].ravel().tolist()]))
 
     def _why_freed(self) -> str:
-        """Name a weight that has another number of elements here than at attach; empty: none. Its ``.data`` may be an
-        empty tensor between phases, which looks like a weight."""
-        for name, (weight, elements) in self._elements.items():
-            if local(weight).numel() != elements:
-                return f"{name}: its memory is freed or of another size: load it first"
-        return ""
+        """Name a weight that has no memory now, or another number of elements than at attach; empty: none."""
+        return self._memory.why_freed()
 
     def _known_tensors(self) -> Iterator[Tensor]:
         """Tensors that move with experts besides parameters and gradients, and the optimizers' tensors."""
@@ -479,10 +481,13 @@ class Balancer:
             self._guard.lone.forget(optimizer)
         for name in outside:
             self._dense.pop(name, None)
+            self._memory.forget(name)
 
     def _train_outside(self, parameters: Mapping[str, Tensor]) -> None:
         """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
         self._dense.update(parameters)
+        for name, parameter in parameters.items():
+            self._memory.add(name, parameter)
         self._runtime.model_check.know(list(parameters.values()))
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -703,6 +708,7 @@ class Balancer:
         self._refuse_if_closed("logical_order()")
         self._refuse_inside_a_step("logical_order()")
         self._refuse_in_logical_order("logical_order()")
+        self._phases.refuse("logical_order()")
         self._rebalancer.refuse_if_broken()
         self._end_stream("logical_order()")
 
@@ -908,6 +914,49 @@ class Balancer:
             self._rebalancer.quiesced -= 1
 
     @torch.compiler.disable
+    def suspend(self) -> int:
+        """Begin a rollout: free what the balancer keeps beside the model, since the job frees weights, gradients or
+        optimizer state as well, or loads an engine. Collective, between steps; what is in flight is drained first.
+
+        From here to `resume` nothing is decided or moved: `rebalance()`, `load_state_dict()`, `logical_order()`, a
+        forward in training and ``optimizer.step()`` raise, each with a line. `declare`, evaluation without replica
+        slots, and exports while weights have memory, are right.
+
+        Memory to stage experts is freed, and that of replicas and their gradients. What stays are maps, counters and
+        connections. Expert parameters that have replicas behind them are in memory of their own until `resume`, so it
+        comes before weights are freed; without replica slots it may come after.
+
+        Returns:
+            Bytes that are freed on this rank; 0 if it is suspended already.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout, or has no weights where there are replica slots; the
+                balancer is closed, inside `logical_order`, or between a backward pass and the optimizer's step.
+        """
+        self._refuse_if_closed("suspend()")
+        self._refuse_inside_a_step("suspend()")
+        self._refuse_in_logical_order("suspend()")
+        self._rebalancer.refuse_if_broken()
+        self._end_stream("suspend()")
+        return self._phases.suspend(self._after_move)
+
+    @torch.compiler.disable
+    def resume(self) -> None:
+        """End a rollout, before the next training step or `rebalance`: take the freed memory again. Collective, after
+        weights, gradients and optimizer state are loaded, wherever they are now. Without `suspend` it does nothing.
+
+        A rank without memory to stage experts ends no training: a warning on all ranks names it, and no rank
+        rebalances until a later one finds the memory.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout; or, on all ranks, weights of one have no memory yet,
+                or its replicas get none: the balancer stays suspended, and `resume` may be called again.
+        """
+        self._refuse_if_closed("resume()")
+        if self._phases.resume():
+            self._refresh_replicas()
+
+    @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
         equal on all ranks."""
@@ -935,6 +984,7 @@ class Balancer:
         self._refuse_if_closed("load_state_dict()")
         self._refuse_inside_a_step("load_state_dict()")
         self._refuse_in_logical_order("load_state_dict()")
+        self._phases.refuse("load_state_dict()")
         self._rebalancer.refuse_if_broken()
         self._end_stream("load_state_dict()")
         self._restorer.restore(state, lambda: self._runtime.barrier("load_state_dict()"))
@@ -946,6 +996,7 @@ class Balancer:
         self._rebalancer.refuse_if_broken()
         self._rebalancer.overlapped.forward_begins()
         if torch.is_grad_enabled() and self._training:
+            self._phases.refuse("a forward in training")
             with self._one_begins:
                 with self._guard.clocked():
                     self._division.follow()
@@ -997,6 +1048,7 @@ class Balancer:
     def _before_optimizer(self) -> None:
         """Reduce gradients for an optimizer that is about to step."""
         self._rebalancer.refuse_if_broken()
+        self._phases.refuse("optimizer.step()")
         self._end_stream("optimizer.step()")
         self._runtime.watch.at(f"optimizer.step() after {self._runtime.counter.closed_steps} steps")
         self._rebalancer.overlapped.withdraw()
@@ -1026,6 +1078,7 @@ class Balancer:
             handle.remove()
         self._hooks.clear()
         self._runtime.watch.close()
+        self._phases.end()
         self._rebalancer.close()
         self._close_listeners()
         self._guard.end()

@@ -27,7 +27,6 @@ from ..distributed.consensus import gather_rows, maxima
 from ..distributed.process_groups import ProcessGroups
 from ..load.aggregate import HostCopy
 from ..moe.experts.lone_step import LoneSteps
-from ..moe.experts.slices import has_memory
 from .gradients.division import foreign_hooks
 from .gradients.rescaled import DENSE, WATCHED, WEIGHTS, WHEN, GradientSampler
 from .guard_samples import SAMPLES, Sample, SampleDigest, Watched, bit_sums, options_of
@@ -100,7 +99,6 @@ class Guard:
         self._reported: set[str] = set()
         self._sampled_before_forward = False
         self._distinct = True
-        self._had_elements = {name for name, one in {**watched.experts, **watched.dense}.items() if one.numel()}
         self._comparisons = 0
         self.seconds, self.clocked_steps = 0.0, 0
         self._snapshots: list[tuple[str, int, Tensor, object]] = []
@@ -284,13 +282,9 @@ class Guard:
         )
 
     def _freed(self) -> str:
-        """Name weights that have no memory now: no storage, or an empty tensor as their ``.data``."""
-        every = {**self._watched.experts, **self._watched.dense}
-        self._had_elements |= {name for name, one in every.items() if one.numel()}
-        for name, one in every.items():
-            if not has_memory(one) or (name in self._had_elements and not one.numel()):
-                return f"{_FREED} ({name}): load them before a decision; experts stay where they are"
-        return ""
+        """Name weights that have no memory now."""
+        name = self._watched.freed()
+        return f"{_FREED} ({name}): load them before a decision; experts stay where they are" if name else ""
 
     def _left_behind(self) -> str:
         """Name expert state that an optimizer has and that would not move."""

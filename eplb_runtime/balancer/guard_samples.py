@@ -38,6 +38,7 @@ class Watched:
         counts: number of tokens that this rank counted in the running step.
         calls: number of forwards of MoE layers so far.
         uncounted: number of those whose tokens did not count, because the model was in evaluation mode.
+        freed: names a weight that has no memory now; empty: all have.
     """
 
     dense: Mapping[str, Tensor]
@@ -47,6 +48,7 @@ class Watched:
     counts: Callable[[], int]
     calls: Callable[[], int]
     uncounted: Callable[[], int]
+    freed: Callable[[], str]
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,23 @@ class Rebalancer:
         if self._config.interval is None and self._clock.begin():
             self._expert_clock.begin_anew()
 
+    def free_memory(self) -> int:
+        """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
+        self.wait_for_decision()
+        return self._engine.free_memory()
+
+    def take_memory(self) -> None:
+        """Take this memory again.
+
+        Raises:
+            RuntimeError: there is none; a migration tries again.
+        """
+        self._engine.take_memory()
+
+    def exclude(self, seconds: float) -> None:
+        """Leave so many seconds since the last step out of the time of the next."""
+        self._clock.exclude(seconds)
+
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
         if self._pending is not None:

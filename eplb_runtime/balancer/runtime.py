@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,8 +98,12 @@ class Runtime:
         """Return whether the balancer averages gradients outside the experts, and not the host."""
         return self.config.dense_gradients == "allreduce"
 
-    def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper]) -> Watched:
-        """The guard's view. Parameters and optimizers that join later appear in these very objects."""
+    def watched(self, dense: Mapping[str, Tensor], optimizers: Sequence[Stepper], freed: Callable[[], str]) -> Watched:
+        """The guard's view. Parameters and optimizers that join later appear in these very objects.
+
+        Args:
+            freed: names a weight that has no memory now.
+        """
         counter, layers = self.counter, self.layers
         return Watched(
             dense=dense,
@@ -109,4 +113,5 @@ class Runtime:
             counts=lambda: int(counter.counts.sum()),
             calls=lambda: sum(layer.calls for layer in layers),
             uncounted=lambda: sum(layer.uncounted for layer in layers),
+            freed=freed,
         )

@@ -140,6 +140,15 @@ class MigrationEngine:
         """Release the transport's memory and connections."""
         self._executor.close()
 
+    def free_memory(self) -> int:
+        """`RoundExecutor.free_memory`; no migration is in flight."""
+        return self._executor.free_memory()
+
+    def take_memory(self) -> None:
+        """`RoundExecutor.take_memory`."""
+        with self._on_device():
+            self._executor.take_memory()
+
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Use new connections after a failure broke the old ones."""
         self._executor.reconnect(transport)

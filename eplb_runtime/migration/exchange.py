@@ -120,6 +120,7 @@ class RoundExecutor:
         self._arrivals = Arena(self._staging, nbytes)
         self._departures = Arena(self._staging, 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
+        self._freed_bytes = [0, 0, 0]
 
     @property
     def device(self) -> torch.device:
@@ -136,6 +137,32 @@ class RoundExecutor:
         self._transport = transport
         for arena in (self._arrivals, self._departures):
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
+
+    def free_memory(self) -> int:
+        """Free all memory for experts in flight; `take_memory` takes as much again. Returns its bytes."""
+        self._freed_bytes = [arena.memory.nbytes for arena in self._arenas]
+        for arena in self._arenas:
+            arena.forget()
+        self._transport.free_spare()
+        return sum(self._freed_bytes)
+
+    def take_memory(self) -> None:
+        """Take the memory that `free_memory` has freed.
+
+        Raises:
+            RuntimeError: there is none; nothing is taken then.
+        """
+        try:
+            for arena, nbytes in zip(self._arenas, self._freed_bytes, strict=True):
+                arena.reserve(nbytes)
+        except BaseException:
+            for arena in self._arenas:
+                arena.forget()
+            raise
+
+    @property
+    def _arenas(self) -> tuple[Arena, ...]:
+        return self._arrivals, self._departures, self._spare
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""

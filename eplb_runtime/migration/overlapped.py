@@ -166,6 +166,8 @@ class Overlapped:
         """Set the state of a driver without a migration."""
         self.in_flight = False
         self._migration: PreparedMigration | None = None
+        # It would keep optimizer state alive that the job has replaced since.
+        self._prepared: Future[tuple[PreparedMigration | None, Pace | None, Verdict]] | None = None
         self._transferring: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
@@ -286,8 +288,9 @@ class Overlapped:
 
     def _finish(self) -> None:
         self.leave()
-        on_the_thread: Future[Any] = self._transferring or self._prepared
-        wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
+        on_the_thread: Future[Any] | None = self._transferring or self._prepared
+        if on_the_thread is not None:
+            wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
         self._forget()
 
     def leave(self) -> None:
@@ -355,6 +358,7 @@ class Overlapped:
         """Open the rounds of the migration once it is prepared."""
         if self._migration is not None:
             return MigrationProgress(self._current)
+        assert self._prepared is not None
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
             migration, pace, verdict = self._prepared.result()
         else:

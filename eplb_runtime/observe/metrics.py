@@ -199,7 +199,9 @@ def _of_moves(state: RunState) -> list[Metric]:
 def _of_trouble(state: RunState, left_out: int) -> list[Metric]:
     aborts = [({"phase": p, "cause": c}, float(n)) for (p, c), n in sorted(state.aborts.items())]
     return [
-        _gauge("balancing", "1 while the ranks balance, 0 while they are paused or have ended.", _is_balancing(state)),
+        _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", _is_balancing(state)),
+        _counter("rollouts", "How often the balancer was suspended.", state.rollouts),
+        _counter("rollout_seconds", "Seconds of rollouts that are over.", state.rollout_seconds),
         _counter("pauses", "How often the ranks lost each other.", state.pauses),
         Metric(PREFIX + "aborts", "counter", "Rebalances that were dropped, by where and why.", aborts),
         _counter("guard_findings", "Mistakes that the guard found.", state.findings),

@@ -58,7 +58,9 @@ class RunState:
         version: counts records, so that who looks again knows whether anything is new.
         job: its record; empty before.
         step: of the newest record.
-        standing: ``"balancing"``, ``"paused"`` or ``"ended"``, and ``cause``, why.
+        standing: ``"balancing"``, ``"suspended"`` (a rollout is under way), ``"paused"`` or ``"ended"``, and ``cause``,
+            why.
+        rollouts, rollout_seconds: suspensions, and the seconds of those that are over.
         starts: how often the job was started on this run.
         measured: the newest ``LoadMeasured``, its imbalance, balancedness (1 / imbalance) and MaxVio as means over
             rows, float64 ``[L]``; None before.
@@ -108,7 +110,8 @@ class RunState:
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         self.aborts: Counter[tuple[str, str]] = Counter()
         self.traffic_RR: NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
-        self.rebalances = self.findings = self.pauses = self.measured_steps = 0
+        self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = 0
+        self.rollout_seconds = 0.0
         self.pause_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
     @contextmanager
@@ -277,6 +280,14 @@ class RunState:
         self.standing, self.cause = "balancing", ""
         self._trouble("resumed", f"after {int(record['tries'])} tries", record)
 
+    def _suspended(self, record: Record) -> None:
+        self.standing, self.cause = "suspended", "a rollout"
+        self.rollouts += 1
+
+    def _suspension_ended(self, record: Record) -> None:
+        self.rollout_seconds += _seconds(record["seconds"])
+        self.standing, self.cause = "balancing", ""
+
     def _ended(self, record: Record) -> None:
         self.standing, self.cause = "ended", str(record["cause"])[:LONGEST_TEXT]
         if record["cause"] != "closed":
@@ -325,6 +336,8 @@ class RunState:
         "RebalanceAborted": _aborted,
         "BalancingPaused": _paused,
         "BalancingResumed": _resumed,
+        "Suspended": _suspended,
+        "SuspensionEnded": _suspension_ended,
         "BalancingEnded": _ended,
         "GuardFinding": _found,
     }

@@ -32,7 +32,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
         ``moved_bytes`` (between ranks, in one EP group), ``pause_seconds``, ``saved_seconds{predicted, measured}``,
         ``predictions{judged_plans, judged_decisions, predicted_seconds, true_seconds}`` (None: no plan was judged),
         ``expert_work{share, source}`` (of a step; the source is "measured", "given" or "assumed"), ``guard_findings``,
-        ``pauses``.
+        ``pauses``, ``rollouts{count, seconds}`` (in which the balancer was suspended).
     """
     with state.locked():
         windows = sum(point["windows"] for point in state.curve)
@@ -57,6 +57,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "expert_work": {"share": state.share.value, "source": state.share.source},
             "guard_findings": state.findings,
             "pauses": state.pauses,
+            "rollouts": {"count": state.rollouts, "seconds": state.rollout_seconds},
         }
 
 
@@ -106,6 +107,9 @@ def summary_text(summary: dict[str, Any]) -> str:
         lines += [text, f"  {CAME_TRUE_TOLD}"]
     work = summary["expert_work"]
     lines.append(f"{expert_work_text(work['share'], work['source'])}: seconds saved are in proportion to it")
+    if (rollouts := summary["rollouts"])["count"]:
+        times = counted(rollouts["count"], "rollout")
+        lines.append(f"suspended for {times}, {rollouts['seconds']:.3g} s in all, which are no part of a step")
     if summary["guard_findings"] or summary["pauses"]:
         found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
         lines.append(f"{found} of the guard, {pauses}: see the log")

@@ -109,7 +109,7 @@ def _head(view: View, now: float) -> RenderableType:
     standing = str(view["standing"])
     if standing == "balancing" and _is_silent(view, now):
         standing = "no news"
-    colour = {"balancing": "green", "paused": "yellow", "no news": "yellow"}.get(standing, "red")
+    colour = {"balancing": "green", "paused": "yellow", "suspended": "yellow", "no news": "yellow"}.get(standing, "red")
     why = f": {view['cause']}" if view["cause"] and view["cause"] != "closed" else ""
     lines = [
         Text.assemble(

@@ -82,6 +82,8 @@ def totals_of(state: RunState) -> dict[str, Any]:
         "aborts": [{"phase": p, "cause": c, "count": n} for (p, c), n in sorted(state.aborts.items())],
         "guard_findings": state.findings,
         "pauses": state.pauses,
+        "rollouts": state.rollouts,
+        "rollout_seconds": state.rollout_seconds,
         "measured_steps": state.measured_steps,
         "saved_seconds": state.saved_seconds,
         "promised_seconds": state.promised_seconds,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..moe.experts.slices import is_sliced, local, version
+from ..moe.experts.slices import has_memory, is_sliced, local, version
 
 Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 """Makes memory of a shape, as `row_transport.RowTransport.zeros` does."""
@@ -85,6 +85,7 @@ class ReplicaBank:
         self.replica_slots = replica_slots
         self.is_sliced = is_sliced(homes[0])
         self.parameters = [home if self.is_sliced else _in_one_piece(home) for home in homes]
+        self.slots: list[Tensor] = []
         if rows is not None:
             self.replicas = [rows.rows(position, p, p.dtype) for position, p in enumerate(homes)]
         elif self.is_sliced:
@@ -161,6 +162,42 @@ class ReplicaBank:
         """Whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
         return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
 
+    def free(self) -> int:
+        """Free the memory of replicas and of their gradients, none of which is under way. Homes that share it get
+        memory of their own, which the job may free; `take` brings them back. Returns the bytes that are freed; memory
+        that torch cannot resize stays.
+
+        Raises:
+            RuntimeError: the homes have no memory.
+        """
+        self._held = []
+        freed = 0
+        for parameter, slots in zip(self.parameters, self.slots, strict=False):
+            if not _is_resizable(slots):
+                continue
+            if _shares_storage(parameter, slots):
+                if not has_memory(parameter):
+                    raise RuntimeError("weights of experts have no memory any more, and replicas lie behind them")
+                parameter.data = parameter.detach().clone()
+            freed += _free(slots)
+        return freed + sum(_free(rows) for rows in (*([] if self.slots else self.replicas), *self._leaving))
+
+    def take(self) -> None:
+        """Take the memory that `free` has freed, for what the homes hold now. Replicas are zeros until refreshed.
+
+        Raises:
+            RuntimeError: there is no memory, or homes are on another device; `free` or `take` may follow.
+        """
+        for parameter, slots in zip(self.parameters, self.slots, strict=False):
+            if not _shares_storage(parameter, slots):
+                if parameter.device != slots.device:
+                    raise RuntimeError(f"weights of experts are on {parameter.device}: bring them to {slots.device}")
+                _take(slots)
+                slots[: self.homes_per_rank] = parameter.detach()
+                parameter.data = slots[: self.homes_per_rank]
+        for rows in (*([] if self.slots else self.replicas), *self._leaving):
+            _take(rows)
+
     def _note(self, *, after_pass: bool) -> None:
         self._noted = [_version(parameter) for parameter in self.trained()]
         self._noted_after_pass = after_pass
@@ -192,6 +229,30 @@ class ReplicaBank:
         parameter = self.parameters[position]
         dtype = accumulation_dtype(parameter)
         return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
+
+
+def _is_resizable(rows: Tensor) -> bool:
+    """Return whether these rows are all of their storage, and torch may give it another size."""
+    storage = rows.untyped_storage()
+    return storage.resizable() and storage.nbytes() in (0, rows.nbytes)
+
+
+def _shares_storage(parameter: Tensor, slots: Tensor) -> bool:
+    return parameter.untyped_storage()._cdata == slots.untyped_storage()._cdata
+
+
+def _free(rows: Tensor) -> int:
+    nbytes = rows.untyped_storage().nbytes()
+    if not nbytes or not _is_resizable(rows):
+        return 0
+    rows.untyped_storage().resize_(0)
+    return nbytes
+
+
+def _take(rows: Tensor) -> None:
+    if not rows.untyped_storage().nbytes():
+        rows.untyped_storage().resize_(rows.nbytes)
+        rows.zero_()
 
 
 def _in_one_piece(home: nn.Parameter) -> nn.Parameter:

@@ -64,6 +64,13 @@ class ReplicaGather:
         """Return ``[k, N, ...]`` per tensor, as fetched last; valid until the next ``fetch``."""
         return self._arrived()
 
+    def free(self) -> int:
+        """Free the memory of whole replicas; it is taken anew by the next ``fetch``. Returns its bytes."""
+        self._arrived()
+        nbytes = sum(rows.nbytes for rows in self._rows.values())
+        self._rows.clear()
+        return nbytes
+
     def _arrived(self) -> list[Tensor]:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:

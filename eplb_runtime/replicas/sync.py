@@ -49,6 +49,8 @@ class ReplicaSync:
         shared: the banks share their replica rows: copies are fetched layer by layer instead of refreshed at once.
 
     Attributes:
+        is_freed: whether replicas have no memory now.
+        free_too: free memory that others keep for replicas, and return its bytes.
         launching: inside it rows of gradients are posted, where another batch's exchanges are launched as well.
         adding: inside it the gradients of homes are read and written, where another stream than the current one adds
             to them.
@@ -85,6 +87,8 @@ class ReplicaSync:
         self._around: _Around | None = None
         self._last_around: _Around | None = None
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
+        self.is_freed = False
+        self.free_too: list[Callable[[], int]] = []
         self.launching: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adding: Callable[[], AbstractContextManager[None]] = nullcontext
         self.adds: Callable[[Tensor], None] = lambda parameter: None
@@ -115,13 +119,47 @@ class ReplicaSync:
 
         return take_over
 
+    def free(self) -> int:
+        """Free the memory of replicas and of what is kept for them; transfers are over, and no gradient is held back.
+        No layer computes until `take`. Returns the bytes that are freed."""
+        self.wait_all()
+        self.abandon()
+        self.is_freed = True
+        self._plans = dict.fromkeys(self._banks, NONE)  # they lead to live rows
+        self._followed.clear()
+        self._held_gradients.clear()
+        self._fetched = None
+        nbytes = sum(rows.nbytes for rows in self._arrivals.values())
+        self._arrivals.clear()
+        for free in self.free_too:
+            nbytes += free()
+        return nbytes + sum(bank.free() for bank in self._banks.values())
+
+    def take(self, placement: Placement) -> None:
+        """Take this memory again, for homes wherever the job has loaded them, and follow a placement. `refresh` fills
+        it.
+
+        Raises:
+            RuntimeError: there is none; `free` or `take` may follow.
+        """
+        for bank in self._banks.values():
+            bank.take()
+        self._addresses = {layer: _addresses(bank.parameters) for layer, bank in self._banks.items()}
+        self.follow(placement)
+        self.is_freed = False
+
     def check_homes(self, layer: int) -> None:
         """Copies are read from where the homes were, after each step; a Parameter that lies elsewhere, or was written
         since, would be trained beside them.
 
         Raises:
-            RuntimeError: a Parameter of the layer has been given other memory, or written.
+            RuntimeError: a Parameter of the layer has been given other memory, or written; or copies have none.
         """
+        if self.is_freed:
+            raise RuntimeError(
+                "a forward while the balancer is suspended, and copies of experts have no memory: call "
+                "balancer.resume() first, on every rank"
+            )
         if _addresses(self._banks[layer].parameters) != self._addresses[layer]:
             raise RuntimeError(
                 f"the expert weights of MoE layer {layer} lie in other memory than when the model was attached "
@@ -143,6 +181,8 @@ class ReplicaSync:
     def refresh(self, layers: Collection[int] | None = None) -> None:
         """The homes' weights are new, of these layers or all. Post them to their copies, in layer order; shared rows
         are fetched when used."""
+        if self.is_freed:
+            return
         if self.shared:
             self.wait_all()
             self._fetched = None

@@ -220,6 +220,10 @@ class Mixed(Transport):
         self._within.register(regions)
         self._across.register(regions)
 
+    def free_spare(self) -> None:
+        self._within.free_spare()
+        self._across.free_spare()
+
     def warm_up(self, deadline: float) -> None:
         self._within.warm_up(deadline)
         self._across.warm_up(deadline)

@@ -157,6 +157,9 @@ class Transport(ABC):
             regions: contiguous uint8 tensors that stay where they are.
         """
 
+    def free_spare(self) -> None:  # noqa: B027 (most transports keep none)
+        """Free memory that is kept for messages to come; nothing may be pending."""
+
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
         """Open the connections to all peers now, so that the first rebalance does not pay for them; collective.
@@ -223,6 +226,9 @@ class Wrapping(Transport):
 
     def register(self, regions: Sequence[Tensor]) -> None:
         self._inner.register(regions)
+
+    def free_spare(self) -> None:
+        self._inner.free_spare()
 
     def warm_up(self, deadline: float) -> None:
         self._inner.warm_up(deadline)

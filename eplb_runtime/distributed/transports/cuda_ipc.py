@@ -205,6 +205,11 @@ class CudaIpc(WithinNode[_Posted, _IpcTraffic]):
         memory = self._memory.empty(max(nbytes, LEAST_PACKED_BYTES))
         return memory, Export.of(memory, self._memory)
 
+    def free_spare(self) -> None:
+        with self._state:
+            self._spare.clear()
+            self._tell_what_is_gone()
+
     def _tell_what_is_gone(self) -> None:
         for export in [export for export in self._exports if export.gone]:
             self._exports.remove(export)

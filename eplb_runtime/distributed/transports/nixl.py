@@ -182,6 +182,11 @@ class Nixl(ProgressTransport[_Notified]):
             for region in regions:
                 self._register(region)
 
+    def free_spare(self) -> None:
+        with self._state:
+            self._spare.clear()
+            self._release()
+
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 

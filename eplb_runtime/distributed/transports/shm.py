@@ -201,6 +201,11 @@ class SharedMemory(WithinNode[_Shared, _ShmTraffic]):
         pending.spare = spare
         return spare
 
+    def free_spare(self) -> None:
+        with self._state:
+            self._spare.clear()
+            self._tell_what_is_gone()
+
     def _tell_what_is_gone(self) -> None:
         while self._freed:
             self._notify_all(Notification(Kind.FREED, self._rank, self._freed.popleft()))

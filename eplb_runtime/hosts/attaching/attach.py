@@ -461,6 +461,8 @@ class _Attaching:
         )
         made: list[ExpertParallelLayer | HostDispatchedLayer] = []
         whole = ReplicaGather(self.groups.parts, self.groups.twins)
+        if maps.replicas is not None:
+            maps.replicas.free_too.append(whole.free)
         for index, _, layer in self._layers():
             if layer.compute is None:
                 made.append(

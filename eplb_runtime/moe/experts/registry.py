@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .memory import WeightMemory
 from .optimizer_state import (
     PARAMETER,
     OptimizerStateError,
@@ -117,7 +118,6 @@ class _Registered:
     name: str
     tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
-    numel: int
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -142,6 +142,7 @@ class ExpertTensors:
         move_gradients: bool = False,
     ) -> None:
         self._layers: list[list[_Registered]] = [[] for _ in range(num_layers)]
+        self._memory = [WeightMemory() for _ in range(num_layers)]
         self._homes_per_rank = homes_per_rank
         self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
@@ -177,7 +178,8 @@ class ExpertTensors:
         if any(entry.name == name for entry in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
         memory = tensor if isinstance(tensor, tuple) else (tensor,)
-        self._layers[layer].append(_Registered(name, tensor, kind, sum(part.numel() for part in memory)))
+        self._layers[layer].append(_Registered(name, tensor, kind))
+        self._memory[layer].add(name, *memory)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """The state of registered parameters lives in this optimizer, too."""
@@ -258,12 +260,8 @@ class ExpertTensors:
         return next((ranges for ranges in of_each if ranges), ())
 
     def why_freed(self, layer: int) -> str:
-        """Name a tensor of a layer that is of another size than when it was registered; empty: none. Its ``.data`` may
-        be an empty tensor between phases, which would move as nothing."""
-        for entry in self._layers[layer]:
-            if sum(part.numel() for part in entry.memory) != entry.numel:
-                return f"{entry.name}: its memory is freed or of another size: load it first"
-        return ""
+        """Name a tensor of a layer that has no memory now, or another size than when it was registered; empty: none."""
+        return self._memory[layer].why_freed()
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
         """Everything that moves with a home of this layer, in an order that is equal on every rank.

@@ -46,6 +46,7 @@ function standing(progress) {
   const { standing: kind, cause } = current, usual = Math.max(PATIENCE_SECONDS, 10 * progress.step_seconds);
   if (kind === "ended") return cause === "closed" ? ["ended", "ended"] : ["broken", `ended: ${cause}`];
   if (kind === "paused") return ["paused", `paused: ${cause}`];
+  if (kind === "suspended") return ["suspended", `suspended: ${cause}`];
   if (progress.idle_seconds > usual) return ["silent", `no step for ${seconds(progress.idle_seconds)}`];
   return ["balancing", "balancing"];
 }

@@ -1,0 +1,133 @@
+"""Phases of a job: training, and rollouts in which the balancer is suspended and keeps no memory.
+
+Loops of reinforcement learning free weights, gradients and optimizer state between training steps. What the balancer
+keeps beside them is freed here as well, and taken again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ..distributed.consensus import barrier
+from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
+from ..moe.experts.memory import WeightMemory
+from ..utils.errors import one_line
+from .rebalancer import Rebalancer
+from .runtime import Runtime
+
+logger = logging.getLogger("eplb_runtime")
+
+STAGING = "staging memory of resume()"
+
+
+class _NotHere(RuntimeError):
+    """This rank cannot go on."""
+
+
+class Phases:
+    """Suspends and resumes one balancer. Both are collective over the job, between steps.
+
+    Args:
+        memory: of the model's weights.
+
+    Attributes:
+        is_suspended: whether a rollout is under way.
+    """
+
+    def __init__(self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog) -> None:
+        self._runtime = runtime
+        self._rebalancer = rebalancer
+        self._memory = memory
+        self._events = events
+        self._since = 0.0
+        self.is_suspended = False
+
+    def refuse(self, what: str) -> None:
+        """Raise RuntimeError while the balancer is suspended."""
+        if self.is_suspended:
+            raise RuntimeError(
+                f"{what} while the balancer is suspended: load weights, gradients and optimizer state, then call "
+                "balancer.resume() on every rank"
+            )
+
+    def suspend(self, moved: Callable[[], None]) -> int:
+        """`Balancer.suspend`.
+
+        Args:
+            moved: follows a change of the placement by what was in flight.
+        """
+        replicas = self._runtime.maps.replicas
+        freed = self._memory.why_freed() if replicas is not None and not self.is_suspended else ""
+        if said := self._agreed("suspend()", f"{freed}, and free it after suspend() alone" if freed else ""):
+            raise RuntimeError(f"suspend(): {said}")
+        if self.is_suspended:
+            return 0
+        if self._rebalancer.drain():
+            moved()
+        self.is_suspended, self._since = True, time.perf_counter()
+        nbytes = self._rebalancer.free_memory()
+        if replicas is not None:
+            try:
+                nbytes += replicas.free()
+            except RuntimeError as error:  # homes that lie before them are cloned first
+                logger.warning("suspended, but replicas keep some of their memory: %s", one_line(error))
+        self._runtime.watch.at(f"a rollout, suspended, after {self._runtime.counter.closed_steps} steps")
+        self._events.emit(Suspended(self._rebalancer.step, nbytes))
+        return nbytes
+
+    def resume(self) -> bool:
+        """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
+        problem, replicas = "", self._runtime.maps.replicas
+        if self.is_suspended:
+            problem = self._memory.why_freed() or self._take_replicas()
+        if said := self._agreed("resume()", problem):
+            if self.is_suspended and replicas is not None and not self._memory.why_freed():
+                replicas.free()
+            raise RuntimeError(f"resume(): {said}")
+        if not self.is_suspended:
+            return False
+        try:
+            self._rebalancer.take_memory()
+        except Exception as error:
+            problem = f"no memory to stage experts: {one_line(error)}"
+        said = self._agreed(STAGING, problem)
+        self.is_suspended, seconds = False, time.perf_counter() - self._since
+        self._rebalancer.exclude(seconds)
+        self._runtime.watch.at(f"its own code, resumed, after {self._runtime.counter.closed_steps} steps")
+        self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
+        if said:
+            step, epoch = self._rebalancer.step, self._rebalancer.placement().epoch
+            said = f"{said}; no rank rebalances until it is there, and each rebalance tries to take it"
+            logger.warning("step %d: %s", step, said)
+            self._events.emit(RebalanceAborted(step, epoch, "prepared", said))
+        return replicas is not None
+
+    def end(self) -> None:
+        """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
+        if self.is_suspended and not self._memory.why_freed() and (problem := self._take_replicas()):
+            logger.warning("closed while suspended: %s", problem)
+
+    def _take_replicas(self) -> str:
+        """Take memory of replicas again; returns why not."""
+        replicas = self._runtime.maps.replicas
+        if replicas is not None:
+            try:
+                replicas.take(self._rebalancer.placement())
+            except Exception as error:
+                return f"no memory for replicas: {one_line(error)}"
+        return ""
+
+    def _agreed(self, what: str, problem: str) -> str:
+        """Wait for all ranks, by the launcher's store alone: connections may be broken. Returns the problem of a rank,
+        with its number; empty if there is none.
+
+        Raises:
+            RuntimeError: a rank did not come within the timeout.
+        """
+        job, own = self._runtime.job, _NotHere(problem) if problem else None
+        try:
+            return barrier(list(job.ranks), what, self._runtime.config.timeout_seconds, own)
+        except _NotHere:
+            return f"rank {job.rank}: {problem}"

@@ -1,0 +1,50 @@
+"""Page, terminal, metrics and summary tell a rollout, in which the balancer is suspended, from training."""
+
+from __future__ import annotations
+
+from observed import job, start
+from rich.console import Console
+
+from eplb_runtime.events import Suspended, SuspensionEnded, brief
+from eplb_runtime.observe.metrics import _of_trouble
+from eplb_runtime.observe.records import Record, record_of
+from eplb_runtime.observe.state import state_of
+from eplb_runtime.observe.summary import summary_of, summary_text
+from eplb_runtime.observe.terminal import screen
+from eplb_runtime.observe.view import view_of
+
+
+def phases(count: int, *, ended: bool) -> list[Record]:
+    events = [event for number in range(count) for event in (Suspended(number, 3 << 20), SuspensionEnded(number, 2.5))]
+    return [job(), *(record_of(event, start(), 1001.0) for event in (events if ended else events[:-1]))]
+
+
+def shown(records: list[Record]) -> str:
+    view = view_of(state_of(records)[0])
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(view, view["time"] + 3600.0))
+    return console.export_text()
+
+
+def test_a_rollout_under_way_is_no_job_without_news() -> None:
+    view = view_of(state_of(phases(1, ended=False))[0])
+    assert (view["standing"], view["cause"]) == ("suspended", "a rollout")
+    assert "suspended: a rollout" in shown(phases(1, ended=False))
+    assert "suspended" not in shown(phases(1, ended=True))
+    assert view_of(state_of(phases(1, ended=True))[0])["standing"] == "balancing"
+
+
+def test_rollouts_are_counted_and_timed() -> None:
+    state, left_out = state_of(phases(3, ended=True))
+    assert left_out == 0
+    assert "suspended for 3 rollouts, 7.5 s in all, which are no part of a step" in summary_text(summary_of(state))
+    totals = view_of(state)["totals"]
+    assert (totals["rollouts"], totals["rollout_seconds"]) == (3, 7.5)
+    values = {metric.name.rpartition("rollout")[2]: metric.samples[0][1] for metric in _of_trouble(state, 0)[1:3]}
+    assert values == {"s": 3.0, "_seconds": 7.5}
+    assert "rollout" not in summary_text(summary_of(state_of([job()])[0]))
+
+
+def test_events_say_what_they_are() -> None:
+    assert brief(Suspended(4, 3 << 20)) == "a rollout begins, 3.0 MiB are freed here"
+    assert brief(SuspensionEnded(4, 2.5)) == "a rollout ends after 2.5 s"
