@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..settings import Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
+from ..settings import Emulated, Exact, HostRules, Rule, Unresolved, copies_of_experts, given_or_default
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
 EXACT_BY_ITSELF = 2
 """Experts a token: the sum of two does not depend on their order."""
+WHOLE_LAYER = "full"
+"""Megatron's word for a CUDA graph of all that a layer does."""
+WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
+"""Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
 EXACT_IN_ONE_SUM = 2
 """Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
 
@@ -23,6 +27,7 @@ class MegatronJobSettings:
     Args:
         expert_tensor_parallel_size: ranks that share an expert; Megatron's default is the tensor-parallel size.
         expert_data_parallel_size: ranks that hold the same experts (EDP), of the world's size.
+        cuda_graph_modules: names with commas between them, or "full"; ``cuda_graph_scope`` before 0.19.
         phase_offload: the job frees weights or optimizer state between phases; verl does, Megatron has no such setting.
         lora: adapters are trained; likewise.
         assumed: fields that have their default, which nobody has given.
@@ -46,6 +51,7 @@ class MegatronJobSettings:
     optimizer_cuda_graph: bool | Unresolved = False
     overlap_moe_expert_parallel_comm: bool | Unresolved = False
     cuda_graph_impl: str | Unresolved = "none"
+    cuda_graph_modules: str | Unresolved = WHOLE_LAYER
     bf16: bool | Unresolved = False
     fp16: bool | Unresolved = False
     fp8: str | Unresolved | None = None
@@ -71,7 +77,9 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
     """
     by_old_names = options.get("enable_cuda_graph") or options.get("external_cuda_graph")
     if by_old_names and options.get("cuda_graph_impl", "none") == "none":
-        options = {**options, "cuda_graph_impl": "local"}
+        implementation = "transformer_engine" if options.get("external_cuda_graph") else "local"
+        options = {**options, "cuda_graph_impl": implementation}
+    options = {**options, "cuda_graph_modules": _graph_modules(options)}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
     ranks = options.get("world_size")
@@ -81,6 +89,31 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
         known = tuple(name for name in assumed if name != "expert_data_parallel_size")
         settings = replace(settings, expert_data_parallel_size=_expert_data_ranks(settings, ranks), assumed=known)
     return settings
+
+
+def _graph_modules(options: Mapping[str, Any]) -> str | Unresolved | None:
+    """Of either name, and in any of the forms that Megatron takes; None: not given."""
+    given = options.get("cuda_graph_modules")
+    if given is None or _names(given) == WHOLE_LAYER:
+        given = options.get("cuda_graph_scope", given)
+    return given if given is None or isinstance(given, Unresolved) else _names(given)
+
+
+def _names(modules: Any) -> str:
+    """Of a text with commas, or of texts or enumerators in a list; an empty list is a whole layer."""
+    if isinstance(modules, Unresolved):
+        return str(modules)
+    each = modules.strip("[]").split(",") if isinstance(modules, str) else modules
+    each = each if isinstance(each, list | tuple) else [each]
+    return ",".join(sorted(str(getattr(one, "name", one)).strip(" '\"") for one in each)) or WHOLE_LAYER
+
+
+def graphs_preprocessing(config: Any) -> bool:
+    """Return whether a CUDA graph holds the preprocessing ahead of the experts: ``config`` has Megatron's names."""
+    if getattr(config, "cuda_graph_impl", "none") != "transformer_engine":
+        return False
+    given = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
+    return "moe_preprocess" in str(_graph_modules(given)).split(",")
 
 
 def live_settings(
@@ -125,7 +158,10 @@ def _expert_data_ranks(settings: MegatronJobSettings, ranks: Any) -> int | Unres
 def can_reorder(config: Any) -> bool:
     """Return whether rows travel in logical order and come back so: ``config`` has Megatron's names."""
     return (
-        config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion and not config.moe_latent_size
+        config.moe_token_dispatcher_type == "alltoall"
+        and not config.moe_permute_fusion
+        and not config.moe_latent_size
+        and not graphs_preprocessing(config)
     )
 
 
@@ -163,9 +199,18 @@ RULES = (
     ),
     Rule(
         "cuda_graph_impl",
-        lambda job: job.cuda_graph_impl != "none",
-        "CUDA graphs are not supported yet",
-        "set cuda_graph_impl='none'",
+        lambda job: job.cuda_graph_impl not in ("none", "transformer_engine"),
+        "its CUDA graphs may hold experts, which move, or the end of their layer",
+        "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts",
+    ),
+    Rule(
+        "cuda_graph_modules",
+        lambda job: (
+            job.cuda_graph_impl == "transformer_engine"
+            and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(","))
+        ),
+        "a CUDA graph of whole MoE layers holds experts, which move",
+        f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})",
     ),
     Rule(
         "optimizer_cuda_graph",
@@ -251,6 +296,15 @@ RULES = (
 )
 """What Megatron jobs are refused for; one entry for each class of settings."""
 
+EMULATED = (
+    Emulated(
+        "cuda_graph_modules",
+        lambda job: job.cuda_graph_impl != "none",
+        "captured operators that are run again on the captured memory, for CUDA graphs",
+    ),
+)
+"""What attaches, and was run on a CPU with something else in the place of what a GPU or TransformerEngine has."""
+
 HOST = HostRules(
     VERSION,
     settings_of,
@@ -264,4 +318,5 @@ HOST = HostRules(
         "all MoE layers have one expert-parallel group, with experts in order",
         "virtual pipeline stages say which they are (models made with vp_stage=)",
     ),
+    EMULATED,
 )

@@ -23,6 +23,7 @@ FLAGS = {
     "use_custom_fsdp": "use_megatron_fsdp",
     "enable_cuda_graph": "enable_cuda_graph",
     "external_cuda_graph": "external_cuda_graph",
+    "cuda_graph_scope": "cuda_graph_modules",
 }
 """Megatron's flags with ``_`` for ``-``, and the fields of its configs that they set."""
 NODES = ("actor_num_nodes", "nnodes")
@@ -103,7 +104,8 @@ def _of_megatron(path: Path, words: Sequence[str]) -> Recipe:
     written: dict[str, str] = {}
     for flag, name in FLAGS.items():
         if flag in flags:
-            options[name] = value_of(flags[flag][0]) if flags[flag] else True
+            words = [",".join(flags[flag])] if name == "cuda_graph_modules" else flags[flag]
+            options[name] = value_of(words[0]) if words else True
             written[name] = f"--{flag.replace('_', '-')}"
     if not (_has_experts(options) or any(flag.startswith("moe_") for flag in flags)):
         elsewhere = f", and {missing[0]} is not in the file" if missing else ""

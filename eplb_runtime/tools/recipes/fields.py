@@ -90,7 +90,8 @@ def _recipe(path: Path, number: int, entry: Any) -> Recipe:
     if host == "megatron":
         options = _named(entry, MEGATRON, MEGATRON_AS_WRITTEN)
         if entry.get("cuda_graph"):
-            options["cuda_graph_impl"] = str(entry["cuda_graph"])
+            implementation, _, modules = str(entry["cuda_graph"]).partition(":")
+            options |= {"cuda_graph_impl": implementation, "cuda_graph_modules": modules or None}
         if entry.get("params_dtype") in ("bf16", "fp16"):
             options[entry["params_dtype"]] = True
         if entry.get("nvfp4"):

@@ -203,6 +203,9 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"etp": 2, "gpus": 16}, "etp"),
         ({"overlap_moe_comm": True}, "overlap_moe_comm"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph_impl"),
+        ({"cuda_graph": "local:attn"}, "cuda_graph_impl"),
+        ({"cuda_graph": "transformer_engine"}, "cuda_graph_modules"),
+        ({"cuda_graph": "transformer_engine:attn,moe"}, "cuda_graph_modules"),
         ({"fp8": "mxfp8"}, "fp8"),
         ({"nvfp4": True}, "fp4"),
         ({"source_lines": {"model.moe_pad_expert_input_to_capacity": True}}, "moe_pad_expert_input_to_capacity"),
@@ -280,6 +283,61 @@ def test_a_precision_aware_optimizer_in_host_memory_is_megatrons_own_and_attache
     both = {"optimizer_cpu_offload": True, "precision_aware_optimizer": True, "distributed_optimizer": True}
     assert judged_fields(tmp_path, MEGATRON, **both)["attaches"] is True
     assert judged_fields(tmp_path, MEGATRON, **both, params_dtype="bf16")["attaches"] is True
+
+
+@pytest.mark.parametrize("modules", ["attn", "attn,mamba,moe_router,moe_preprocess", "moe_router", "mlp"])
+def test_graphs_of_parts_without_experts_attach(tmp_path: Path, modules: str) -> None:
+    assert judged_fields(tmp_path, MEGATRON, cuda_graph=f"transformer_engine:{modules}")["attaches"] is True
+    found = judged_fields(tmp_path, MEGATRON, cuda_graph=f"transformer_engine:{modules}")
+    assert [one["setting"] for one in found["stand_in"]] == ["cuda_graph_modules"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refuses"),
+    [
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", []),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn,moe_router", []),
+        ("--cuda-graph-impl transformer_engine", ["cuda_graph_modules"]),
+        ("--external-cuda-graph --cuda-graph-scope attn", []),
+        ("--external-cuda-graph", ["cuda_graph_modules"]),
+        ("--enable-cuda-graph --cuda-graph-scope attn", ["cuda_graph_impl"]),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", ["cuda_graph_impl"]),
+        ("--cuda-graph-impl full_iteration", ["--cuda-graph-impl"]),
+        ("--cuda-graph-scope moe", []),
+    ],
+)
+def test_flags_of_graphs_name_their_parts(tmp_path: Path, flags: str, refuses: list[str]) -> None:
+    found = judged(tmp_path, SCRIPT.replace("${ARGS[@]}", flags))
+    assert [name.strip("-").replace("-", "_") for name in refused(found)] == [
+        name.strip("-").replace("-", "_") for name in refuses
+    ]
+
+
+def test_graphs_that_hold_the_permutation_add_in_the_order_of_slots(tmp_path: Path) -> None:
+    of_eight = {"top_k": 8, "dispatcher": "alltoall"}
+    router, permutation = ("transformer_engine:moe_router", "transformer_engine:moe_router,moe_preprocess")
+    assert judged_fields(tmp_path, MEGATRON, **of_eight, cuda_graph=router)["exact"] == "bit"
+    assert judged_fields(tmp_path, MEGATRON, **of_eight, cuda_graph=permutation)["exact"] == "rounding"
+
+
+def test_a_live_configs_graphs_are_read_in_any_form() -> None:
+    from enum import Enum
+
+    from eplb_runtime.hosts.megatron.settings import graphs_preprocessing, settings_of
+
+    class Scope(Enum):
+        attn = 1
+        moe_router = 2
+        moe_preprocess = 3
+
+    assert settings_of({"cuda_graph_scope": [Scope.moe_router, Scope.attn]}).cuda_graph_modules == "attn,moe_router"
+    for whole in ({}, {"cuda_graph_scope": []}, {"cuda_graph_modules": []}, {"cuda_graph_scope": "full"}):
+        assert settings_of(whole).cuda_graph_modules == "full"
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        live = SimpleNamespace(cuda_graph_impl="transformer_engine", **{name: list(Scope)})
+        assert graphs_preprocessing(live)
+        live.cuda_graph_impl = "none"
+        assert not graphs_preprocessing(live)
 
 
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
@@ -368,7 +426,7 @@ def test_the_command_prints_the_keys_for_one_and_a_total_for_several(
     (tmp_path / "two.json").write_text(json.dumps({**MEGATRON, "lora": True}))
     files = [str(tmp_path / name) for name in ("one.json", "two.json")]
     assert main(["doctor", "--json", "--recipe", files[0]]) == 0
-    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp"]
+    keys = ["attaches", "homes", "replicas", "exact", "refused", "assumed", "unknown", "ep", "edp", "stand_in"]
     assert list(json.loads(capsys.readouterr().out)) == keys
     assert main(["doctor", "--json", "--recipe", *files]) == 0
     total = json.loads(capsys.readouterr().out)["total"][-1]
@@ -388,7 +446,7 @@ def test_the_defaults_are_megatrons_own() -> None:
 
     from eplb_runtime.hosts.megatron.settings import MegatronJobSettings
 
-    theirs: dict[str, Any] = {}
+    theirs: dict[str, Any] = {"cuda_graph_modules": "full"}  # cuda_graph_scope before 0.19
     for kind in (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig):
         theirs |= {one.name: one.default for one in fields(kind)}
     ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
@@ -412,13 +470,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 31, 54, 0),
+        "Megatron-Bridge": (85, 33, 52, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 59, 71, 0),
+        "all": (130, 61, 69, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
