@@ -78,10 +78,11 @@ def defaults(rank: int) -> dict[str, tuple[Any, Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from eplb_runtime.hosts.megatron.settings import MegatronJobSettings
+    from eplb_runtime.hosts.megatron.settings import DTYPES, MegatronJobSettings
 
     kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
     theirs = {field.name: field.default for kind in kinds for field in fields(kind)}
+    theirs |= {name: str(theirs[name]).removeprefix("torch.") for name in DTYPES}
     theirs["expert_tensor_parallel_size"] = 1  # None is the tensor-parallel size
     ours = {field.name: field.default for field in fields(MegatronJobSettings) if field.name not in NOT_OF_MEGATRON}
     assert MISSING not in ours.values()

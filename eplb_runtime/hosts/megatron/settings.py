@@ -16,6 +16,8 @@ WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
+DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
 EXACT_IN_ONE_SUM = 2
 """Ranks that hold the same experts: the sum of two gradients does not depend on their order."""
 
@@ -60,6 +62,9 @@ class MegatronJobSettings:
     optimizer_cpu_offload: bool | Unresolved = False
     optimizer_offload_fraction: float | Unresolved = 0.0
     use_precision_aware_optimizer: bool | Unresolved = False
+    main_params_dtype: str | Unresolved = "float32"
+    exp_avg_dtype: str | Unresolved = "float32"
+    exp_avg_sq_dtype: str | Unresolved = "float32"
     use_distributed_optimizer: bool | Unresolved = False
     num_distributed_optimizer_instances: int | Unresolved = 1
     overlap_param_gather_with_optimizer_step: bool | Unresolved = False
@@ -80,6 +85,7 @@ def settings_of(options: Mapping[str, Any]) -> MegatronJobSettings:
         implementation = "transformer_engine" if options.get("external_cuda_graph") else "local"
         options = {**options, "cuda_graph_impl": implementation}
     options = {**options, "cuda_graph_modules": _graph_modules(options)}
+    options |= {name: _dtype(options[name]) for name in DTYPES if options.get(name) is not None}
     given, assumed = given_or_default(MegatronJobSettings, options)
     settings = MegatronJobSettings(**given, assumed=assumed)
     ranks = options.get("world_size")
@@ -106,6 +112,14 @@ def _names(modules: Any) -> str:
     each = modules.strip("[]").split(",") if isinstance(modules, str) else modules
     each = each if isinstance(each, list | tuple) else [each]
     return ",".join(sorted(str(getattr(one, "name", one)).strip(" '\"") for one in each)) or WHOLE_LAYER
+
+
+def _dtype(given: Any) -> str | Unresolved:
+    """A dtype's name in torch, of the dtype, of that name or of Megatron's flag."""
+    if isinstance(given, Unresolved):
+        return given
+    name = str(given).removeprefix("torch.")
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(name, name)
 
 
 def graphs_preprocessing(config: Any) -> bool:
@@ -176,6 +190,33 @@ def _exact(settings: Any) -> Exact:
     if settings.optimizer_cpu_offload and 0 < settings.optimizer_offload_fraction < 1:
         return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
     return "bit" if settings.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+
+
+def _is_aware_on_device(job: Any) -> bool:
+    return bool(job.use_precision_aware_optimizer and not job.optimizer_cpu_offload)
+
+
+def _fp8_moments(dtype: str) -> Rule:
+    return Rule(
+        dtype,
+        lambda job: _is_aware_on_device(job) and getattr(job, dtype) == "uint8",
+        "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet",
+        f"set {dtype} to bf16, fp16 or fp32",
+    )
+
+
+def _scale_of_a_range(dtype: str) -> Rule:
+    return Rule(
+        dtype,
+        lambda job: (
+            _is_aware_on_device(job)
+            and getattr(job, dtype) == "float16"
+            and job.use_distributed_optimizer
+            and job.expert_data_parallel_size > 1
+        ),
+        "float16 has one scale for what a rank keeps of an expert, and other ranks would keep other parts of it",
+        f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True",
+    )
 
 
 RULES = (
@@ -256,12 +297,8 @@ RULES = (
         "Megatron itself cannot step bf16 or fp16 so without the distributed optimizer",
         "set use_distributed_optimizer=True, or optimizer_cpu_offload=False",
     ),
-    Rule(
-        "use_precision_aware_optimizer",
-        lambda job: job.use_precision_aware_optimizer and not job.optimizer_cpu_offload,
-        "TransformerEngine's optimizer keeps masters and moments in dtypes of its own, which cannot be moved yet",
-        "set use_precision_aware_optimizer=False, or optimizer_cpu_offload=True",
-    ),
+    *map(_fp8_moments, DTYPES[1:]),
+    *map(_scale_of_a_range, DTYPES),
     Rule(
         "num_distributed_optimizer_instances",
         lambda job: job.num_distributed_optimizer_instances > 1,
@@ -301,6 +338,11 @@ EMULATED = (
         "cuda_graph_modules",
         lambda job: job.cuda_graph_impl != "none",
         "captured operators that are run again on the captured memory, for CUDA graphs",
+    ),
+    Emulated(
+        "use_precision_aware_optimizer",
+        lambda job: _is_aware_on_device(job),
+        "an optimizer in torch with the state and accessors of TransformerEngine's FusedAdam",
     ),
 )
 """What attaches, and was run on a CPU with something else in the place of what a GPU or TransformerEngine has."""

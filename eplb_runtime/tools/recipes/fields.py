@@ -40,6 +40,9 @@ MEGATRON_AS_WRITTEN = (
     "moe_pad_expert_input_to_capacity",
     "num_distributed_optimizer_instances",
     "overlap_param_gather_with_optimizer_step",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
 )
 """Options that have no field; `source_lines` has them where the recipe sets them."""
 TORCHTITAN = {

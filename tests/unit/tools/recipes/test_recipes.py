@@ -189,7 +189,7 @@ def test_flags_that_stand_in_lines_of_a_text_are_read(tmp_path: Path) -> None:
 
 def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path: Path) -> None:
     found = judged(tmp_path, VERL)
-    assert [name.rpartition(".")[2] for name in refused(found)] == ["use_precision_aware_optimizer"]
+    assert refused(found) == [] and [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
     assert (found["ep"], found["edp"]) == (8, 1)
     assert {"setting": "tensor_model_parallel_size", "value": 1, "of": "Megatron-Core 0.16.1 to 0.19.2"} in found[
         "assumed"
@@ -217,7 +217,19 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"optimizer": "muon"}, "optimizer"),
         ({"ep": 1, "pp": 2}, "ep"),
         ({"optimizer_cpu_offload": True, "params_dtype": "bf16"}, "optimizer_cpu_offload"),
-        ({"precision_aware_optimizer": True}, "precision_aware_optimizer"),
+        (
+            {"precision_aware_optimizer": True, "source_lines": {"optimizer.exp_avg_sq_dtype": "fp8"}},
+            "exp_avg_sq_dtype",
+        ),
+        (
+            {
+                "precision_aware_optimizer": True,
+                "distributed_optimizer": True,
+                "gpus": 16,
+                "source_lines": {"optimizer.main_params_dtype": "torch.float16"},
+            },
+            "main_params_dtype",
+        ),
         ({"fsdp": True}, "fsdp"),
         ({"lora": True}, "lora"),
     ],
@@ -340,6 +352,15 @@ def test_a_live_configs_graphs_are_read_in_any_form() -> None:
         assert not graphs_preprocessing(live)
 
 
+@pytest.mark.parametrize("dtypes", [{}, {"main_params_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16"}])
+def test_a_precision_aware_optimizer_on_the_device_attaches(tmp_path: Path, dtypes: dict[str, str]) -> None:
+    lines = {f"optimizer.{name}": dtype for name, dtype in dtypes.items()}
+    aware = {"precision_aware_optimizer": True, "distributed_optimizer": True, "source_lines": lines}
+    found = judged_fields(tmp_path, MEGATRON, **aware)
+    assert found["attaches"] is True
+    assert [one["setting"] for one in found["stand_in"]] == ["use_precision_aware_optimizer"]
+
+
 def test_flags_offload_all_where_they_say_no_fraction(tmp_path: Path) -> None:
     script = SCRIPT.replace("python", "torchrun --nnodes 1 --nproc-per-node 8")
     flags = "--optimizer-cpu-offload --use-distributed-optimizer --bf16"
@@ -448,7 +469,10 @@ def test_the_defaults_are_megatrons_own() -> None:
 
     theirs: dict[str, Any] = {"cuda_graph_modules": "full"}  # cuda_graph_scope before 0.19
     for kind in (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig):
-        theirs |= {one.name: one.default for one in fields(kind)}
+        theirs |= {
+            one.name: str(one.default).removeprefix("torch.") if "dtype" in one.name else one.default
+            for one in fields(kind)
+        }
     ours = {one.name: one.default for one in fields(MegatronJobSettings) if one.default is not MISSING}
     own = {"assumed", "phase_offload", "lora", "expert_tensor_parallel_size"}
     newer = set(ours) - set(theirs) - own
@@ -470,13 +494,13 @@ def test_recipes_that_people_run(shared_data: Path) -> None:
         row["source"]: (row["recipes"], row["attach"], row["refused"], row["unknown"]) for row in totals(answers)
     }
     assert counted == {
-        "Megatron-Bridge": (85, 33, 52, 0),
+        "Megatron-Bridge": (85, 42, 43, 0),
         "Megatron-LM": (2, 1, 1, 0),
         "prime-rl": (7, 0, 7, 0),
         "slime": (12, 12, 0, 0),
         "torchtitan": (8, 0, 8, 0),
         "verl": (16, 15, 1, 0),
-        "all": (130, 61, 69, 0),
+        "all": (130, 70, 60, 0),
     }
     undecided = {name for one in answers if one.attaches is None for name in one.judgement.undecided}
     assert undecided == set()
